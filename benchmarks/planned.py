@@ -164,6 +164,15 @@ PRODUCTS = (
       for layout, precision in (("zero3", "fp32"), ("offload", "bf16"), ("infinity", "bf16"))),
     *(Case(layout=layout, precision=precision, axes="pipeline=2", accumulate=4, order=order)
       for layout, precision, order in (("offload", "bf16", "1f1b"), ("zero1", "fp32", "gpipe"))),
+    *(Case(layout=layout, precision=precision, mode=mode, axes="pipeline=2", accumulate=4, order=order)
+      for order, layout, precision, mode in (
+          ("interleaved:2", "zero1", "bf16", "recompute"), ("looped-bfs", "zero2", "fp32", "keep"),
+          ("zb-h1", "zero1", "fp32", "keep"), ("zb-h1", "offload", "bf16", "recompute"),
+          ("interleaved-zb", "zero1", "bf16", "select"), ("zbv", "zero1", "fp32", "recompute"),
+          ("v-half", "zero2", "bf16", "keep"), ("v-min", "zero1", "bf16", "recompute"),
+          ("dualpipev", "offload", "bf16", "keep"))),
+    Case(layout="zero3", axes="pipeline=2,intra=2", accumulate=4, order="interleaved:2"),
+    Case(layout="zero2", precision="bf16", axes="pipeline=2,intra=2", accumulate=4, order="interleaved-zb"),
     Case(layout="zero1", axes="pipeline=2,intra=2", accumulate=4),
     Case(layout="offload", precision="bf16", axes="pipeline=2,intra=2", accumulate=4),
     Case(layout="offload", precision="bf16", axes="tensor=2,intra=2"),

@@ -23,13 +23,17 @@ from shardfold.planner.hardware import cluster
 from shardfold.planner.memory import GPU
 from shardfold.planner.search import Search, search, search_divisions
 from shardfold.planner.setting import Subject
+from shardfold.planner.staged import places_of
 from shardfold.planner.staged_walks import PassTimes, ends_of
 from shardfold.testing import Ranks
 from shardfold.tools.planning.command import print_plan
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(d_model=64, layers=4, heads=4, context=32)
-STAGED = [Division(pipeline=2), Division(pipeline=2, order="gpipe"), Division(pipeline=4, tensor=2)]
+STAGED = [
+    Division(pipeline=2), Division(pipeline=2, order="gpipe"), Division(pipeline=2, order="interleaved:2"),
+    Division(pipeline=2, order="zbv"), Division(pipeline=4, tensor=2),
+]  # fmt: skip
 
 
 def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
@@ -66,25 +70,33 @@ def test_what_fits_through_no_stages_is_said_with_the_stage() -> None:
     """Of states alone, and of one sample; and what cannot be planned or does not divide."""
     little = _found([Division(pipeline=2)], "100KiB")
     assert not little.found and "of stage 0 what rests takes" in little.refused[0].why
-    (refused,) = _found([Division(pipeline=2, order="zb-h1")], "2MiB").refused
-    assert "a plan follows" in refused.why
+    (refused,) = _found([Division(pipeline=2, order="pipedream")], "2MiB").refused
+    assert "'pipedream' has backwards of steps before" in refused.why
+    (refused,) = _found([Division(pipeline=2, order="interleaved:4")], "2MiB").refused
+    assert "8 stages, but the model has 7 pieces" in refused.why and "order with 3 stages on each rank" in refused.why
     (refused,) = _found([Division(pipeline=3)], "2MiB").refused
     assert "pipeline=3 does not divide" in refused.why
 
 
-def test_an_order_takes_as_long_as_it_is_simulated() -> None:
-    """With times of stages that differ and what crosses borders; long orders go on as they began."""
-    forward, back, send = (1.0, 2.0, 1.5), (2.0, 3.0, 2.5), 0.25
-    row, nothing = np.ones(1), np.zeros(1)
-    sent = send * row
-    times = [PassTimes(f * row, b * row, b * row, nothing, sent, sent) for f, b in zip(forward, back, strict=True)]
-    for order in ("1f1b", "gpipe"):
-        for count in (1, 2, 5, 18, 40):
-            line = timeline(
-                make_order(choose_order(order), 3, count), 3,
-                Times(forward=forward, inputs=back, weights=0.0, send=send),
-            )  # fmt: skip
-            assert float(np.max(ends_of(order, times, count))) == pytest.approx(line.end)
+@pytest.mark.parametrize(
+    "order", ["1f1b", "gpipe", "interleaved:2", "looped-bfs:3", "zb-h1", "zbv", "v-min", "dualpipev"]
+)
+def test_an_order_takes_as_long_as_it_is_simulated(order: str) -> None:
+    """With times of stages that differ and what crosses borders between ranks; long orders go on as they began."""
+    ranks, send = 3, 0.25
+    stages = len(places_of(order, ranks))
+    forward, inputs, weights = ([base + 0.5 * (n % 3) for n in range(stages)] for base in (1.0, 1.25, 0.75))
+    row, nothing, sent = np.ones(1), np.zeros(1), np.full(1, send)
+    times = [
+        PassTimes({"F": f * row, "B": (i + w) * row, "I": i * row, "W": w * row}, nothing, sent, sent)
+        for f, i, w in zip(forward, inputs, weights, strict=True)
+    ]
+    for count in (1, 2, 5, 18, 40):
+        line = timeline(
+            make_order(choose_order(order), ranks, count), stages,
+            Times(forward=forward, inputs=inputs, weights=weights, send=send),
+        )  # fmt: skip
+        assert float(np.max(ends_of(order, ranks, times, count))) == pytest.approx(line.end)
 
 
 def test_a_step_through_stages_has_its_update() -> None:

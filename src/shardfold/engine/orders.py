@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
-from typing import NamedTuple
 
 from shardfold import accelerator
 from shardfold.comm.comm import Comm
@@ -25,28 +24,13 @@ from shardfold.plan import passes, program
 from shardfold.plan.cost import fetched_bytes, room_for, snapshot_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import backwards, contradiction, describe, merge_orders, with_missing
+from shardfold.plan.part import Part, of_part
 from shardfold.plan.passes import Overlap
 from shardfold.plan.placement import UnitSpec, enclosing
 from shardfold.plan.program import COLLECTIVES, MOVES, ROUND, Op, Program
 from shardfold.sharding.unit import Unit
 
-__all__ = ["SECTIONS", "Orders", "Part", "mode_of"]
-
-
-class Part(NamedTuple):
-    """A pass through one of several stages that a rank has.
-
-    Attributes:
-        units: names of the units of that stage.
-        common: of those that belong to no stage alone.
-        last: whether it is that stage's last backward of the step.
-        final: whether it is the rank's.
-    """
-
-    units: frozenset[str]
-    common: frozenset[str]
-    last: bool = False
-    final: bool = False
+__all__ = ["SECTIONS", "Orders", "mode_of"]
 
 
 SECTIONS = ("train", "eval", "backward", "last", "quiet", "weights", "last_weights", "first")
@@ -206,7 +190,7 @@ class Orders:
 
     def unordered(self, section: str, part: Part | None = None) -> Section:
         """The section in definition order, for a pass that asks."""
-        ops = self._of_part(section, self._lists[section], self._lists["backward"], part)
+        ops = of_part(section, self._lists[section], self._lists["backward"], part)
         return Section(_title(section), ops, self._handlers.bind)
 
     def track(self, section: str, part: Part | None = None) -> Track:
@@ -215,23 +199,9 @@ class Orders:
             return self.tracks[section]
         key = section, part
         if key not in self._part_tracks:
-            ops = self._of_part(section, self.tracks[section].ops, self.tracks["backward"].ops, part)
+            ops = of_part(section, self.tracks[section].ops, self.tracks["backward"].ops, part)
             self._part_tracks[key] = Track(_title(section), ops, self._handlers.bind)
         return self._part_tracks[key]
-
-    @staticmethod
-    def _of_part(section: str, ops: Sequence[Op], backward: Sequence[Op], part: Part | None) -> Sequence[Op]:
-        """Operations of the stage's units; sums that only the last backward of a step takes wait, of what several
-        stages have, for the rank's last."""
-        if part is None:
-            return ops
-        every = set(backward)
-        waits = section in ("last", "last_weights") and not part.final
-        return [
-            op for op in ops
-            if not op.unit or op.unit in part.units
-            or (op.unit in part.common and not (waits and op.is_sum and op not in every))
-        ]  # fmt: skip
 
     def stages_of(self, ran: Mapping[Hashable, Counter[str]]) -> Iterator[tuple[Program, Counter[str]]]:
         """What of the program is for each of several stages, and how often each of its sections ran, of what ran for
@@ -245,7 +215,7 @@ class Orders:
                 parts[part.units] = part
         for units, part in parts.items():
             sections = {
-                name: tuple(self._of_part(name, self.program.section(name), self.program.backward, part))
+                name: tuple(of_part(name, self.program.section(name), self.program.backward, part))
                 for name in ("first", "forward", "backward", "last")
             }
             yield replace(self.program, **sections), times[units]

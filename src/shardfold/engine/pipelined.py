@@ -21,13 +21,13 @@ from shardfold.comm.agreement import Agreement
 from shardfold.comm.coalesced import as_bytes
 from shardfold.engine.backward import Backward
 from shardfold.engine.hooks import UP_TO_32, Hooks, cast_inputs
-from shardfold.engine.orders import Part
 from shardfold.engine.runner import Runner
-from shardfold.errors import CollectiveError, ConfigError, ModelError, OrderError, UsageError
+from shardfold.errors import CollectiveError, ModelError, OrderError, UsageError
 from shardfold.parallel.batch import Sharded
 from shardfold.parallel.pipeline.batch import default_compute, micro_batches
 from shardfold.parallel.pipeline.late import Late, Splits
 from shardfold.parallel.pipeline.order import Action, Choice, forwards, lower, make_order
+from shardfold.parallel.pipeline.parts import parts_of
 from shardfold.parallel.pipeline.picture import drawn
 from shardfold.parallel.pipeline.simulate import most, timeline
 from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
@@ -37,6 +37,7 @@ from shardfold.parallel.pipeline.underway import Kept, UnderWay
 from shardfold.parallel.pipeline.watch import PipelineStats, Watch
 from shardfold.parallel.pipeline.wire import Parcel, Wire
 from shardfold.parallel.sequence import SequenceAxis
+from shardfold.plan.part import Part
 from shardfold.plan.rules import Rules
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partition import main_dtypes, rule_numbers
@@ -94,21 +95,9 @@ class Pipelined:
         self._parts: dict[int, Part] = self._parts_of(stages) if stages is not None and choice.chunks > 1 else {}
 
     def _parts_of(self, stages: Stages) -> dict[int, Part]:
-        """The units of each stage; those that several have, or none, are in all of them."""
-        found: dict[str, set[int]] = {}
-        homes = {id(m): stage for piece, stage in zip(stages.pieces, stages.stage_of, strict=True)
-                 for m in piece.module.modules()}  # fmt: skip
-        for unit in self._model.units:
-            found[unit.name] = {homes[id(m)] for module in unit.modules for m in module.modules() if id(m) in homes}
-        common = frozenset(name for name, of in found.items() if len(of) != 1)
-        roots = {unit.name for unit in self._model.units if unit.spec.root}
-        if apart := sorted(common - roots):
-            raise ConfigError(
-                f"pipeline={str(self.choice)!r}: the unit {apart[0]!r} has parts in several stages of a rank: choose "
-                "units=, or stages=, so that each unit is in one."
-            )
-        return {stage: Part(frozenset(name for name, of in found.items() if of == {stage}), common)
-                for stage in stages.own}  # fmt: skip
+        units = self._model.units
+        roots = [unit.name for unit in units if unit.spec.root]
+        return parts_of(stages, {unit.name: unit.modules for unit in units}, roots, str(self.choice))
 
     @property
     def _job(self) -> Agreement:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardfold.engine.handlers import Handlers
-from shardfold.engine.orders import SECTIONS, Orders, Part, mode_of
+from shardfold.engine.orders import SECTIONS, Orders, mode_of
 from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
 from shardfold.engine.track import Section, Track
 from shardfold.engine.visible import VisibleGradients
@@ -35,6 +35,7 @@ from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
 from shardfold.optim.guard import Guard
 from shardfold.parallel.pipeline.late import Late
+from shardfold.plan.part import Part
 from shardfold.plan.passes import Overlap
 from shardfold.sharding.buffers import Buffers
 from shardfold.sharding.model import ShardedModel

@@ -29,7 +29,7 @@ class Option:
         largest: the largest micro-batch that fits on the device and with the host's memory; 0: none does.
         budget: bytes of the device.
         host: bytes of host memory for each rank; inf: not known.
-        stage: whose rank it is of, which needs the most; None: there is one.
+        stage: those whose rank it is of, which needs the most, in words; empty: there is one.
     """
 
     layout: str
@@ -39,7 +39,7 @@ class Option:
     largest: int
     budget: float
     host: float = inf
-    stage: int | None = None
+    stage: str = ""
 
     @property
     def fits(self) -> bool:
@@ -85,8 +85,7 @@ def option(
     largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget)
     if plan.tiers.get(Tier.HOST, 0.0) > host:
         largest = 0
-    stage = subject.division.stage if subject.division.pipeline > 1 else None
-    return Option(name or str(layout), mode, micro_batch, plan, largest, budget, host, stage)
+    return Option(name or str(layout), mode, micro_batch, plan, largest, budget, host, subject.staged)
 
 
 def options(

@@ -44,6 +44,10 @@ class LiveBytes(DispatchMode):
             self._told(func, args, kwargs, out)
         return out
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """The storages of these do not count."""
+        self._beside |= {storage_key(tensor.untyped_storage()) for tensor in tensors}
+
     def mark(self) -> int:
         """The peak since the last mark; from now on it is that of what follows."""
         peak, self.peak = self.peak, self.level

@@ -30,10 +30,11 @@ from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import encoded_bytes, fetched_bytes, is_encoded, resting_bytes, summed_bytes
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Layout, Tier
+from shardfold.plan.part import Part, of_part
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MARKERS, MOVES, REDUCTIONS, ROUND, SUMS, Op, Program
 from shardfold.planner.coding import coding_bytes
-from shardfold.planner.trace import SMALL, Event, Trace
+from shardfold.planner.trace import SMALL, Event, Pass, Trace
 
 __all__ = ["CPU", "GPU", "Behaviour", "MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]
 
@@ -354,7 +355,7 @@ class _Track:
 class _Walk:
     """One step of one rank."""
 
-    def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[tuple[str, int, int]] = ()) -> None:
+    def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[Pass] = ()) -> None:
         self._setting, self._events, self._passes = setting, events, passes
         self._layout, self._mesh, self._units = setting.layout, setting.mesh, setting.by_name
         self._held: dict[tuple[str, str], float] = {}  # by unit and what it is
@@ -380,10 +381,12 @@ class _Walk:
             for op in self._setting.program.section(section):
                 yield from self._do(op, -1, section)
         last, forward = self._setting.micro_batches - 1, "first" if self._setting.program.first else "forward"
-        for section, begin, end in self._passes:  # of a stage
-            section = forward if section == "forward" else section
-            yield from self._pass(section, section, range(begin, end))
-            forward = "forward"
+        begun: set[int] = set()
+        for section, begin, end, lane, part in self._passes:  # of stages
+            if section == "forward" and lane.stage not in begun:
+                section = forward
+                begun.add(lane.stage)
+            yield from self._pass(section, section, range(begin, end), part)
         for number in () if self._passes else range(min(last, 1), -1, -1):
             back = "last" if number == 0 else "backward"
             yield from self._pass(forward, back, range(len(self._events)))
@@ -393,11 +396,13 @@ class _Walk:
             for op in self._setting.program.section(section):
                 yield from self._do(op, -1, section)
 
-    def _pass(self, forward: str, backward: str, numbers: range) -> Iterator[Point]:
-        """Events along the section ``forward``, and from where backward begins along ``backward``."""
+    def _pass(self, forward: str, backward: str, numbers: range, part: Part | None = None) -> Iterator[Point]:
+        """Events along the section ``forward``, and from where backward begins along ``backward``; what of them is for
+        a ``part`` of the units."""
         program, self._part = self._setting.program, backward
-        tracks = {name: _Track(name, program.section(name)) for name in (forward, backward)}
-        moves = {name: any(op.verb in (*COLLECTIVES, *MOVES) for op in t.ops) for name, t in tracks.items()}
+        sections = {name: program.section(name) for name in (forward, backward)}
+        tracks = {name: _Track(name, of_part(name, ops, program.backward, part)) for name, ops in sections.items()}
+        moves = {name: any(op.verb in (*COLLECTIVES, *MOVES) for op in ops) for name, ops in sections.items()}
         track, local = tracks[forward], not moves[forward]
         if not local and forward in ("first", "forward"):
             for unit in self._setting.units:
@@ -426,7 +431,7 @@ class _Walk:
             verb = "F" if event.kind == "enter" else "B"
             if not track.at_marker(verb, name):
                 yield from track.reach(verb, name)
-        elif event.kind == "begin_backward":
+        elif event.kind == "begin_backward" and track.name not in ("weights", "last_weights"):
             for root in self._setting.units:
                 if root.root:
                     yield from track.reach("B", root.name)
@@ -664,6 +669,6 @@ def words_of(event: Event) -> str:
 _WORDS = {
     "begin": "before the model", "enter": "before {}", "leave": "in {}", "end_forward": "behind the last unit",
     "begin_backward": "the loss", "sent": "behind the last unit of the stage",
-    "end": "the end", "enter_backward": "before the backward of {}",
+    "inputs": "between the parts of a backward", "end": "the end", "enter_backward": "before the backward of {}",
     "gradient": "the backward of {}", "complete": "the backward of {}",
 }  # fmt: skip

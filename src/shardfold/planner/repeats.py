@@ -16,6 +16,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -122,33 +123,48 @@ class Folded:
         if any(len(found) != 1 for found in (*entered, *reached)):
             return None
         forward, backward = ([at for (at,) in each] for each in (entered, reached))
-        if forward != sorted(forward) or backward != sorted(backward, reverse=True) or forward[-1] > backward[-1]:
+        ways = [forward, backward]
+        parts = [n for n, event in enumerate(events) if event.kind == "inputs"]
+        if parts:  # gradients of weights come in a part of their own
+            each = [_all_at(events, "gradient", first)[-1:] for first in firsts]
+            if not all(each):
+                return None
+            ways.append([at for (at,) in each])
+        if any(way != sorted(way, reverse=bool(n)) for n, way in enumerate(ways)):
             return None
-        times = number // kinds - KEPT
-        model, again = _span(events, forward[2], forward[3]), _span(events, forward[1], forward[2])
-        back, back_again = _span(events, backward[3], backward[2]), _span(events, backward[2], backward[1])
-        grows, shrinks = model[-1].level - events[forward[2]].level, back[-1].level - events[backward[3]].level
-        if grows + shrinks or _relative(model, events[forward[2]].level, path, here + 2 * kinds) != _relative(
-            again, events[forward[1]].level, path, here + kinds
-        ):
+        if any(before[-1] > way[-1] for before, way in pairwise(ways)):
             return None
-        if _relative(back, events[backward[3]].level, path, here + 3 * kinds) != _relative(
-            back_again, events[backward[2]].level, path, here + 2 * kinds
-        ):
-            return None
-        last = number // kinds - 2
-        found = [self._named(e, path, None) for e in events[: forward[1] + 1]]
-        found += [self._named(e, path, (1, 1)) for e in again]
-        found += [self._named(e, path, (2, 2)) for e in model]
-        for n in range(1, times + 1):
-            found += [self._named(_raised(e, n * grows), path, (2, 2 + n)) for e in model]
-        between = events[forward[3] + 1 : backward[3] + 1]
-        found += [self._named(_raised(e, times * grows), path, None) for e in between]
-        found += [self._named(_raised(e, times * grows), path, (3, last)) for e in back]
-        for n in range(1, times + 1):
-            found += [self._named(_raised(e, times * grows + n * shrinks), path, (3, last - n)) for e in back]
-        found += [self._named(e, path, (2, 2)) for e in back_again]
-        return found + [self._named(e, path, None) for e in events[backward[1] + 1 :]]
+        return self._longer(events, path, ways)
+
+    def _longer(self, events: list[Event], path: str, ways: Sequence[Sequence[int]]) -> list[Event] | None:
+        """Events with more of those between two blocks. ``ways``: where each of the blocks that were kept comes, in
+        forward, and in each part of a backward, in which the last of them comes first."""
+        number, _, here, kinds = self.lists[path]
+        times, last = number // kinds - KEPT, number // kinds - 2
+        found: list[Event] = []
+        begin, above = 0, 0.0  # of what is left, and how much higher it is
+        for n, way in enumerate(ways):
+            first, second, third = (way[1], way[2], way[3]) if not n else (way[3], way[2], way[1])
+            one, other = _span(events, first, second), _span(events, second, third)
+            more, again = (other, one) if not n else (one, other)
+            anchors = (2, 1) if not n else (3, 2)
+            begins = (second, first) if not n else (first, second)
+            if _relative(more, events[begins[0]].level, path, here + anchors[0] * kinds) != _relative(
+                again, events[begins[1]].level, path, here + anchors[1] * kinds
+            ):
+                return None
+            changes = more[-1].level - events[begins[0]].level
+            found += [self._named(_raised(e, above), path, None) for e in events[begin : first + 1]]
+            if not n:
+                found += [self._named(e, path, (1, 1)) for e in again]
+            for k in range(times + 1):
+                shift = (2, 2 + k) if not n else (3, last - k)
+                found += [self._named(_raised(e, above + k * changes), path, shift) for e in more]
+            above += times * changes
+            begin = third + 1
+            if n:
+                found += [self._named(_raised(e, above), path, (2, 2)) for e in again]
+        return None if above else found + [self._named(e, path, None) for e in events[begin:]]
 
     def _named(self, event: Event, path: str, anchor: tuple[int, int] | None) -> Event:
         """The event under the name of the whole model: of blocks near the ``anchor``'s first number, which is that

@@ -11,26 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfold.errors import ConfigError, ModelError, ShardfoldError
-from shardfold.parallel.pipeline.stages import Borders
+from shardfold.errors import ConfigError, ModelError
+from shardfold.parallel.pipeline.parts import parts_of
+from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh
 from shardfold.plan.cost import fetched_bytes, resting_bytes, tier_bytes
 from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
+from shardfold.plan.part import Part
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.program import Op, lower
 from shardfold.plan.rules import Rules
 from shardfold.planner.division import UNDIVIDED, Division
-from shardfold.planner.given import check_given, check_trains, not_run
+from shardfold.planner.given import check_given, check_trains
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.kernels import gpu_kernels
 from shardfold.planner.memory import CPU, Behaviour, Setting
-from shardfold.planner.repeats import Blocks, Folded, fold, fold_stage, renumbered
+from shardfold.planner.repeats import Folded, fold
+from shardfold.planner.stage_traces import StageTraces
 from shardfold.planner.staged import in_order, stages_of
-from shardfold.planner.trace import Sends, Trace, complete_orders
-from shardfold.planner.tracing import MODES, Compute, loss_of, runs_with_memory, trace_model, trace_stage
+from shardfold.planner.trace import Lane, Sends, Trace, complete_orders
+from shardfold.planner.tracing import MODES, Compute, loss_of, runs_with_memory, trace_model
 from shardfold.sharding.partition import Cut, cut
-from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.torch_internals import tree_iter
 
 __all__ = ["Subject", "mesh_of"]
@@ -54,13 +56,6 @@ def _for(table: Layout, given: Mapping[str, int] | Sequence[Axis]) -> Mesh:
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
-
-
-def _with_buffers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Code around the pieces of stages computes with buffers."""
-    if isinstance(tensor, nn.Parameter):
-        return torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return torch.zeros(tensor.shape, dtype=dtype)
 
 
 @dataclass
@@ -91,21 +86,27 @@ class Subject:
         self._stages = stages_of(self.hollow, self.division, _META) if self.division.pipeline > 1 else None
         if self.division.axes:
             self.division.cut(self.hollow, self.mesh)
+        self._traces: dict[tuple[Precision, str, int], Trace] = {}
+        self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
+        #: Traces of the stages of the rank that is planned for, by number.
+        self.stages: dict[int, StageTraces] = {}
+        self._parts: dict[int, Part] = {}
         if self._stages is not None:
             self._stages.drop_foreign()
-        self._traces: dict[tuple[Precision, str, int], Trace] = {}
-        self._alone: dict[tuple[Precision, str, int], Trace] = {}  # of one micro-batch in a stage
-        self._borders: dict[tuple[Precision, int, bool], Borders] = {}
-        #: Of other stages of the same model, by whose traces those of this one may be found.
-        self.others: Sequence[Subject] = ()
+            self._take_stages(self._stages)
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
         self._own_kernels = self.real is None and self._has_kernels_of_its_own()
         self._real = True if self._own_kernels else self.real
-        self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
         leaves = [v for v in tree_iter(self.batch) if isinstance(v, Tensor) and v.dim()]
         #: Samples in ``batch``.
         self.samples = leaves[0].shape[0] if leaves else 1
+
+    @property
+    def staged(self) -> str:
+        """The stages of the rank that is planned for, in words; empty: there are none."""
+        *most, last = [*map(str, self.stages)] or [""]
+        return f"stages {', '.join(most)} and {last}" if most else f"stage {last}" if last else ""
 
     def _has_kernels_of_its_own(self) -> bool:
         """Whether a CPU computes in kernels whose workspaces only a run with memory shows, as those of an LSTM; large
@@ -115,6 +116,19 @@ class Subject:
             and any(isinstance(module, nn.LSTM) for module in self.hollow.modules())
             and runs_with_memory(self.hollow, self.batch)
         )
+
+    def _take_stages(self, stages: Stages) -> None:
+        units = self.units
+        if len(stages.own) > 1:  # as the rank has them
+            _, cuts = self.cuts(presets.ddp, Precision.named("fp32"), self.mesh)
+            roots = [c.name for c in cuts if c.spec is not None and c.spec.root]
+            self._parts = parts_of(stages, {c.name: c.modules for c in cuts}, roots, self.division.order)
+        for number in stages.own:
+            if self._parts:
+                units = sorted(self._parts[number].units)
+            self.stages[number] = StageTraces(
+                self.model, self.rows, self.compute, units, self.division, number, self._connect
+            )  # fmt: skip
 
     def cuts(self, table: Layout, precision: Precision, mesh: Mesh) -> tuple[Rules, list[Cut]]:
         """The units on a mesh, and the rules that they follow."""
@@ -165,7 +179,7 @@ class Subject:
     def _found(self, policy: Precision, mode: str, samples: int) -> Trace:
         check_trains(self.model)
         if self._stages is not None:
-            return in_order(self.alone(policy, mode, samples), self.division)
+            return self.in_order(policy, mode, samples, self.division.micro_batches)
         with self._kernels():
             return self._few_blocks(policy, mode, samples) or self._all_blocks(policy, mode, samples)
 
@@ -173,114 +187,29 @@ class Subject:
         """Whatever traces keeps what the kernels of the device keep."""
         return gpu_kernels() if self.division.streams else nullcontext()
 
-    def alone(self, precision: str | Precision, mode: str, samples: int) -> Trace:
-        """A forward and a backward of one micro-batch in the stage of the rank that is planned for; :meth:`trace` has
+    def alone(self, precision: str | Precision, mode: str, samples: int, lane: Lane) -> Trace:
+        """A forward and a backward of one micro-batch in a stage of the rank that is planned for; :meth:`trace` has
         those of all micro-batches in their order."""
         policy = Precision.named(precision)
         if mode not in MODES:
             raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
-        if (key := (policy, mode, samples)) not in self._alone:
-            likes = (other.of_another(self, policy, mode, samples) for other in self.others)
+        try:
             with self._kernels():
-                self._alone[key] = (
-                    next(filter(None, likes), None)
-                    or self._few_of_stage(policy, mode, samples)
-                    or self._all_of_stage(policy, mode, samples)
-                )
-        return self._alone[key]
-
-    def of_another(self, other: Subject, policy: Precision, mode: str, samples: int) -> Trace | None:
-        """What :meth:`alone` of the ``other`` gives, a stage in the middle as this one, by what it gives of this one;
-        None: they have more than blocks of one list, or not as many, or other tensors cross their borders."""
-        mine, its = self._only_blocks(policy), other._only_blocks(policy)
-        if mine is None or its is None or (mine[0], mine[1].number) != (its[0], its[1].number):
-            return None
-        found, borders = self.alone(policy, mode, samples), self._borders.get((policy, samples, False))
-        if borders is None or found.touched:
-            return None
-        made = [[borders.trace.made(origin) for origin in origins] for origins in borders.crossing]
-        here, there = self.division.stage, other.division.stage
-        if made[here - 1 : here + 1] != made[there - 1 : there + 1]:
-            return None
-        events = renumbered(found.events, mine[0], its[1].there - mine[1].there)
-        return replace(found, events=tuple(events), buffers=other._buffer_bytes(policy))
-
-    def _only_blocks(self, policy: Precision) -> tuple[str, Blocks] | None:
-        """The list that all parameters of a stage in the middle are in, and its blocks; None: there are others."""
-        if self._whole or not 0 < self.division.stage < self.division.pipeline - 1:
-            return None
-        _, cuts = self.cuts(presets.ddp, policy, self.mesh)
-        lists = self._folded_stage([c.name for c in cuts if c.spec is not None and not c.spec.root])
-        if lists is None or len(lists.lists) != 1:
-            return None
-        ((path, blocks),) = lists.lists.items()
-        inside = all(c.name.startswith(f"{path}.") for c in cuts if c.spec is not None)
-        return (path, blocks) if inside else None
-
-    def _folded_stage(self, units: Sequence[str]) -> Folded | None:
-        if self._folded is None and not self._whole and self._stages is not None:
-            whole = hollow(self.model, _on_meta, {})
-            self._folded = fold_stage(whole, units, self._stages, self.division.stage)
-            self._whole = self._folded is None
-        return self._folded
-
-    def _few_of_stage(self, policy: Precision, mode: str, samples: int) -> Trace | None:
-        """The same by some of the blocks that are alike; None: there are not so many, or they differ."""
-        if self._whole or self._stages is None:
-            return None
-        rules, cuts = self.cuts(presets.ddp, policy, self.mesh)
-        units = [c.name for c in cuts if c.spec is not None and not c.spec.root]
-        if (folded := self._folded_stage(units)) is None:
-            return None
-        kept = [name for unit in units if (name := folded.kept(unit)) is not None]
-        own = hollow(folded.model, _on_meta, {})
-        stages = stages_of(own, self.division, _META, folded.begins)
-        self.division.cut(own, self.mesh)
-        stages.drop_foreign()
-        groups = {id(p): 0 for p in own.parameters() if p.requires_grad}
-        try:
-            few = self._run_stage(folded.model, cut(own, kept, groups, rules, self.mesh), folded.begins, policy, mode,
-                                  samples)  # fmt: skip
-        except Exception:  # a model that goes by the number of its blocks: all of them are traced
-            few = None
-        found = few and folded.unfolded(few)
-        self._whole = found is None
-        return replace(found, buffers=self._buffer_bytes(policy)) if found is not None else None
-
-    def _all_of_stage(self, policy: Precision, mode: str, samples: int) -> Trace:
-        _, cuts = self.cuts(presets.ddp, policy, self.mesh)
-        try:
-            return self._run_stage(self.model, cuts, None, policy, mode, samples)
-        except ShardfoldError:
+                found = self.stages[lane.stage].trace(policy, mode, samples, lane)
+        except ModelError:
+            if samples != self.samples:  # where it does not train on the user's own either, that one is named
+                _ = self.alone(policy, mode, self.samples, lane)
             raise
-        except Exception as error:
-            if samples != self.samples:
-                _ = self._all_of_stage(policy, mode, self.samples)
-            raise not_run(self.model, self.rows(samples), error) from error
+        return replace(found, buffers=self._buffer_bytes(policy))
 
-    def _run_stage(
-        self, model: nn.Module, cuts: Sequence[Cut], begins: Sequence[str] | None, policy: Precision, mode: str,
-        samples: int,
-    ) -> Trace:  # fmt: skip
-        whole, rules = hollow(model, _on_meta, {}), Rules(policy, presets.ddp, mesh_of({}))
-        groups = {id(p): 0 for p in whole.parameters() if p.requires_grad}
-        units = self.units if begins is None else [c.name for c in cuts if c.spec is not None and not c.spec.root]
-        specs = [c.spec for c in cut(whole, units, groups, rules, mesh_of({})) if c.spec is not None]
-        dtypes = {slot.name: TORCH_DTYPES[s.dtype] for spec in specs for s in spec.segments for slot in s.slots}
-        if policy.buffers == "compute":
-            narrow = TORCH_DTYPES[policy.compute]
-            dtypes |= {name: narrow for name, b in whole.named_buffers() if b.is_floating_point()}
-        made = hollow(model, _with_buffers, dtypes)
-        stages = stages_of(made, self.division, torch.device("cpu"), begins)
-        self.division.cut(made, self.mesh)
-        stages.drop_foreign()
-        stages.settle()
-        key = policy, samples, model is self.model
-        found, self._borders[key] = trace_stage(
-            made, stages, cuts, self.rows(samples), number=self.division.stage, precision=policy, mode=mode,
-            compute=self.compute, connect=self._connect, borders=self._borders.get(key),
-        )  # fmt: skip
-        return found
+    def in_order(self, precision: str | Precision, mode: str, samples: int, micro_batches: int) -> Trace:
+        """The trace of so many micro-batches of a step on the rank that is planned for.
+
+        Raises:
+            ConfigError: the order has not so many.
+        """
+        division = replace(self.division, micro_batches=micro_batches)
+        return in_order(partial(self.alone, precision, mode, samples), division, self._parts)
 
     def _buffer_bytes(self, policy: Precision) -> float:
         narrow = ITEMSIZE[policy.compute] if policy.buffers == "compute" else 0

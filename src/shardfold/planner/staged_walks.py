@@ -1,9 +1,9 @@
 """The walks of a model that is cut into stages: of each stage one, and an order that puts its passes after each other.
 
-A stage's forward, its backward, and its last backward take what the clocks of ``seconds`` say. The order is gone
-through with these: a pass begins when its rank is free and what it needs has come from the neighbour; what crosses a
-border takes its bytes by the rate of the link. All sizes of a micro-batch with the same number of micro-batches in a
-step are gone through together, as rows of numbers.
+A stage's forward, its backward or the two parts of it, and its last backward take what the clocks of ``seconds`` say.
+The order is gone through with these: a pass begins when its rank is free and what it needs has come from the neighbour;
+what crosses a border between ranks takes its bytes by the rate of the link. All sizes of a micro-batch with the same
+number of micro-batches in a step are gone through together, as rows of numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardfold.parallel.pipeline.order import Action, choose_order, make_order
+from shardfold.parallel.pipeline.order import Action, choose_order
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.passes import Overlap
@@ -27,8 +27,8 @@ from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
 from shardfold.planner.seconds import Seconds, Way, Work, part_seconds
 from shardfold.planner.setting import LINE, Subject
-from shardfold.planner.staged import in_order, sent_at
-from shardfold.planner.trace import Trace
+from shardfold.planner.staged import Span, actions_of, lanes_of, places_of, spans_of
+from shardfold.planner.trace import Lane, Trace
 from shardfold.planner.walks import too_much_at_rest, wires_of
 
 __all__ = ["EACH", "PassTimes", "StagedWalks", "ends_of"]
@@ -43,24 +43,33 @@ class PassTimes(NamedTuple):
     """Seconds of one stage, for each size of a micro-batch.
 
     Attributes:
-        forward: of a forward.
-        backward: of a backward.
-        last: of the last one, with which gradients are reduced.
-        update: of the optimizer's step.
+        takes: by verb of an action.
+        more: that its last backward takes more than others, as gradients are reduced with it.
         send: of what goes to the next stage.
         back: of what goes to the stage before.
     """
 
-    forward: np.ndarray
-    backward: np.ndarray
-    last: np.ndarray
-    update: np.ndarray
+    takes: Mapping[str, np.ndarray]
+    more: np.ndarray
     send: np.ndarray
     back: np.ndarray
 
     def of(self, rows: np.ndarray) -> PassTimes:
         """Those of some sizes."""
-        return PassTimes(*(each[rows] for each in self))
+        takes = {verb: each[rows] for verb, each in self.takes.items()}
+        return PassTimes(takes, self.more[rows], self.send[rows], self.back[rows])
+
+
+class _RankTimes(NamedTuple):
+    """Seconds of a rank.
+
+    Attributes:
+        stages: of each of its stages.
+        update: of the optimizer's step.
+    """
+
+    stages: Mapping[int, PassTimes]
+    update: np.ndarray
 
 
 class StagedWalks:
@@ -81,99 +90,114 @@ class StagedWalks:
         self._where, self._precision, self._moments, self._division = where, precision, moments, division
         self._mesh = division.over(where.mesh)
         self.readers = self._mesh.parts(self._mesh.sampling)
-        self._stages = [
-            subject if stage == division.stage else replace(subject, division=replace(division, stage=stage))
-            for stage in range(division.pipeline)
+        self._ranks = [
+            subject if place == division.stage else replace(subject, division=replace(division, stage=place))
+            for place in range(division.pipeline)
         ]
-        for number, stage in enumerate(self._stages):
-            stage.others = self._stages[1:number][:1]
+        every = {number: one for rank in self._ranks for number, one in rank.stages.items()}
+        for number in range(2, len(every)):
+            every[number].others = [every[1]]
+        self._rank_of = {number: rank for rank in self._ranks for number in rank.stages}
         self._ways = {axis: Way(where.link(self._mesh, axis), size) for axis, size in division.axes.items()}
         self._behaviour = GPU if where.device.streams else CPU
         self._budget = where.device.usable
         self._done: dict[Any, tuple[Setting, MemoryPlan]] = {}
-        self._works: dict[tuple[int, str, int], Work] = {}
+        self._works: dict[tuple[str, int, Lane], Work] = {}
+        own = choose_order(division.order)
+        #: Micro-batches of an order of the user's own, which has no others; 0: there may be any number.
+        self._only = own.batches if own.rows is not None else 0
+        self._usual = self._only or EACH * division.pipeline
 
     def resting_too_much(self, layout: Layout, host: float) -> str:
         """Why nothing can fit, as what rests of a stage alone does not; empty: it does."""
         budget = self._budget if self._behaviour.streams else inf
-        for stage in self._stages:
-            tiers: Mapping[Tier, float] = stage.resting(layout, self._precision, self._mesh.axes, self._moments)
+        for rank in self._ranks:
+            tiers: Mapping[Tier, float] = rank.resting(layout, self._precision, self._mesh.axes, self._moments)
             if why := too_much_at_rest(tiers, host, budget):
-                return f"of stage {stage.division.stage} {why}"
+                return f"of {rank.staged} {why}"
         return ""
 
     def wires(self, plain: Candidate, mode: str, auto: AutoWire) -> list[dict[str, str]]:
         """Wires that a layout may have, as arguments of a candidate; its own first."""
-        stage = self._stages[0]
-        setting = self._walk(stage, plain, in_order(stage.alone(self._precision, mode, LINE[0]), stage.division))[0]
+        rank = self._ranks[0]
+        setting = self._walk(rank, plain, rank.in_order(self._precision, mode, LINE[0], self._usual))[0]
         return wires_of(plain.table, setting.program, setting.mesh, auto)
 
     def fitting(self, plain: Candidate, limit: int, batch: int | None) -> tuple[list[Found], str]:
         """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does."""
         samples = np.arange(1, limit + 1)
-        counts = np.full_like(samples, EACH * self._division.pipeline)
+        counts = np.full_like(samples, self._usual)
         if batch is not None:
             counts = -(-batch // (samples * self.readers))
-        peaks, host, least, most, zeros = np.zeros(limit), 0.0, "", 0.0, ""
-        times: list[PassTimes] = []
-        for stage in self._stages:
-            few, more = (stage.alone(self._precision, plain.mode, n) for n in LINE)
-            if few.structure != more.structure:
-                return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
-            zeros = zeros or few.zeros
+        if self._only and not (counts == self._only).any():
+            return [], f"the order has {self._only} micro-batches, which none of these sizes makes of {batch} samples."
+        samples, counts = (
+            (each[counts == self._only] for each in (samples, counts)) if self._only else (samples, counts)
+        )
+        peaks, host, least, most, zeros = np.zeros(len(samples)), 0.0, "", 0.0, ""
+        times: list[_RankTimes] = []
+        for rank in self._ranks:
+            for lane in self._lanes(rank, counts):
+                few, more = (rank.alone(self._precision, plain.mode, n, lane) for n in LINE)
+                if few.structure != more.structure:
+                    return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
+                zeros = zeros or few.zeros
             for count in map(int, np.unique(counts)):
                 mine = counts == count
-                peaks[mine] = np.maximum(peaks[mine], self._peaks(stage, plain, count, samples[mine]))
-            alone = self._plan(stage, plain, int(counts[0]), 1)
+                peaks[mine] = np.maximum(peaks[mine], self._peaks(rank, plain, count, samples[mine]))
+            alone = self._plan(rank, plain, int(counts[0]), int(samples[0]))
             if alone.peak > most:
-                most, at = alone.peak, f"stage {stage.division.stage}, {alone.top.where}"
-                least = f"one sample peaks at {human(most)} of {human(self._budget)}, {at}."
+                most, at = alone.peak, f"{rank.staged}, {alone.top.where}"
+                least = f"{_samples(int(samples[0]))} at {human(most)} of {human(self._budget)}, {at}."
             host = max(host, alone.tiers.get(Tier.HOST, 0.0))
-            times.append(self._times(stage, plain, limit, few, more))
+            times.append(self._times(rank, plain, samples, counts))
         fits = np.flatnonzero(peaks <= self._budget)
         if not len(fits):
             return [], least
         step = self._steps(times, counts)
         totals = samples * counts * self.readers
         rate = (totals if batch is None else batch) / step  # of what was asked for: more makes no step faster
-        fastest = int(fits[rate[fits].argmax()]) + 1
-        sizes = sorted({n for n in (*sizes_to_show(int(fits[-1]) + 1), fastest) if peaks[n - 1] <= self._budget})
+        fastest = int(samples[fits[rate[fits].argmax()]])
+        wanted = {*sizes_to_show(int(samples[fits[-1]])), fastest}
         return [
             Found(
                 replace(
-                    plain, micro_batch=n, accumulate=(count := int(counts[n - 1])),
-                    division=replace(self._division, stage=0, micro_batches=count),
+                    plain, micro_batch=int(samples[i]), accumulate=int(counts[i]),
+                    division=replace(self._division, stage=0, micro_batches=int(counts[i])),
                 ),
-                float(peaks[n - 1]), host, self._seconds(plain, times, n, count, float(step[n - 1])),
-                float(rate[n - 1]), int(totals[n - 1]), zeros,
+                float(peaks[i]), host, self._seconds(plain, times, i, samples, int(counts[i]), float(step[i])),
+                float(rate[i]), int(totals[i]), zeros,
             )
-            for n in sizes
+            for i in map(int, fits) if int(samples[i]) in wanted
         ], ""  # fmt: skip
+
+    def _lanes(self, rank: Subject, counts: np.ndarray) -> dict[Lane, int]:
+        """Those of a rank, each with a number of micro-batches that go through it."""
+        division, found = self._division, dict[Lane, int]()
+        for count in (self._usual, *map(int, np.unique(counts))):
+            row = actions_of(division.order, division.pipeline, count)[rank.division.stage]
+            found = dict.fromkeys(lanes_of(row), count) | found
+        return found
 
     # -- bytes
 
-    def _peaks(self, stage: Subject, plain: Candidate, count: int, samples: np.ndarray) -> np.ndarray:
-        """The most bytes of the rank of a stage, by samples of a micro-batch."""
-        few, more = (self._ordered(stage, plain.mode, count, n) for n in LINE)
-        found = self._walk(stage, plain, few)[1].of(few).line(few, more, LINE).at(samples)
+    def _peaks(self, rank: Subject, plain: Candidate, count: int, samples: np.ndarray) -> np.ndarray:
+        """The most bytes of a rank, by samples of a micro-batch."""
+        few, more = (rank.in_order(self._precision, plain.mode, n, count) for n in LINE)
+        found = self._walk(rank, plain, few)[1].of(few).line(few, more, LINE).at(samples)
         if samples[0] == 1:
-            found[0] = self._plan(stage, plain, count, 1).peak
+            found[0] = self._plan(rank, plain, count, 1).peak
         return found
 
-    def _plan(self, stage: Subject, plain: Candidate, count: int, samples: int) -> MemoryPlan:
-        trace = self._ordered(stage, plain.mode, count, samples)
-        return self._walk(stage, plain, trace)[1].of(trace)
+    def _plan(self, rank: Subject, plain: Candidate, count: int, samples: int) -> MemoryPlan:
+        trace = rank.in_order(self._precision, plain.mode, samples, count)
+        return self._walk(rank, plain, trace)[1].of(trace)
 
-    def _ordered(self, stage: Subject, mode: str, count: int, samples: int) -> Trace:
-        return in_order(
-            stage.alone(self._precision, mode, samples), replace(stage.division, micro_batches=count)
-        )  # fmt: skip
-
-    def _walk(self, stage: Subject, plain: Candidate, trace: Trace) -> tuple[Setting, MemoryPlan]:
-        """The program of a stage is walked once for orders that have passes of the same kinds."""
-        key = stage.division.stage, plain.table, plain.prefetch, trace.structure, trace.passes
+    def _walk(self, rank: Subject, plain: Candidate, trace: Trace) -> tuple[Setting, MemoryPlan]:
+        """The program of a rank is walked once for orders that have passes of the same kinds."""
+        key = rank.division.stage, plain.table, plain.prefetch, trace.structure, trace.passes
         if key not in self._done:
-            setting = stage.setting(
+            setting = rank.setting(
                 trace, layout=plain.table, precision=self._precision, mesh=self._mesh.axes,
                 overlap=Overlap(prefetch=plain.prefetch), micro_batches=2, moments=self._moments, clip=True,
                 behaviour=self._behaviour,
@@ -183,119 +207,159 @@ class StagedWalks:
 
     # -- seconds
 
-    def _times(self, stage: Subject, plain: Candidate, limit: int, few: Trace, more: Trace) -> PassTimes:
-        """Of each pass of a stage, by samples of a micro-batch."""
-        number, device = stage.division.stage, self._where.device
-        at = (np.arange(1, limit + 1) - LINE[0]) / (LINE[1] - LINE[0])
-        if (key := (number, plain.mode, limit)) not in self._works:
-            self._works[key] = Work(device, few, more, at, self._ways)
-        work, cut = self._works[key], sent_at(few)
-        setting, plan = self._walk(
-            stage, plain, self._ordered(stage, plain.mode, EACH * self._division.pipeline, LINE[0])
-        )
-        ops, known = _ops_of_parts(plan, cut), dict[Op, float]()
-        found = {
-            part: part_seconds(setting, each, begin, end, device, work, known)
-            for part, begin, end in (("forward", 0, cut), ("backward", cut, len(few.events)),
-                                     ("last", cut, len(few.events)), ("step", 0, 0))
-            for each in (ops.get(part, []),)
-        }  # fmt: skip
-        link = self._ways["pipeline"].link
+    def _times(self, rank: Subject, plain: Candidate, samples: np.ndarray, counts: np.ndarray) -> _RankTimes:
+        """Of each pass of the stages of a rank, by samples of a micro-batch."""
+        found: dict[int, PassTimes] = {}
+        update = np.zeros(len(samples))
+        for lane, count in self._lanes(rank, counts).items():
+            one, update = self._lane_times(rank, plain, samples, lane, count)
+            before = found.get(lane.stage)
+            takes = {**before.takes, **one.takes} if before is not None else one.takes
+            found[lane.stage] = one._replace(takes=takes)
+        return _RankTimes(found, update)
 
-        def crossing(event: int) -> np.ndarray:
-            size, other = few.events[event].size, more.events[event].size
+    def _lane_times(
+        self, rank: Subject, plain: Candidate, samples: np.ndarray, lane: Lane, count: int
+    ) -> tuple[PassTimes, np.ndarray]:
+        """Of the passes of a lane, and of the step of its rank."""
+        few, more = (rank.alone(self._precision, plain.mode, n, lane) for n in LINE)
+        at, device = (samples - LINE[0]) / (LINE[1] - LINE[0]), self._where.device
+        if (key := (plain.mode, len(samples), lane)) not in self._works:
+            self._works[key] = Work(device, few, more, at, self._ways)
+        work, spans = self._works[key], spans_of(few)
+        setting, plan = self._walk(rank, plain, rank.in_order(self._precision, plain.mode, LINE[0], count))
+        known = dict[Op, float]()
+
+        def seconds(span: Span, *sections: str) -> np.ndarray:
+            ops = _ops_of(plan, lane, span.begin, sections)
+            return part_seconds(setting, ops, span.begin, span.end, device, work, known)
+
+        def crossing(verb: str) -> np.ndarray:
+            size, other = spans[verb].gives, spans_of(more)[verb].gives
+            link = self._ways["pipeline"].link
             return np.maximum(size + (other - size) * at, 0.0) / link.rate + link.latency
 
-        return PassTimes(
-            found["forward"], found["backward"], found["last"], found["step"], crossing(cut - 1), crossing(-1)
-        )
+        usual, last = ("weights", "last_weights") if lane.split else ("backward", "last")
+        sections = {"F": ("forward",), "I": ("quiet",)}
+        takes = {verb: seconds(span, *sections.get(verb, (usual, last))) for verb, span in spans.items()}
+        final = spans["W" if lane.split else "B"]
+        more_of_last = seconds(final, last, usual) - takes["W" if lane.split else "B"]
+        step = [(0, point.op) for point in plan.points if point.op is not None and point.event < 0]
+        update = part_seconds(setting, step, 0, 0, device, work, known)
+        return PassTimes(takes, more_of_last, crossing("F"), crossing("I" if lane.split else "B")), update
 
-    def _steps(self, times: Sequence[PassTimes], counts: np.ndarray) -> np.ndarray:
+    def _steps(self, times: Sequence[_RankTimes], counts: np.ndarray) -> np.ndarray:
         """Seconds of a step, by samples of a micro-batch."""
         found = np.zeros(len(counts))
+        stages = {number: one for rank in times for number, one in rank.stages.items()}
         for count in map(int, np.unique(counts)):
             mine = counts == count
-            own = [each.of(mine) for each in times]
-            ends = ends_of(self._division.order, own, count)
-            each = [end + one.last - one.backward + one.update for end, one in zip(ends, own, strict=True)]
+            own = [stages[number].of(mine) for number in sorted(stages)]
+            ends = ends_of(self._division.order, self._division.pipeline, own, count)
+            each = [
+                end + sum(one.more[mine] for one in rank.stages.values()) + rank.update[mine]
+                for end, rank in zip(ends, times, strict=True)
+            ]
             found[mine] = np.max(each, axis=0)
         return found
 
-    def _seconds(self, plain: Candidate, times: Sequence[PassTimes], n: int, count: int, step: float) -> Seconds:
-        """Of a step, as the mean of the ranks."""
-        at = (n - LINE[0]) / (LINE[1] - LINE[0])
-        pairs = [[stage.alone(self._precision, plain.mode, m) for m in LINE] for stage in self._stages]
-        ranks = len(pairs)
+    def _seconds(
+        self, plain: Candidate, times: Sequence[_RankTimes], i: int, samples: np.ndarray, count: int, step: float
+    ) -> Seconds:
+        """Of a step with the ``i``-th size of a micro-batch, as the mean of the ranks."""
+        at, ranks = (int(samples[i]) - LINE[0]) / (LINE[1] - LINE[0]), len(times)
+        lanes = {lane.stage: lane for mode, size, lane in self._works if (mode, size) == (plain.mode, len(samples))}
+        pairs = [
+            [self._rank_of[stage].alone(self._precision, plain.mode, n, lanes[stage]) for n in LINE]
+            for stage in sorted(lanes)
+        ]
 
         def mean(of: str) -> float:
             values = [(getattr(few, of), getattr(more, of)) for few, more in pairs]
             return count * sum(a + (b - a) * at for a, b in values) / ranks
 
-        works = [self._works[number, plain.mode, len(times[0].forward)] for number in range(ranks)]
-        compute = count * sum(float(work.until[-1][n - 1]) for work in works) / ranks
-        update = sum(float(each.update[n - 1]) for each in times) / ranks
+        works = [self._works[plain.mode, len(samples), lane] for lane in lanes.values()]
+        compute = count * sum(float(work.until[-1][i]) for work in works) / ranks
+        update = sum(float(each.update[i]) for each in times) / ranks
         tokens = count * (pairs[0][0].tokens + (pairs[0][1].tokens - pairs[0][0].tokens) * at)
         return Seconds(step, compute, step - compute - update, update, mean("flops"), mean("attention"), tokens)
 
 
-def _ops_of_parts(plan: MemoryPlan, cut: int) -> dict[str, list[tuple[int, Op]]]:
-    """Of a pass of each kind its operations, each behind how many events of the trace of one micro-batch."""
-    found: dict[str, list[tuple[int, Op]]] = {"step": []}
-    for section in ("forward", "backward", "last"):
-        spans = [(begin, end) for name, begin, end in plan.trace.passes if name == section]
-        begin, end = spans[min(1, len(spans) - 1)] if spans else (0, 0)  # the second: the first one may do more
-        done, ops = cut if section != "forward" else 0, found.setdefault(section, [])
-        for point in plan.points:
-            if begin <= point.event < end:
-                if point.op is not None:
-                    ops.append((done, point.op))
-                elif not point.at:
-                    done += 1
-    found["step"] = [(0, point.op) for point in plan.points if point.op is not None and point.event < 0]
+def _samples(number: int) -> str:
+    return "one sample peaks" if number == 1 else f"{number} samples peak"
+
+
+def _ops_of(plan: MemoryPlan, lane: Lane, begin: int, sections: Sequence[str]) -> list[tuple[int, Op]]:
+    """Operations of a pass of a lane in the first of some sections that it has, each behind how many events of the
+    trace of one micro-batch, of which ``begin`` come before the pass."""
+    for section in sections:
+        spans = [(one.begin, one.end) for one in plan.trace.passes if (one.section, one.lane) == (section, lane)]
+        if spans:
+            break
+    else:
+        return []
+    first, end = spans[min(1, len(spans) - 1)]  # the second: the first one may do more
+    done, found = begin, list[tuple[int, Op]]()
+    for point in plan.points:
+        if first <= point.event < end:
+            if point.op is not None:
+                found.append((done, point.op))
+            elif not point.at:
+                done += 1
     return found
 
 
-def ends_of(order: str, times: Sequence[PassTimes], count: int) -> list[np.ndarray]:
-    """When each rank has done its last backward of ``count`` micro-batches, by samples of a micro-batch."""
-    ranks = len(times)
-    if count <= LONG * ranks:
-        return _Line(order, times, count).ends
-    first, then = (_Line(order, times, LONG * ranks + more).ends for more in (0, ranks))
-    rest = (count - LONG * ranks) / ranks
-    return [a + (b - a) * rest for a, b in zip(first, then, strict=True)]
+def ends_of(order: str, ranks: int, times: Sequence[PassTimes], count: int) -> list[np.ndarray]:
+    """When each rank has done its last backward of ``count`` micro-batches, by samples of a micro-batch.
+
+    Args:
+        order: as an engine takes it.
+        ranks: that have stages.
+        times: of each stage.
+        count: micro-batches of a step.
+    """
+    if count < (LONG + 1) * ranks or choose_order(order).rows is not None:
+        return _Line(order, ranks, times, count).ends
+    short = LONG * ranks + count % ranks
+    first, then = (_Line(order, ranks, times, short + more).ends for more in (0, ranks))
+    rounds = (count - short) // ranks
+    return [a + (b - a) * rounds for a, b in zip(first, then, strict=True)]
 
 
 class _Line:
     """An order gone through, for many sizes at once."""
 
-    def __init__(self, order: str, times: Sequence[PassTimes], count: int) -> None:
+    def __init__(self, order: str, ranks: int, times: Sequence[PassTimes], count: int) -> None:
         self._times = times
-        self._rows = make_order(choose_order(order), len(times), count)
+        self._places = places_of(order, ranks)
+        self._rows = actions_of(order, ranks, count)
         self._done: dict[Action, np.ndarray] = {}
 
     @cached_property
     def ends(self) -> list[np.ndarray]:
         """When each rank is done."""
-        free = [np.zeros_like(each.forward) for each in self._times]
+        free = [np.zeros_like(self._times[0].send) for _ in self._rows]
         at, left = [0] * len(self._rows), sum(map(len, self._rows))
         while left:
             for rank, actions in enumerate(self._rows):
                 while at[rank] < len(actions) and (begin := self._ready(actions[at[rank]])) is not None:
-                    action, own = actions[at[rank]], self._times[rank]
-                    took = own.forward if action.verb == "F" else own.backward
+                    action = actions[at[rank]]
+                    took = self._times[action.stage].takes[action.verb]
                     free[rank] = self._done[action] = np.maximum(free[rank], begin) + took
                     at[rank] += 1
                     left -= 1
         return free
 
-    def _ready(self, action: Action) -> np.ndarray | None:
+    def _ready(self, action: Action) -> np.ndarray | float | None:
         """When what it needs has come; None: that is not known yet."""
         verb, stage, batch = action
-        if verb == "F" and not stage:
-            return np.zeros_like(self._times[0].forward)
-        if verb == "B" and stage == len(self._times) - 1:
-            return self._done.get(Action("F", stage, batch))
-        other = stage - 1 if verb == "F" else stage + 1
+        forward = verb == "F"
+        other = stage - 1 if forward else stage + 1
+        if verb == "W" or not 0 <= other < len(self._times):  # what it needs this rank itself has done
+            return 0.0
         done = self._done.get(Action(verb, other, batch))
-        sent = self._times[other].send if verb == "F" else self._times[other].back
-        return None if done is None else done + sent
+        if done is None and not forward:
+            done = self._done.get(Action("I" if verb == "B" else "B", other, batch))
+        if done is None or self._places[other] == self._places[stage]:
+            return done
+        return done + (self._times[other].send if forward else self._times[other].back)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Event", "Sends", "Trace", "Work", "Works"]
+from shardfold.plan.part import Part
+
+__all__ = ["Event", "Lane", "Pass", "Sends", "Trace", "Work", "Works"]
 
 SMALL = 16 * 1024
 BATCH = 64 * 1024
@@ -80,7 +82,8 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``begin``, ``enter``, ``leave``, ``end_forward``, ``begin_backward``, ``enter_backward``, ``gradient``,
-            ``complete`` (all gradients of the unit are there), ``sent`` (a stage has run its forward) or ``end``.
+            ``complete`` (all gradients of the unit are there), ``sent`` (a stage has run its forward), ``inputs`` (what
+            the first part of a backward leaves for its second is all that there is) or ``end``.
         unit: its name, where it is of one.
         peak: the most bytes that forward and backward held since the event before.
         level: those that they hold now.
@@ -99,6 +102,36 @@ class Event(NamedTuple):
     work: Work = Work()
 
 
+class Lane(NamedTuple):
+    """How a micro-batch goes through a stage.
+
+    Attributes:
+        stage: its number.
+        split: whether its backward is in two parts, of inputs and of weights.
+    """
+
+    stage: int = 0
+    split: bool = False
+
+
+class Pass(NamedTuple):
+    """A pass of a pipeline's stage.
+
+    Attributes:
+        section: of the program.
+        begin: its first event.
+        end: the one behind its last.
+        lane: of its stage.
+        part: of the program that it is for; None: all of it.
+    """
+
+    section: str
+    begin: int
+    end: int
+    lane: Lane = Lane()
+    part: Part | None = None
+
+
 @dataclass(frozen=True)
 class Trace:
     """One forward and backward of a model on one micro-batch.
@@ -110,8 +143,7 @@ class Trace:
         mode: of the units' activations.
         tokens: of the micro-batch; 0: not known.
         touched: units whose weights are read outside of their forward, and which an engine therefore holds.
-        passes: of a pipeline's stage, the section of the program, the first event and the one behind the last; empty:
-            one forward and one backward.
+        passes: of a pipeline's stages; empty: one forward and one backward.
         zeros: why the model ran on zeros with memory, whose values sizes and branches may go by; empty: it ran without.
     """
 
@@ -121,7 +153,7 @@ class Trace:
     mode: str = "keep"
     tokens: float = 0
     touched: frozenset[str] = field(default_factory=frozenset[str])
-    passes: tuple[tuple[str, int, int], ...] = ()
+    passes: tuple[Pass, ...] = ()
     zeros: str = ""
 
     @property
@@ -131,15 +163,18 @@ class Trace:
 
     def backward_order(self, *, split: bool) -> list[str]:
         """Units as backward reaches them, or, where their values do not come and go, as their gradients are there."""
-        kind = "enter_backward" if split else "complete"
-        return _once(event.unit for event in self._first("backward", "last") if event.kind == kind)
+        kind, parts = ("enter_backward", ("quiet",)) if split else ("complete", ("weights", "last_weights"))
+        return _once(event.unit for event in self._first("backward", "last", *parts) if event.kind == kind)
 
     def _first(self, *sections: str) -> Sequence[Event]:
-        """Events of the first pass of these sections."""
-        for section, begin, end in self.passes:
-            if section in sections:
-                return self.events[begin:end]
-        return self.events
+        """Events of the first pass of these sections through each stage."""
+        if not self.passes:
+            return self.events
+        firsts: dict[int, Sequence[Event]] = {}
+        for each in self.passes:
+            if each.section in sections and each.lane.stage not in firsts:
+                firsts[each.lane.stage] = self.events[each.begin : each.end]
+        return [event for events in firsts.values() for event in events]
 
     @cached_property
     def levels(self) -> tuple[np.ndarray, np.ndarray]:

@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shardfold.activations.recompute import KEPT, selective, without_filling
 from shardfold.errors import ConfigError, ModelError, ShardfoldError
+from shardfold.parallel.pipeline.late import Late, Splits
 from shardfold.parallel.pipeline.stages import Borders, Stages
 from shardfold.plan.layout import Precision
 from shardfold.planner.given import not_run
 from shardfold.planner.hollow import fill, hollow, hollow_values
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.staged import Stage
-from shardfold.planner.trace import BATCH, SMALL, Event, Sends, Trace, Work
+from shardfold.planner.trace import BATCH, SMALL, Event, Lane, Sends, Trace, Work
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.segment import TORCH_DTYPES, dtype_name
@@ -50,6 +51,7 @@ is sent, it gives the batch of this rank, and what undoes it."""
 
 SMALL_MODEL = 1 << 30
 """Bytes of parameters and batch of the largest model that is run with memory where it does not run without."""
+CPU = torch.device("cpu")
 ONLY_INPUTS = (nn.Embedding, nn.Linear)
 PRODUCTS = {str(operation).split(".")[1] for operation in KEPT} | {
     "convolution_backward",
@@ -189,7 +191,7 @@ def _trace(
 
 
 def trace_stage(
-    model: nn.Module, stages: Stages, cuts: Sequence[Cut], batch: Any, *, number: int, precision: Precision, mode: str,
+    model: nn.Module, stages: Stages, cuts: Sequence[Cut], batch: Any, *, lane: Lane, precision: Precision, mode: str,
     compute: Compute, connect: Connect, borders: Borders | None = None,
 ) -> tuple[Trace, Borders]:  # fmt: skip
     """The trace of one micro-batch in one stage, and what crosses borders.
@@ -199,7 +201,7 @@ def trace_stage(
         stages: of it.
         cuts: its units.
         batch: with or without memory.
-        number: of the stage.
+        lane: the stage, and whether its backward is in two parts.
         precision, mode, compute, connect: as of :func:`trace_model`.
         borders: of a trace of as many samples in another mode; None: they are found.
     """
@@ -217,12 +219,12 @@ def trace_stage(
         held.callback(undo)
         if borders is None:
             borders = _borders(stages, batch, compute, precision, fake, make)
-        stage = Stage(stages, number, borders)
+        stage = Stage(stages, lane.stage, borders)
         held.callback(stages.close)
         values = hollow_values(batch, make)
         held.enter_context(fake)
         held.enter_context(listener.hooked(mode, narrow, precision.autocast))
-        listener.run_stage(stage, compute, values)
+        listener.run_stage(stage, compute, values, split=lane.split)
     found = Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*model.buffers()]), mode=mode,
         tokens=_tokens(values), touched=frozenset(listener.touched),
@@ -296,6 +298,9 @@ class _Listener:
         self.touched: set[str] = set()
         self._waiting: list[Tensor] = []
         self._waiting_bytes = 0
+        self._late: Late | None = None  # of a backward in two parts: what the first leaves to the second
+        self._weights = False  # the second is under way
+        self._units: dict[int, str] = {}  # of parameters, by ``id``
 
     # -- events
 
@@ -356,16 +361,24 @@ class _Listener:
                 "or no_grad() in its forward."
             )
 
-    def run_stage(self, stage: Stage, compute: Compute, batch: Any) -> None:
-        """A forward and a backward of one stage."""
+    def run_stage(self, stage: Stage, compute: Compute, batch: Any, *, split: bool) -> None:
+        """A forward and a backward of one stage; ``split``: in two parts."""
+        self._late = Late() if split else None
+        plain = next((type(parameter) for parameter in self._model.parameters()), nn.Parameter)
+        splits = Splits(self._late, CPU, plain) if self._late is not None else nullcontext()
+        with nullcontext() if stage.handed else self._live:
+            came = stage.receive()
+        received = list(came.values())
+        if stage.handed:
+            self._live.leave_out(received)
         with self._live:
-            received, loss, sent = stage.forward(partial(compute, self._model, batch))
-            del batch
+            with splits:
+                loss, sent = stage.forward(came, partial(compute, self._model, batch))
+            del batch, came
             crosses = _nbytes(sent)
             if loss is None:
                 sent = [tensor for tensor in sent if tensor.requires_grad]
-                for tensor in sent:
-                    tensor.register_hook(lambda grad: self._begin_backward())
+                self._hear(sent)
                 self.note("end_forward")
             self.note("sent", size=crosses)
             if loss is not None:
@@ -376,6 +389,30 @@ class _Listener:
             del loss, sent
             self._flush()
             self.note("end", size=_nbytes([x.grad for x in received if x.grad is not None]))
+            del received
+            if self._late is not None:
+                self._run_weights(self._late)
+
+    def _hear(self, tensors: Sequence[Tensor]) -> None:
+        """The gradient of the first of these to come begins a backward."""
+        for tensor in tensors:
+            tensor.register_hook(lambda grad: self._begin_backward())
+
+    def _run_weights(self, late: Late) -> None:
+        """The second part of a backward, as :meth:`~shardfold.engine.backward.Backward.run_weights` has it."""
+        self._live.mark()
+        self.note("inputs")
+        reached = list(dict.fromkeys(event.unit for event in self.events if event.kind == "enter_backward"))
+        places = {name: n for n, name in enumerate(reached)}
+        numbers = {key: places.get(unit, len(places)) for key, unit in self._units.items()}
+        roots = late.roots(numbers, CPU)
+        self._weights = True
+        self.note("begin_backward")
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        del roots
+        self._take_kept(None)
+        self._flush()
+        self.note("end")
 
     @contextmanager
     def hooked(self, mode: str, narrow: torch.dtype | None, autocast: str | None) -> Iterator[None]:
@@ -387,6 +424,7 @@ class _Listener:
             assert c.spec is not None
             names = [slot.name for s in c.spec.segments if s.trainable for slot in s.slots]
             self._left[c.name] = len({id(parameters[name]) for name in names})
+            self._units |= {id(parameters[name]): c.name for name in names}
             for name in names:
                 parameters[name].register_post_accumulate_grad_hook(partial(self._gradient, c.name, name))
             if not c.spec.root:
@@ -424,9 +462,7 @@ class _Listener:
         return None if narrow is None else (cast_floats(args, narrow), cast_floats(kwargs, narrow))
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._begin_backward())
+        self._hear([tensor for tensor in tensors_in(output) if tensor.requires_grad])
         self.note("end_forward")
 
     def _begin_backward(self) -> None:
@@ -439,21 +475,40 @@ class _Listener:
         self.note("enter_backward", unit)
 
     def _gradient(self, unit: str, slot: str, parameter: Tensor) -> None:
-        """A gradient is taken as the engine takes it: it is copied at once, or, if it is small, a little later."""
+        """A gradient is taken as the engine takes it: it is copied at once, or, if it is small, a little later; that of
+        a weight, which the first part of a backward gives, with the first of its unit that the second does."""
         self._begin_backward()
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
-        size = grad.nbytes
-        self.note("gradient", unit, size, slot)
-        if size <= SMALL:
-            self._waiting.append(grad)
-            self._waiting_bytes += size
+        if self._late is not None and not self._weights:
+            self._late.kept.append((unit, slot, grad, id(parameter)))
+            return
+        if self._late is not None:
+            self._take_kept(unit)
+        self._accept(unit, slot, grad)
         self._left[unit] -= 1  # the last one lives, in the hook, until its unit's are on their way
         if not self._left[unit] or self._waiting_bytes >= BATCH:
             self._flush()
         if not self._left[unit]:
             self.note("complete", unit)
+
+    def _take_kept(self, unit: str | None) -> None:
+        """Gradients of a unit, or all, that the first part of this backward gave."""
+        assert self._late is not None
+        kept, self._late.kept = self._late.kept, []
+        for other, slot, grad, key in kept:
+            if unit is None or other == unit:
+                self._accept(other, slot, grad)
+                self._left[other] -= key not in self._late.coming
+            else:
+                self._late.kept.append((other, slot, grad, key))
+
+    def _accept(self, unit: str, slot: str, grad: Tensor) -> None:
+        self.note("gradient", unit, grad.nbytes, slot)
+        if grad.nbytes <= SMALL:
+            self._waiting.append(grad)
+            self._waiting_bytes += grad.nbytes
 
     def _flush(self) -> None:
         self._waiting.clear()

@@ -69,7 +69,10 @@ Pipeline = Annotated[
 ]
 Order = Annotated[
     list[str] | None,
-    typer.Option(help="In which order stages run micro-batches: 1f1b, gpipe; may be repeated (default 1f1b)."),
+    typer.Option(
+        help="In which order stages run micro-batches: 1f1b, gpipe, interleaved:2, looped-bfs, zb-h1, interleaved-zb, "
+        "zbv, v-half, v-min, dualpipev; may be repeated (default 1f1b)."
+    ),
 ]
 Wire = Annotated[
     str | None,

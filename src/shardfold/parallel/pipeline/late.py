@@ -47,17 +47,20 @@ class Late:
 
 
 class Splits(TorchFunctionMode):
-    """Inside, operations on parameters leave the gradients of these to ``late``; those that are recomputed do not."""
+    """Inside, operations on parameters leave the gradients of these to ``late``; those that are recomputed do not, nor
+    those on parameters of other classes than ``plain``."""
 
-    def __init__(self, late: Late, device: torch.device) -> None:
+    def __init__(self, late: Late, device: torch.device, plain: type[Tensor] = nn.Parameter) -> None:
         super().__init__()
-        self._late = late
+        self._late, self._plain = late, plain
         self._anchor = torch.zeros((), device=device, requires_grad=True)  # what is apart from weights has a backward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         how = _KNOWN.get(func)
         if how is None or not torch.is_grad_enabled() or inside_checkpoint():
+            return func(*args, **kwargs)
+        if any(isinstance(x, nn.Parameter) and type(x) is not self._plain for x in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         found = how(*args, **kwargs)
         if found is None:
@@ -166,8 +169,8 @@ class _Embedding(torch.autograd.Function):
 
 def _takes(weight: Any, bias: Any = None) -> bool:
     """Whether they are parameters, of which the first is trained."""
-    plain = type(weight) is nn.Parameter and weight.requires_grad
-    return plain and (bias is None or type(bias) is nn.Parameter)
+    plain = isinstance(weight, nn.Parameter) and weight.requires_grad
+    return plain and (bias is None or isinstance(bias, nn.Parameter))
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:

@@ -104,7 +104,8 @@ def cut_by_cost(costs: Sequence[float], stages: int, ranks: int = 0) -> list[int
     if count < stages:
         each = stages // (ranks or stages)
         most = f"with {each} stages on each rank pipeline={count // each}" if each > 1 else f"pipeline={count}"
-        most = f"at most {most}" if count >= each else "an order with one stage on each rank"
+        fewer = f"{count // ranks} stages" if ranks and count >= 2 * ranks else "one stage"
+        most = f"at most {most}" if count >= 2 * each or each == 1 else f"an order with {fewer} on each rank"
         raise ConfigError(
             f"mesh= has {stages} stages, but the model has {count} piece{'s' * (count != 1)} to give them (children of "
             f"its lists, and modules beside them): give {most}."

@@ -70,12 +70,16 @@ def _divided(model: Planned, mesh: Mesh | None) -> str:
 def stages(division: Division) -> str:
     """What an order of stages costs, in slots of which a backward takes two."""
     count, ranks = division.micro_batches, division.pipeline
-    line = timeline(make_order(choose_order(division.order), ranks, count), ranks)
+    choice = choose_order(division.order)
+    stages = len(choice.places(ranks))
+    line = timeline(make_order(choice, ranks, count), stages)
     kept = ", ".join(map(str, line.kept))
     many = f"{count} micro-batches" if count > 1 else "1 micro-batch"
+    of, whose = ("stage", "stage") if stages == ranks else ("rank, of its stages", "rank")
+    on = "" if stages == ranks else f" on {ranks} ranks"
     return (
-        f"{division.order} of {many} over {ranks} stages: ranks wait {line.bubble:.1%} of a step; kept at most, by "
-        f"stage: {kept}. The table is of the stage that needs the most."
+        f"{choice!s} of {many} over {stages} stages{on}: ranks wait {line.bubble:.1%} of a step; kept at most, by "
+        f"{of}: {kept}. The table is of the {whose} that needs the most."
     )
 
 
@@ -207,7 +211,7 @@ def serving(model: Planned, where: Cluster, sizes: Sequence[Size], served: Serve
 
 def detail(option: Option) -> str:
     """What the peak of one is made of, and where it is."""
-    stage = "" if option.stage is None else f" on the rank of stage {option.stage}"
+    stage = f" on the rank of {option.stage}" if option.stage else ""
     lines = [
         f"{option.layout} with activations={option.mode!r}, micro-batch {option.micro_batch}{stage}: "
         f"{human(option.plan.peak)} at {option.plan.top.where}"
