@@ -185,7 +185,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(subject: Subject) ->
 
 def test_flops_of_a_gpt_are_six_for_each_parameter_and_token() -> None:
     """2 of forward and 4 of backward for each weight that multiplies, and attention's own; the embedding multiplies
-    nothing, and no gradient flows to tokens."""
+    nothing, and no gradient flows to tokens. What is recomputed is work of the device and none of the model."""
     shape = GPTConfig(d_model=64, layers=2, heads=4, context=32)
     tokens = 3 * shape.context
     batch = (torch.randint(256, (3, shape.context)), torch.randint(256, (3, shape.context)))
@@ -195,6 +195,11 @@ def test_flops_of_a_gpt_are_six_for_each_parameter_and_token() -> None:
     assert trace.flops - attention == 6 * weights * tokens
     # products of queries with keys and of weights with values, and 5 products in the flash kernel's backward
     assert attention == (2 + 5) * 2 * shape.layers * 3 * shape.context**2 * shape.d_model
+    again = Subject(GPT(shape), batch).trace("fp32", "recompute")
+    assert (again.flops, again.attention) == (trace.flops, trace.attention)
+    forward = 2 * tokens * (weights - shape.vocab * shape.d_model) + attention * 2 / 7
+    last = 2 * tokens * shape.layers * shape.d_ff * shape.d_model  # of a block, whose result nothing in it needs
+    assert sum(event.work.flops for event in again.events) - trace.flops == forward - last
 
 
 class Hollow(torch.nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.auto_wire import Codec, coding_seconds
 from shardfold.plan.program import COLLECTIVES
 from shardfold.planner.candidate import Candidate, sizes_to_show
+from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import GPU, plan_memory
@@ -74,6 +76,24 @@ def test_more_readers_train_more_samples(subject: Subject) -> None:
         for each in search(subject, _small("1GiB"), layouts=("zero1",), modes=("keep",), batch=batch, most=4).found:
             assert each.batch == 8 * each.candidate.micro_batch * each.candidate.accumulate
             assert each.samples == pytest.approx(each.batch / each.seconds.step)
+
+
+def test_a_billion_tokens_take_hours_of_devices(subject: Subject) -> None:
+    """Those of all devices added up: ranks that share a model's layers train on the same tokens. The time of one
+    micro-batch of given size is that which a search has for it."""
+    where = _small("1GiB")
+    for division in (Division(), Division(tensor=2)):
+        shared = replace(subject, division=replace(division, streams=True))
+        (found,) = search(shared, where, layouts=("zero1",), modes=("keep",), most=1).found
+        tokens = found.batch * SHAPE.context
+        assert found.device_hours(tokens) == pytest.approx(8 * found.seconds.step / 3600)
+        made = option(
+            shared, layout="zero1", mesh=division.over(where.mesh).axes, micro_batch=1, budget=where.device.usable,
+            where=where,
+        )  # fmt: skip
+        assert made.seconds is not None and made.seconds.step == pytest.approx(found.seconds.step)
+    images = Subject(torch.nn.Linear(8, 8), torch.zeros(2, 8))
+    assert search(images, where, layouts=("zero1",), modes=("keep",), most=2).best.device_hours() == inf
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(subject: Subject) -> None:

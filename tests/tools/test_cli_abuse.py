@@ -307,6 +307,8 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
     [
         (["--accumulate", "4"], "--accumulate has no effect here"),
         (["--micro-batch", "2", "--batch", "64"], "--batch has no effect here"),
+        (["--micro-batch", "2", "--price", "2"], "--price has no effect here"),
+        (["--price", "-1"], "give what a device costs an hour"),
         (["--micro-batch", "2", "--order", "gpipe"], "--order has no effect here"),
         (["--inference", "--layout", "zero1"], "--layout has no effect here"),
         (["--inference", "--precision", "fp32"], "--precision has no effect here"),
@@ -364,5 +366,7 @@ def test_a_plan_of_what_does_not_fit_has_a_status_of_its_own(capsys: pytest.Capt
     assert call(*tiny, "--memory", "1MiB", "--micro-batch", "2") == 1
     assert call(*tiny, "--memory", "1MiB") == 1
     assert call(*tiny, "--memory", "1GiB", "--micro-batch", "2") == 0
+    assert call(*tiny, "--memory", "1GiB", "--price", "2") == 0
     assert call("plan", "--model", "tiny", "--gpus", "1xL4", "--memory", "1KiB", "--inference") == 1
-    assert "too much" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "too much" in printed and "at 2 an hour" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from shardfold.errors import ConfigError
@@ -156,6 +157,14 @@ class Found:
     samples: float
     batch: int
     zeros: str = ""
+
+    def device_hours(self, tokens: float = 1e9) -> float:
+        """Hours of devices, those of all of them added up, that training on so many tokens takes; inf: the model reads
+        no tokens. Times what a device costs an hour, it is what they cost."""
+        seconds = self.seconds
+        if not seconds.tokens:
+            return inf
+        return tokens / seconds.tokens_per_second * self.candidate.division.sharing / 3600
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
+from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import GPU, Behaviour, MemoryPlan, plan_memory
+from shardfold.planner.seconds import Seconds, plan_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
 
 __all__ = ["Option", "largest_micro_batch", "largest_of", "option", "options"]
@@ -30,6 +32,7 @@ class Option:
         budget: bytes of the device.
         host: bytes of host memory for each rank; inf: not known.
         stage: those whose rank it is of, which needs the most, in words; empty: there is one.
+        seconds: of a step; None: the device's rates were not given, or its ranks have stages.
     """
 
     layout: str
@@ -40,6 +43,7 @@ class Option:
     budget: float
     host: float = inf
     stage: str = ""
+    seconds: Seconds | None = None
 
     @property
     def fits(self) -> bool:
@@ -74,8 +78,9 @@ def option(
     moments: int = 2,
     clip: bool = True,
     name: str = "",
+    where: Cluster | None = None,
 ) -> Option:
-    """What one way to train needs."""
+    """What one way to train needs; ``where``: devices whose rates say how long it takes."""
     trace = subject.trace(precision, mode, micro_batch)
     setting = subject.setting(
         trace, layout=layout, precision=precision, mesh=mesh, overlap=overlap, micro_batches=micro_batches,
@@ -85,7 +90,11 @@ def option(
     largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget)
     if plan.tiers.get(Tier.HOST, 0.0) > host:
         largest = 0
-    return Option(name or str(layout), mode, micro_batch, plan, largest, budget, host, subject.staged)
+    seconds = None
+    if where is not None and subject.division.pipeline == 1:  # a stage by itself has no step
+        ways = ways_of(where, setting.mesh, subject.division.axes)
+        seconds = plan_seconds(setting, plan, where.device, ways)
+    return Option(name or str(layout), mode, micro_batch, plan, largest, budget, host, subject.staged, seconds)
 
 
 def options(

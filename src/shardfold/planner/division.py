@@ -71,6 +71,11 @@ class Division:
         return prod(self.axes.values())
 
     @property
+    def sharing(self) -> int:
+        """Of these those that compute for the same tokens."""
+        return self.tensor * self.pipeline
+
+    @property
     def axes(self) -> dict[str, int]:
         """Axes of more than one rank."""
         sizes = {name: getattr(self, name) for name in ("tensor", "sequence", "expert", "pipeline")}

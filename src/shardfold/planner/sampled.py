@@ -20,7 +20,7 @@ from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import Behaviour, plan_memory
-from shardfold.planner.seconds import Way, plan_seconds
+from shardfold.planner.seconds import plan_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
 
 __all__ = ["MODES", "Chosen", "Place", "choose"]
@@ -151,7 +151,7 @@ def _planned(
         seconds, largest = 0.0, 0
         if timed and place.where is not None:
             where, mesh = place.where, setting.mesh
-            ways = {axis: Way(where.link(mesh, axis), size) for axis, size in subject.division.axes.items()}
+            ways = ways_of(where, mesh, subject.division.axes)
             seconds = plan_seconds(setting, plan, where.device, ways).step
         if samples is not None:
             few, more = (subject.trace(place.precision, mode, n) for n in LINE)

@@ -17,15 +17,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardfold.plan.auto_wire import Codec, coding_seconds
+from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import fetched_bytes, op_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op
-from shardfold.planner.hardware import Device, Link
+from shardfold.planner.hardware import Cluster, Device, Link
 from shardfold.planner.memory import MemoryPlan, Point, Setting
 from shardfold.planner.trace import Trace
 
-__all__ = ["MEETS", "Rows", "Schedule", "Seconds", "Way", "Work", "part_seconds", "plan_seconds", "schedule_of"]
+__all__ = [
+    "MEETS",
+    "Rows",
+    "Schedule",
+    "Seconds",
+    "Way",
+    "Work",
+    "part_seconds",
+    "plan_seconds",
+    "schedule_of",
+    "ways_of",
+]
 
 HOST_UPDATE = 2e9
 """Parameters that a host updates per second, where it was not measured: 16 bytes each at 32 GB/s."""
@@ -43,7 +55,7 @@ class Seconds(NamedTuple):
         compute: of forward and backward.
         exposed: that the computation waits for links and copies.
         update: of the optimizer.
-        flops: of a step.
+        flops: of a step; what is recomputed counts once.
         attention: those of ``flops`` that attention does between tokens.
         tokens: of a step on one rank; 0: not known.
     """
@@ -62,7 +74,8 @@ class Seconds(NamedTuple):
         return self.tokens / self.step if self.step else 0.0
 
     def mfu(self, rate: float, *, attention: bool = True) -> float:
-        """Part of ``rate`` that the model's operations reach, with attention's or without."""
+        """Part of ``rate`` that the model's operations reach, with attention's or without; what is recomputed is not
+        counted (PaLM, arXiv 2204.02311, appendix B)."""
         return (self.flops - (0.0 if attention else self.attention)) / self.step / rate
 
 
@@ -135,6 +148,11 @@ class Work:
             each = each + sent / way.link.rate + calls[:, None] * (way.ranks - 1) * way.link.latency
         #: Up to each event, the first of which has nothing before it.
         self.until = np.concatenate((np.zeros((1, each.shape[1])), each.cumsum(axis=0)))
+
+
+def ways_of(where: Cluster, mesh: Mesh, axes: Mapping[str, int]) -> dict[str, Way]:
+    """Links of axes of a mesh of these devices, by name; ``axes``: their sizes."""
+    return {axis: Way(where.link(mesh, axis), size) for axis, size in axes.items()}
 
 
 def schedule_of(points: Iterable[Point]) -> Schedule:

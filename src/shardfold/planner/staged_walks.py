@@ -25,7 +25,7 @@ from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, Found, sizes_to_show
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
-from shardfold.planner.seconds import Seconds, Way, Work, part_seconds
+from shardfold.planner.seconds import Seconds, Work, part_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.staged import Span, actions_of, lanes_of, places_of, spans_of
 from shardfold.planner.trace import Lane, Trace
@@ -98,7 +98,7 @@ class StagedWalks:
         for number in range(2, len(every)):
             every[number].others = [every[1]]
         self._rank_of = {number: rank for rank in self._ranks for number in rank.stages}
-        self._ways = {axis: Way(where.link(self._mesh, axis), size) for axis, size in division.axes.items()}
+        self._ways = ways_of(where, self._mesh, division.axes)
         self._behaviour = GPU if where.device.streams else CPU
         self._budget = where.device.usable
         self._done: dict[Any, tuple[Setting, MemoryPlan]] = {}

@@ -49,6 +49,8 @@ class Work(NamedTuple):
         attention: those of ``products`` that attention does between tokens.
         sent: to the ranks that share layers, by axis.
         product_calls: those of ``calls`` that are products.
+        again: those of ``products`` that were done before, and are done again for a backward.
+        attention_again: those of ``attention``.
     """
 
     products: tuple[tuple[str, float], ...] = ()
@@ -58,6 +60,8 @@ class Work(NamedTuple):
     attention: float = 0.0
     sent: tuple[Sends, ...] = ()
     product_calls: int = 0
+    again: float = 0.0
+    attention_again: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -216,12 +220,13 @@ class Trace:
 
     @cached_property
     def flops(self) -> float:
-        return sum(event.work.flops for event in self.events)
+        """Floating-point operations of the model's products; what is recomputed counts once."""
+        return sum(event.work.flops - event.work.again for event in self.events)
 
     @cached_property
     def attention(self) -> float:
         """Those of ``flops`` that attention does between tokens."""
-        return sum(event.work.attention for event in self.events)
+        return sum(event.work.attention - event.work.attention_again for event in self.events)
 
     @property
     def peak(self) -> float:
@@ -246,7 +251,8 @@ class Trace:
             sent = tuple(s._replace(num_bytes=on(s.num_bytes, others.get(s.axis, s.num_bytes))) for s in a.sent)
             return Work(
                 products, on(a.product_bytes, b.product_bytes), on(a.other_bytes, b.other_bytes), a.calls,
-                on(a.attention, b.attention), sent, a.product_calls,
+                on(a.attention, b.attention), sent, a.product_calls, on(a.again, b.again),
+                on(a.attention_again, b.attention_again),
             )  # fmt: skip
 
         events = tuple(

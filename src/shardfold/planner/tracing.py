@@ -290,6 +290,7 @@ class _Listener:
         self._live = LiveBytes([*model.parameters(), *model.buffers()], self._count)
         self._work: dict[str, float] = {}
         self._bytes, self._others, self._calls, self._attention, self._products = 0.0, 0.0, 0, 0.0, 0
+        self._again = 0.0, 0.0  # products that are recomputed, and those of attention
         self.sent: list[Sends] = []
         self._in_backward = False
         self._left: dict[str, int] = {}
@@ -311,8 +312,10 @@ class _Listener:
         )
         self.sent.clear()
         work = Work(
-            tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention, sent, self._products
-        )
+            tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention, sent, self._products,
+            *self._again,
+        )  # fmt: skip
+        self._again = 0.0, 0.0
         self._work, self._bytes, self._others, self._calls, self._attention, self._products = {}, 0.0, 0.0, 0, 0.0, 0
         self.events.append(Event(kind, unit, self._live.mark(), self._live.level, size, slot, work))
 
@@ -334,6 +337,8 @@ class _Listener:
         dtype = (dtype_name(first.dtype) if first is not None else None) or "fp32"
         self._work[dtype] = self._work.get(dtype, 0.0) + flops
         self._attention += attention
+        if self._in_backward and torch.is_grad_enabled():  # as only forwards do that run again
+            self._again = self._again[0] + flops, self._again[1] + attention
 
     def _look_for_weights(self, args: Any) -> None:
         """Weights that are read outside of their unit's forward are held to the end of each pass."""

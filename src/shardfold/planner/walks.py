@@ -20,7 +20,7 @@ from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, Found, sizes_to_show
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
-from shardfold.planner.seconds import Schedule, Seconds, Way, Work, row_seconds, schedule_of
+from shardfold.planner.seconds import Schedule, Seconds, Work, row_seconds, schedule_of, ways_of
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.trace import Trace
 
@@ -44,7 +44,7 @@ class Walks:
         self._subject, self._where, self._precision, self._moments = subject, where, precision, moments
         self._mesh = subject.division.over(where.mesh)
         self.readers = self._mesh.parts(self._mesh.sampling)
-        self._ways = {axis: Way(where.link(self._mesh, axis), size) for axis, size in subject.division.axes.items()}
+        self._ways = ways_of(where, self._mesh, subject.division.axes)
         self._behaviour = GPU if where.device.streams else CPU
         self._budget = where.device.usable
         self._done: dict[Any, tuple[Setting, MemoryPlan, Schedule]] = {}

@@ -91,6 +91,9 @@ Real = Annotated[
 ]
 
 
+Price = Annotated[float | None, typer.Option(help="Price of a device for an hour: says what 10^9 tokens cost.")]
+
+
 def plan(
     model: Model = "demo",
     gpus: Annotated[str, typer.Option(help="How many of which device, nodes first: 8xA100-40G, 4x8xH100.")] = "1xH100",
@@ -111,6 +114,7 @@ def plan(
     order: Order = None,
     wire: Wire = None,
     real: Real = False,
+    price: Price = None,
     inference: Inference = False,
     html: Annotated[Path | None, typer.Option(help="Write the plan here too, as one page with sliders.")] = None,
 ) -> None:
@@ -118,19 +122,22 @@ def plan(
 
     The exit status is 0 where something fits, 1 where nothing does, and 2 where an option is refused.
     """
+    if price is not None and not 0 < price < float("inf"):
+        raise ConfigError(f"--price {price:g}: give what a device costs an hour, above 0.")
     tables, auto, size = _checked(activations, layout, precision, wire, micro_batch)
     if inference:
         if size == "max":
             raise ConfigError("--inference says itself how many sequences fit: give --micro-batch a number, or none.")
         _refuse(
             "--inference plans no training", precision=precision != "bf16", batch=batch, host=host,
-            accumulate=accumulate, layout=layout, activations=activations, wire=wire, html=html,
+            accumulate=accumulate, layout=layout, activations=activations, wire=wire, price=price, html=html,
         )  # fmt: skip
     elif size is None:
         _refuse("a search counts the micro-batches of a step by --batch, unless --micro-batch is given",
                 accumulate=accumulate)  # fmt: skip
     else:
         _refuse("with --micro-batch, --accumulate says how many a step has", batch=batch)
+        _refuse("what tokens cost is said of the fastest way, for which --micro-batch is left out", price=price)
     if real and max(pipeline or [1]) > 1:
         raise ConfigError("--real does not go with --pipeline, whose stages are run without memory: leave one out.")
     if max(pipeline or [1]) == 1:
@@ -155,7 +162,7 @@ def plan(
     fits = print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate or 1, length=length,
         tables=tables, modes=activations or list(MODES), batch=batch, host=host,
-        divisions=divisions, wire=auto, real=real or None,
+        divisions=divisions, wire=auto, real=real or None, price=price,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(NOTHING_FITS)

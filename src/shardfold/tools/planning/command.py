@@ -28,7 +28,7 @@ def print_plan(
     model: str, gpus: str, *, memory: str | None, precision: str, micro_batch: int | str | None, accumulate: int,
     length: int | None, tables: Mapping[str, Layout], modes: Sequence[str], batch: int | None = None,
     host: str | None = None, divisions: Sequence[Division] = (UNDIVIDED,), wire: AutoWire | None = None,
-    real: bool | None = None,
+    real: bool | None = None, price: float | None = None,
 ) -> bool:  # fmt: skip
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
     train that fits; returns whether anything fits."""
@@ -41,7 +41,7 @@ def print_plan(
             planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
             host=room, wire=wire,
         )  # fmt: skip
-        return _print_found(found, where, precision, model)
+        return _print_found(found, where, precision, model, price)
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
     planned = planned_model(model, length=length, samples=2, division=division, real=real)
@@ -52,14 +52,14 @@ def print_plan(
             planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room,
             wire=wire,
         )  # fmt: skip
-        return _print_found(found, where, precision, model)
+        return _print_found(found, where, precision, model, price)
     stages = [planned.subject] + [
         replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)
     ]
     each = options(
         stages, tables, modes, precision=precision, mesh=mesh.axes,
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-        micro_batches=accumulate, budget=where.device.usable, host=room,
+        micro_batches=accumulate, budget=where.device.usable, host=room, where=where,
         behaviour=GPU if where.device.streams else CPU,
     )  # fmt: skip
     if division.pipeline > 1:
@@ -76,9 +76,9 @@ def print_plan(
     return bool(fitting)
 
 
-def _print_found(found: Search, where: Cluster, precision: str, model: str) -> bool:
+def _print_found(found: Search, where: Cluster, precision: str, model: str, price: float | None) -> bool:
     """Prints what a search found; returns whether anything fits."""
-    print(show.ranking(found, where, precision, model if model in SIZES else ""))
+    print(show.ranking(found, where, precision, model if model in SIZES else "", price))
     _print_notes(one.zeros for one in found.found)
     return bool(found.found)
 

@@ -11,7 +11,7 @@ from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Precision, Tier
 from shardfold.plan.sizes import human
-from shardfold.planner.candidate import STAGES, Candidate
+from shardfold.planner.candidate import STAGES, Candidate, Found
 from shardfold.planner.choice import Option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
@@ -86,17 +86,22 @@ def stages(division: Division) -> str:
 def table(options: Sequence[Option]) -> str:
     """One line for each way to train."""
     lines = [
-        f"{'layout':<10}{'activations':<13}{'at rest':>11}{'peak':>11}{'host':>11}  {'largest micro-batch':>19}  "
-        f"{_whose(options)}"
+        f"{'layout':<10}{'activations':<13}{'at rest':>11}{'peak':>11}{'host':>11}{'step':>12}  "
+        f"{'largest micro-batch':>19}  {_whose(options)}"
     ]
     for each in options:
         host = each.plan.tiers.get(Tier.HOST, 0.0)
         fits = "fits" if each.fits else "too much"
         lines.append(
             f"{each.layout:<10}{each.mode:<13}{human(each.plan.rest):>11}{human(each.plan.peak):>11}"
-            f"{human(host) if host else '-':>11}  {each.largest or 'none':>19}  {fits}"
+            f"{human(host) if host else '-':>11}{_step(each):>12}  {each.largest or 'none':>19}  {fits}"
         )
     return "\n".join(lines)
+
+
+def _step(option: Option) -> str:
+    """How long a step takes."""
+    return "-" if option.seconds is None else f"{option.seconds.step:.3g} s"
 
 
 def _whose(options: Sequence[Option]) -> str:
@@ -105,9 +110,12 @@ def _whose(options: Sequence[Option]) -> str:
     return f"of {sizes.pop()}" if len(sizes) == 1 else "of the largest" if sizes else ""
 
 
-def ranking(found: Search, where: Cluster, precision: str, recipe: str = "") -> str:
+def ranking(
+    found: Search, where: Cluster, precision: str, recipe: str = "", price: float | None = None
+) -> str:  # fmt: skip
     """The fastest micro-batch of each layout, axes and mode, the fastest of all first; then what does not fit, and
-    why. ``recipe``: what `shardfold train` calls the model; empty: it does not train it."""
+    why. ``recipe``: what `shardfold train` calls the model; empty: it does not train it. ``price``: of a device for an
+    hour."""
     every = [*(each.candidate.division for each in found.found), *(each.division for each in found.refused)]
     wide = max((len(str(division)) + 2 for division in every if division.axes), default=0)
     wired = [*(each.candidate.wired for each in found.found), *(each.wired for each in found.refused)]
@@ -126,7 +134,7 @@ def ranking(found: Search, where: Cluster, precision: str, recipe: str = "") -> 
             continue
         shown.add(key)
         size = f"{candidate.micro_batch}" + (f" x {candidate.accumulate}" if candidate.accumulate > 1 else "")
-        tokens = f"{seconds.tokens_per_second * _token_ranks(where, candidate.division):,.0f}"
+        tokens = f"{seconds.tokens_per_second * where.size / candidate.division.sharing:,.0f}"
         lines.append(
             f"{candidate.layout:<10}{axes:<{wide}}{candidate.wired:<{long}}{candidate.mode:<13}{size:>12}{human(each.peak):>11}"
             f"{human(each.host) if each.host else '-':>11}{seconds.step:>10.3g} s{each.samples:>11.4g}"
@@ -147,7 +155,7 @@ def ranking(found: Search, where: Cluster, precision: str, recipe: str = "") -> 
             settings = {"size": recipe, "procs": where.size, **best.train}
             options = " ".join(_option(name, value) for name, value in settings.items())
             lines.append(f"         shardfold train {options}")
-        lines += [f"         {line}" for line in _as_deepspeed(best)]
+        lines += [f"         {line}" for line in (*_as_deepspeed(best), *_costs(found.found[0], rate, price))]
     else:
         lines += ["", "Nothing fits."]
     return "\n".join(lines)
@@ -167,9 +175,18 @@ def _option(name: str, value: object) -> str:
     return option if value is True else f"{option} {value}"
 
 
-def _token_ranks(where: Cluster, division: Division) -> int:
-    """Ranks whose tokens are others."""
-    return where.size // (division.tensor * division.pipeline)
+def _costs(found: Found, rate: float, price: float | None) -> list[str]:
+    """What the model's operations reach, and what a billion tokens take."""
+    seconds = found.seconds
+    reached = (
+        f"MFU {seconds.mfu(rate):.1%}, or {seconds.mfu(rate, attention=False):.1%} without what attention does between "
+        "tokens"
+    )
+    if not seconds.tokens:
+        return [f"{reached}."]
+    hours = found.device_hours()
+    paid = "" if price is None else f", which cost {price * hours:,.4g} at {price:g} an hour"
+    return [f"{reached}; 10^9 tokens take {hours:,.4g} hours of a device, all devices added up{paid}."]
 
 
 def served_by(model: Planned, where: Cluster) -> float:
