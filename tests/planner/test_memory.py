@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -92,11 +93,11 @@ def test_planned_peaks_are_measured_ones_under_all_layouts(
 
 
 class Recurrent(nn.Module):
-    """Blocks of an LSTM, which a CPU runs as one kernel with a workspace."""
+    """Blocks of an LSTM, which a CPU runs as one kernel with a workspace, or of a GRU, which it runs step by step."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LSTM(32, 32, batch_first=True)) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(kind(32, 32, batch_first=True)) for _ in range(3))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -113,6 +114,31 @@ def test_an_lstm_is_planned_with_the_workspace_of_its_kernel(precision: str) -> 
     assert -BELOW <= found.planned / found.measured - 1 <= ABOVE, found
     weights, tokens = 3 * 4 * 32 * (32 + 32), 16 * 32
     assert Subject(Recurrent(), batch).trace(precision).flops == 3 * 2 * weights * tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "mode"),
+    [(nn.GRU, "fp32", "keep"), (nn.GRU, "bf16", "recompute"), (nn.LSTM, "fp32", "recompute")],
+)
+def test_recurrent_layers_are_planned_to_the_byte(kind: type[nn.RNNBase], precision: str, mode: str) -> None:
+    """A view of the micro-batch, which a layer takes, is no memory of its own; and where of few samples the peak is in
+    the gradients of weights, and of many in those of steps, it is that of many."""
+    batch = torch.randn(16, 32, 32)
+    found = compare(partial(Recurrent, kind), batch, layout="zero1", precision=precision, mode=mode)
+    assert found.planned == pytest.approx(found.measured, abs=64)
+
+
+def test_the_most_between_two_events_may_lie_elsewhere_for_more_samples() -> None:
+    """What is found on lines is what a trace of so many samples has, though the peaks of the traces that the lines go
+    through are at other operations."""
+    subject, exact = (Subject(Recurrent(nn.GRU), torch.randn(2, 8, 32)) for _ in range(2))
+    few, more, many = (exact.trace("bf16", "recompute", n, exact=True) for n in (2, 4, 64))
+    found = subject.trace("bf16", "recompute", 64)
+    assert [event.peak for event in found.events] == [event.peak for event in many.events]
+    chord = [a.peak + (b.peak - a.peak) * 31 for a, b in zip(few.events, more.events, strict=True)]
+    assert max(chord) < 0.99 * many.peak
+    plan = plan_memory(subject.setting(few, layout="zero1", precision="bf16", mesh={"intra": 2}), few)
+    assert plan.line(few, more, (2, 4)).at(np.array([64.0]))[0] == pytest.approx(plan.of(many).peak)
 
 
 def test_formats_hold_what_they_encode_with() -> None:

@@ -32,6 +32,8 @@ class LiveBytes(DispatchMode):
         self._beside = {storage_key(tensor.untyped_storage()) for tensor in beside}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._told = told
+        self._tops: list[int] = []
+        self._grown = False  # since something was given back
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,14 +46,22 @@ class LiveBytes(DispatchMode):
             self._told(func, args, kwargs, out)
         return out
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """The storages of these do not count."""
+    def leave_out(self, values: Any) -> None:
+        """Storages of tensors of nested ``values`` do not count either, as those of a micro-batch: a view of one is an
+        operation's result."""
+        tensors = [value for value in tree_iter(values) if isinstance(value, Tensor) and value.layout is torch.strided]
         self._beside |= {storage_key(tensor.untyped_storage()) for tensor in tensors}
 
     def mark(self) -> int:
         """The peak since the last mark; from now on it is that of what follows."""
         peak, self.peak = self.peak, self.level
+        self._tops, self._grown = [], True
         return peak
+
+    def tops(self) -> list[int]:
+        """The levels since the last mark from which something was given back, and the one now: whatever the sizes of
+        tensors, one of them is the peak."""
+        return [*self._tops, self.level]
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
@@ -59,8 +69,12 @@ class LiveBytes(DispatchMode):
             return
         size = storage.nbytes()
         self.level += size
+        self._grown = True
         self._known[key] = weakref.ref(storage, lambda _: self._lose(key, size))
 
     def _lose(self, key: int, size: int) -> None:
+        if self._grown:
+            self._tops.append(self.level)
+            self._grown = False
         self.level -= size
         self._known.pop(key, None)

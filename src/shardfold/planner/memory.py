@@ -242,13 +242,20 @@ class MemoryPlan:
     def line(self, few: Trace, more: Trace, samples: tuple[int, int]) -> Line:
         """The peak by samples of a micro-batch, through traces of two numbers of them."""
         engine, event, level = self.places
-        low, high = (_held(trace, event, level) + trace.batch for trace in (few, more))
+        counts, *tops = few.tops_with(more)
+        first, before = (counts.cumsum() - counts)[event[~level]], counts[event[~level]]
+        which = np.repeat(first - before.cumsum() + before, before) + np.arange(before.sum())
+        low, high = (
+            np.concatenate((trace.levels[1][event[level]], values[which])) + trace.batch
+            for trace, values in zip((few, more), tops, strict=True)
+        )
+        engine = np.concatenate((engine[level], np.repeat(engine[~level], before)))
         slopes = (high - low) / (samples[1] - samples[0])
         starts = self.base - self.trace.batch + engine + low - samples[0] * slopes
         order = np.lexsort((-starts, -slopes))  # of lines that are never the largest, none is needed
         slopes, starts = slopes[order], starts[order]
-        before = np.concatenate(([-np.inf], np.maximum.accumulate(starts)[:-1]))
-        return Line(slopes[starts > before], starts[starts > before])
+        most = np.concatenate(([-np.inf], np.maximum.accumulate(starts)[:-1]))
+        return Line(slopes[starts > most], starts[starts > most])
 
     @property
     def peak(self) -> float:

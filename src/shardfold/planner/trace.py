@@ -95,6 +95,7 @@ class Event(NamedTuple):
             backward, those that go to the stage before.
         slot: of a gradient, its parameter's name.
         work: since the event before.
+        tops: of which, with :attr:`level`, one sum is :attr:`peak`, whichever it is for a number of samples.
     """
 
     kind: str
@@ -104,6 +105,7 @@ class Event(NamedTuple):
     size: float = 0
     slot: str = ""
     work: Work = Work()
+    tops: tuple[float, ...] = ()
 
 
 class Lane(NamedTuple):
@@ -186,6 +188,30 @@ class Trace:
         found = np.array([(e.peak, e.level) for e in self.events], dtype=float).reshape(-1, 2)
         return found[:, 0], found[:, 1]
 
+    def tops_with(self, other: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What may be the most bytes before each event, as the numbers of these lines by event, and their values here
+        and in the ``other``, a trace of twice the samples; those are left out that are not the largest from half the
+        samples on."""
+        if id(other) not in self._pairs:
+            counts, pairs = list[int](), list[tuple[float, float]]()
+            for a, b in zip(self.events, other.events, strict=True):
+                each = {(a.peak, b.peak)}
+                if len(a.tops) == len(b.tops):
+                    each |= {(a.level + x, b.level + y) for x, y in zip(a.tops, b.tops, strict=True)}
+                most, kept = float("-inf"), 0
+                for low, high in sorted(each, key=lambda pair: (pair[0] - pair[1], -pair[0])):
+                    if 3 * low - high > most:  # the steepest are first
+                        most, kept = 3 * low - high, kept + 1
+                        pairs.append((low, high))
+                counts.append(kept)
+            values = np.array(pairs, dtype=float).reshape(-1, 2)
+            self._pairs[id(other)] = other, (np.array(counts, dtype=int), values[:, 0], values[:, 1])
+        return self._pairs[id(other)][1]
+
+    @cached_property
+    def _pairs(self) -> dict[int, tuple[Trace, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+        return {}
+
     @cached_property
     def structure(self) -> Any:
         """What a walk of the program goes by; traces of the same structure are walked alike."""
@@ -255,12 +281,14 @@ class Trace:
                 on(a.attention_again, b.attention_again),
             )  # fmt: skip
 
-        events = tuple(
-            a._replace(
-                peak=on(a.peak, b.peak), level=on(a.level, b.level), size=on(a.size, b.size), work=mixed(a.work, b.work)
-            )
-            for a, b in zip(self.events, other.events, strict=True)
-        )  # fmt: skip
+        def event(a: Event, b: Event) -> Event:
+            level, peak, tops = on(a.level, b.level), on(a.peak, b.peak), ()
+            if len(a.tops) == len(b.tops):
+                tops = tuple(on(x, y) for x, y in zip(a.tops, b.tops, strict=True))
+                peak = max([peak, *(level + top for top in tops)])
+            return a._replace(peak=peak, level=level, size=on(a.size, b.size), work=mixed(a.work, b.work), tops=tops)
+
+        events = tuple(event(a, b) for a, b in zip(self.events, other.events, strict=True))
         return replace(self, events=events, batch=on(self.batch, other.batch), tokens=on(self.tokens, other.tokens))
 
 

@@ -317,7 +317,9 @@ class _Listener:
         )  # fmt: skip
         self._again = 0.0, 0.0
         self._work, self._bytes, self._others, self._calls, self._attention, self._products = {}, 0.0, 0.0, 0, 0.0, 0
-        self.events.append(Event(kind, unit, self._live.mark(), self._live.level, size, slot, work))
+        level = self._live.level
+        tops = tuple(top - level for top in self._live.tops())
+        self.events.append(Event(kind, unit, self._live.mark(), level, size, slot, work, tops))
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if not self._in_backward:
@@ -351,6 +353,7 @@ class _Listener:
     # -- the run
 
     def run(self, compute: Compute, batch: Any) -> None:
+        self._live.leave_out(batch)
         with self._live:
             loss = compute(self._model, batch)
             del batch
@@ -368,6 +371,7 @@ class _Listener:
 
     def run_stage(self, stage: Stage, compute: Compute, batch: Any, *, split: bool) -> None:
         """A forward and a backward of one stage; ``split``: in two parts."""
+        self._live.leave_out(batch)
         self._late = Late() if split else None
         plain = next((type(parameter) for parameter in self._model.parameters()), nn.Parameter)
         splits = Splits(self._late, CPU, plain) if self._late is not None else nullcontext()
