@@ -115,8 +115,14 @@ def test_a_run_of_blocks_is_found_within_a_list() -> None:
     assert fold(nn.Sequential(*layers, tied), [*units, "22"]) is None
 
 
-@pytest.mark.parametrize(("stage", "order"), [(0, "1f1b"), (1, "1f1b"), (2, "1f1b"), (1, "zb-h1"), (2, "zb-h1")])
-def test_a_stage_by_a_few_of_its_blocks_is_the_whole_stage(stage: int, order: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "order", "mode"),
+    [
+        (0, "1f1b", "recompute"), (1, "1f1b", "recompute"), (2, "1f1b", "recompute"), (1, "zb-h1", "keep"),
+        (2, "zb-h1", "recompute"), (1, "zb-h1", "select"),
+    ],
+)  # fmt: skip
+def test_a_stage_by_a_few_of_its_blocks_is_the_whole_stage(stage: int, order: str, mode: str) -> None:
     """Event by event, with the buffers of all of its blocks; first, middle and last stages, backwards whole and in
     parts."""
     deep = GPTConfig(d_model=32, layers=20, heads=2, context=16)
@@ -126,7 +132,7 @@ def test_a_stage_by_a_few_of_its_blocks_is_the_whole_stage(stage: int, order: st
         subject = Subject(GPT(deep), _batch(), division=division)
         (one,) = subject.stages.values()
         one._whole = whole
-        found = subject.trace("bf16", "recompute" if order == "1f1b" else "keep")
+        found = subject.trace("bf16", mode)
         assert one._whole == whole
         return found
 

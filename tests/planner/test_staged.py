@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardfold.parallel.pipeline.order import ORDERS, choose_order, make_order
 from shardfold.planner.division import Division
 from shardfold.planner.memory import Point, plan_memory
 from shardfold.planner.setting import Subject
-from shardfold.planner.staged import Span, actions_of, bases_of, lanes_of, places_of, spans_of
-from shardfold.planner.trace import Lane
+from shardfold.planner.staged import Span, actions_of, bases_of, in_order, lanes_of, places_of, spans_of
+from shardfold.planner.trace import Event, Lane, Trace
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(d_model=32, layers=4, heads=2, context=32)
@@ -74,20 +74,35 @@ def test_what_comes_out_of_turn_waits() -> None:
     assert bases_of(rows, places_of(order, 2), 1, spans) == [1000.0, 1000.0, 1000.0, 1000.0]
 
 
-def test_long_orders_need_no_more_than_they_need_when_they_are_cut_short() -> None:
-    """The largest base of each kind of action is that of a shorter order."""
-    for order, short in (("1f1b", 6), ("zb-h1", 10)):
-        places = places_of(order, 4)
-        for here in range(4):
-            found: list[dict[str, float]] = []
-            for count in (short, 64):
-                rows = actions_of(order, 4, count)
-                spans = {lane: _spans(lane, 1.0) for lane in lanes_of(rows[here])}
-                most: dict[str, float] = {}
-                for action, base in zip(rows[here], bases_of(rows, places, here, spans), strict=True):
-                    most[action.verb] = max(most.get(action.verb, 0.0), base)
-                found.append(most)
-            assert found[0] == found[1], (order, here)
+def _trace(lane: Lane) -> Trace:
+    """Of a micro-batch of which forward and backward hold nothing while they run."""
+    spans, parts = _spans(lane, 1.0), [Event("sent", level=KEEPS["F"] * (lane.stage + 1), size=GIVES["F"])]
+    parts.append(Event("end", size=GIVES["B"]))
+    if lane.split:
+        parts += [Event("inputs", level=spans["I"].keeps), Event("end")]
+    return Trace(tuple(parts))
+
+
+@given(st.sampled_from(FOLLOWED), st.integers(2, 4), st.integers(1, 30))
+@settings(max_examples=60)
+def test_the_passes_that_are_walked_have_the_most_that_is_kept(order: str, ranks: int, count: int) -> None:
+    """Of each lane's forwards, backwards and parts of these, of all that an order has, however long it is."""
+    rows, places = make_order(choose_order(order), ranks, count), places_of(order, ranks)
+    for here, row in enumerate(rows):
+        spans = {lane: _spans(lane, 1.0) for lane in lanes_of(row)}
+        split = {action[1:] for action in row if action.verb == "W"}
+        most: dict[tuple[str, Lane], float] = {}
+        for action, base in zip(row, bases_of(rows, places, here, spans), strict=True):
+            key = action.verb, Lane(action.stage, action[1:] in split)
+            most[key] = max(most.get(key, 0.0), base)
+        division = Division(pipeline=ranks, order=order, micro_batches=count, stage=here)
+        found: dict[tuple[str, Lane], float] = {}
+        trace = in_order(_trace, division, {})
+        for one in trace.passes:
+            verb = {"forward": "F", "quiet": "I", "weights": "W", "last_weights": "W"}.get(one.section, "B")
+            peak = max(event.peak for event in trace.events[one.begin : one.end])
+            found[verb, one.lane] = max(found.get((verb, one.lane), 0.0), peak)
+        assert found == most
 
 
 def test_the_first_part_of_a_backward_leaves_what_the_second_needs() -> None:

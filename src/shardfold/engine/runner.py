@@ -16,6 +16,7 @@ there, so that these sums are complete; only a re-entrant checkpoint still bring
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -557,10 +558,12 @@ class Runner:
         self._accept(unit, place, grad)
 
     def _take_kept(self, unit: Unit | None) -> None:
-        """Gradients of a unit, or all, that the first part of this backward gave; with its next it may be complete."""
+        """Gradients of a unit, or all, that the first part of this backward gave, each of which is given back then;
+        with its next the unit may be complete."""
         assert self.late is not None
-        kept, self.late.kept = self.late.kept, []
-        for other, place, grad in kept:
+        kept, self.late.kept = deque(self.late.kept), []
+        while kept:
+            other, place, grad = kept.popleft()
             if unit is None or other is unit:
                 self._accept(other, place, grad, kept=True)
             else:

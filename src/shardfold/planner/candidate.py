@@ -121,8 +121,10 @@ class Candidate:
         if self.mode != "keep":
             said.append(f"activations={self.mode!r} (the model calls deepspeed.checkpointing)")
         if self.division.pipeline > 1:
-            stages = self.division.pipeline
-            said.append(f"pipeline={stages} in order {self.division.order} (PipelineModule(num_stages={stages}))")
+            stages, order = self.division.pipeline, self.division.ordered
+            plain = order in ("1f1b", "gpipe")
+            where = f"PipelineModule(num_stages={stages})" if plain else "the order is of Engine(pipeline=)"
+            said.append(f"pipeline={stages} in order {order} ({where})")
         if self.division.expert > 1:
             said.append(f"expert={self.division.expert} (MoE(ep_size={self.division.expert}))")
         if self.division.sequence_parallel:

@@ -138,8 +138,13 @@ class Division:
         if self.sequence_parallel:
             said.append("sequence parallelism")
         if self.pipeline > 1 and self.order != "1f1b":
-            said.append(self.order)
+            said.append(self.ordered)
         return ", ".join(said)
+
+    @property
+    def ordered(self) -> str:
+        """The order of stages by its name; one of the user's own, which is a text of lines, has none."""
+        return self.order if "\n" not in self.order else "an order of its own"
 
     # -- a model
 

@@ -90,6 +90,7 @@ class Subject:
         self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
         #: Traces of the stages of the rank that is planned for, by number.
         self.stages: dict[int, StageTraces] = {}
+        self._alone: dict[tuple[Precision, str, int, Lane], Trace] = {}
         self._parts: dict[int, Part] = {}
         if self._stages is not None:
             self._stages.drop_foreign()
@@ -190,17 +191,19 @@ class Subject:
     def alone(self, precision: str | Precision, mode: str, samples: int, lane: Lane) -> Trace:
         """A forward and a backward of one micro-batch in a stage of the rank that is planned for; :meth:`trace` has
         those of all micro-batches in their order."""
-        policy = Precision.named(precision)
         if mode not in MODES:
             raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
-        try:
-            with self._kernels():
-                found = self.stages[lane.stage].trace(policy, mode, samples, lane)
-        except ModelError:
-            if samples != self.samples:  # where it does not train on the user's own either, that one is named
-                _ = self.alone(policy, mode, self.samples, lane)
-            raise
-        return replace(found, buffers=self._buffer_bytes(policy))
+        policy = Precision.named(precision)
+        if (key := (policy, mode, samples, lane)) not in self._alone:
+            try:
+                with self._kernels():
+                    found = self.stages[lane.stage].trace(policy, mode, samples, lane)
+            except ModelError:
+                if samples != self.samples:  # where it does not train on the user's own either, that one is named
+                    _ = self.alone(policy, mode, self.samples, lane)
+                raise
+            self._alone[key] = replace(found, buffers=self._buffer_bytes(policy))
+        return self._alone[key]
 
     def in_order(self, precision: str | Precision, mode: str, samples: int, micro_batches: int) -> Trace:
         """The trace of so many micro-batches of a step on the rank that is planned for.

@@ -130,10 +130,12 @@ class StagedWalks:
         if batch is not None:
             counts = -(-batch // (samples * self.readers))
         if self._only and not (counts == self._only).any():
-            return [], f"the order has {self._only} micro-batches, which none of these sizes makes of {batch} samples."
-        samples, counts = (
-            (each[counts == self._only] for each in (samples, counts)) if self._only else (samples, counts)
-        )
+            return (
+                [],
+                f"the order has {self._only} micro-batches, which no size of one makes of {batch} samples a step.",
+            )
+        if self._only:
+            samples, counts = (each[counts == self._only] for each in (samples, counts))
         peaks, host, least, most, zeros = np.zeros(len(samples)), 0.0, "", 0.0, ""
         times: list[_RankTimes] = []
         for rank in self._ranks:

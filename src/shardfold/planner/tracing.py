@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -503,15 +504,20 @@ class _Listener:
             self.note("complete", unit)
 
     def _take_kept(self, unit: str | None) -> None:
-        """Gradients of a unit, or all, that the first part of this backward gave."""
+        """Gradients of a unit, or all, that the first part of this backward gave, each of which is given back then."""
         assert self._late is not None
-        kept, self._late.kept = self._late.kept, []
-        for other, slot, grad, key in kept:
-            if unit is None or other == unit:
-                self._accept(other, slot, grad)
-                self._left[other] -= key not in self._late.coming
-            else:
+        kept, self._late.kept = deque(self._late.kept), []
+        before = unit
+        while kept:
+            other, slot, grad, key = kept.popleft()
+            if unit is not None and other != unit:
                 self._late.kept.append((other, slot, grad, key))
+                continue
+            if other != before:
+                self._flush()
+            before = other
+            self._accept(other, slot, grad)
+            self._left[other] -= key not in self._late.coming
 
     def _accept(self, unit: str, slot: str, grad: Tensor) -> None:
         self.note("gradient", unit, grad.nbytes, slot)

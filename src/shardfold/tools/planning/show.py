@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from shlex import quote
 
 from shardfold.parallel.pipeline.order import choose_order, make_order
 from shardfold.parallel.pipeline.simulate import timeline
@@ -172,7 +173,7 @@ def _as_deepspeed(best: Candidate) -> list[str]:
 def _option(name: str, value: object) -> str:
     """A setting as an option of `shardfold train`."""
     option = "--" + name.replace("_", "-")
-    return option if value is True else f"{option} {value}"
+    return option if value is True else f"{option} {quote(str(value))}"
 
 
 def _costs(found: Found, rate: float, price: float | None) -> list[str]:
