@@ -94,6 +94,7 @@ from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.images import sources
 from shardfold.tools.recipes.face.transforms import change_of
 from shardfold.tools.recipes.face.vit import FaceModel
+from shardfold.tools.planning.models import planned_model
 folder = Path("images")
 for name in "abcd":
     (folder / name).mkdir(parents=True)
@@ -106,6 +107,7 @@ for tried in (
     lambda: sources(config.model_copy(update={"data": folder})),
     lambda: sources(config.model_copy(update={"data": table})),
     lambda: change_of(config), lambda: FaceModel(config.model_copy(update={"backbone": "timm:resnet18"}), 3),
+    lambda: planned_model("timm:resnet18"), lambda: planned_model("transformers:llama"),
 ):
     try:
         tried()
@@ -116,12 +118,14 @@ for tried in (
 
 def test_images_say_in_one_sentence_what_they_lack(tmp_path: Path):
     """Each of the recipe's packages, where it is missing: what needs it, and the extra."""
-    done = without(("PIL", "pyarrow", "torchvision", "timm"), FOLDER, folder=tmp_path)
+    done = without(("PIL", "pyarrow", "torchvision", "timm", "transformers"), FOLDER, folder=tmp_path)
     assert [line.partition(" (in a checkout")[0] for line in done.stdout.splitlines()] == [
         "a folder of images needs pillow, which is not installed: pip install 'shardfold[face]'",
         "a folder of parquet files needs pyarrow, which is not installed: pip install 'shardfold[face]'",
         "--transforms torchvision needs torchvision, which is not installed: pip install 'shardfold[vision]'",
         "backbone timm:resnet18 needs timm, which is not installed: pip install 'shardfold[vision]'",
+        "--model timm:resnet18 needs timm, which is not installed: pip install 'shardfold[vision]'",
+        "--model transformers:llama needs transformers: pip install transformers.",
     ], done.stderr
 
 

@@ -27,6 +27,7 @@ from shardfold.tools import cli
 from shardfold.tools.observe import pictures, tables
 from shardfold.tools.observe.console import Lenient
 from shardfold.tools.observe.progress import Progress
+from shardfold.tools.planning.models import planned_model
 from shardfold.tools.recipes.config import GPTConfig, TrainConfig
 from shardfold.tools.recipes.folder import CLAIM, claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
@@ -317,6 +318,13 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
             "--order 1fb1 is not an order. Did you mean '1f1b'?",
         ),
         (["--real", "--gpus", "2xL4", "--pipeline", "2"], "--real does not go with --pipeline"),
+        (["--gpus", "8xL4", "--expert", "2", "--micro-batch", "2"], "--expert 2: GPT has no experts that are known"),
+        (["--gpus", "8xL4", "--pipeline", "8", "--micro-batch", "2"], "--pipeline 8 makes 8 stages, but the model has"),
+        (
+            ["--gpus", "8xL4", "--pipeline", "4", "--order", "interleaved", "--micro-batch", "2"],
+            "--pipeline 4 --order interleaved makes 8 stages, but the model has 7 pieces",
+        ),
+        (["--model", "transformers:lama"], "transformers has no type of model 'lama'. Did you mean 'llama'?"),
         (["--length", "99999999999"], "--length"),
         (["--micro-batch", "9" * 20], "from 1 to 1,000,000,000"),
         (["--micro-batch", "2", "--host", "0"], "above 0"),
@@ -334,6 +342,48 @@ def test_what_a_plan_does_not_take_is_refused(
     assert call("plan", *options) == launch.SAID
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [{"num_hidden_layers": -2}, {"vocab_size": 0}, {"hidden_size": "wide"}])
+def test_a_config_with_an_absurd_size_is_refused_by_its_name(
+    given: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before transformers makes anything of it."""
+    (path := tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **given}))
+    assert call("plan", "--model", str(path)) == launch.SAID
+    error = capsys.readouterr().err
+    ((name, value),) = given.items()
+    assert error == f"Error: --model {path}: {name} is {value!r}: it is a number of 1 or more.\n"
+
+
+class Named(nn.Module):
+    """A model as timm makes it."""
+
+    def __init__(self, name: str, *, pretrained: bool) -> None:
+        super().__init__()
+        assert name == "small" and not pretrained
+        self.pretrained_cfg = {"input_size": (3, 8, 8)}
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 4))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layers(images)
+
+
+def test_models_of_timm_are_planned_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without their weights, on images of their size; a name that is none has the nearest beside it."""
+    names = ["small", "large"]
+    stand_in = SimpleNamespace(is_model=names.__contains__, list_models=lambda: names, create_model=Named)
+    monkeypatch.setitem(sys.modules, "timm", stand_in)
+    given = ["--gpus", "2xL4", "--layout", "zero2", "--activations", "keep", "--micro-batch", "4"]
+    assert call("plan", "--model", "timm:small", *given) == 0
+    assert "timm:small: 3,156 parameters" in capsys.readouterr().out
+    assert planned_model("timm:small", samples=2).subject.batch[0].shape == (2, 3, 8, 8)
+    assert call("plan", "--model", "timm:smal", *given) == launch.SAID
+    assert "timm has no model 'smal'. Did you mean 'small'?" in capsys.readouterr().err
+    assert call("plan", "--model", "timm:small", "--length", "8") == launch.SAID
+    assert "--length is of tokens, and timm:small takes images" in capsys.readouterr().err
 
 
 def double() -> tuple[nn.Module, torch.Tensor]:

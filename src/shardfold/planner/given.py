@@ -54,9 +54,10 @@ def check_trains(model: nn.Module) -> None:
 def not_run(model: nn.Module, batch: Any, error: Exception, does: str = "train") -> ModelError:
     """What to raise where a forward or backward fails on a micro-batch."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+    else_ = ", or another precision, as bf16-autocast" if "same dtype" in first else ""
     return ModelError(
         f"{type(model).__name__} does not {does} on this micro-batch ({shapes_of(batch)}): {first}. Give a micro-batch "
-        "that its forward takes."
+        f"that its forward takes{else_}."
     )
 
 

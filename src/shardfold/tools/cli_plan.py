@@ -32,7 +32,11 @@ APART = {"--inference": ("sequence", "pipeline"), "--html": ("pipeline",)}
 
 
 Model = Annotated[
-    str, typer.Option(help="A size of `train`, a shape such as llama-7b, a config.json, or module:function.")
+    str,
+    typer.Option(
+        help="A size of `train`, a shape such as llama-7b, a config.json, transformers:TYPE, timm:NAME, or "
+        "module:function."
+    ),
 ]
 MicroBatch = Annotated[
     str | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
@@ -13,17 +14,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
-from shardfold.plan.checks import described
+from shardfold.errors import ConfigError, ModelError, ShardfoldError, did_you_mean
+from shardfold.plan.checks import described, is_integer
 from shardfold.planner.division import Division
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
+from shardfold.tools.packages import config_of_type, package_of, timm_model
 from shardfold.tools.recipes.config import SIZES, GPTConfig
 from shardfold.tools.recipes.gpt import GPT
 
 __all__ = ["KNOWN", "Planned", "planned_model"]
 
 LENGTH = 2048  # tokens, where a model does not say how many it takes
+
+SIZES_OF_CONFIGS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "hidden_size", "n_embd", "d_model",
+    "num_attention_heads", "n_head", "vocab_size",
+)  # fmt: skip
+"""Settings of transformers that are numbers of 1 or more."""
 
 #: Configurations of transformers, by the name of what they are shaped like.
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,14 +72,21 @@ def planned_model(
     given: str, *, length: int | None = None, samples: int = 1, division: Division | None = None,
     real: bool | None = None,
 ) -> Planned:  # fmt: skip
-    """The model that a name, a path of a config.json, or ``module:function`` gives; the function gives a model, or a
-    model and a micro-batch. ``division``: how ranks share it; ``real``: as of a subject.
+    """The model that a name, a path of a config.json, ``timm:NAME``, ``transformers:TYPE``, or ``module:function``
+    gives; the function gives a model, or a model and a micro-batch. ``division``: how ranks share it; ``real``: as of a
+    subject.
 
     Raises:
         ConfigError: it gives none, or does not divide.
     """
     batch: Any = None
-    if ":" in given and not Path(given).exists():
+    named = package_of(given)
+    if named is not None and named[0] == "timm":
+        if length is not None:
+            raise ConfigError(f"--length is of tokens, and {given} takes images: leave it out.")
+        model = _of_timm(given, named[1])
+        batch = _images(model, samples)
+    elif named is None and ":" in given and not Path(given).exists():
         model, batch = _called(given)
         if batch is not None and length is not None:
             raise ConfigError(
@@ -85,14 +100,31 @@ def planned_model(
         tokens = _tokens(samples, length)
         batch = {"tokens": tokens, "targets": tokens}
     else:
-        model, length = _of_transformers(given, _config(given), length)
+        config = _config(given) if named is None else {"model_type": named[1]}
+        model, length = _of_transformers(given, config, length)
     if batch is None:
         batch = _batch(model, samples, length or LENGTH)
         if length and "pixel_values" in batch:
             raise ConfigError(f"--length is of tokens, and {given} takes images: leave it out.")
     numel = sum({id(p): p.numel() for p in model.parameters()}.values())
     name = f"{given} ({type(model).__name__})" if given.endswith(".json") else given
-    return Planned(name, Subject(model, batch, real=real, division=division or Division()), numel, length or 0)
+    try:
+        subject = Subject(model, batch, real=real, division=division or Division())
+    except (ConfigError, ModelError) as error:
+        raise type(error)(_by_options(str(error), division or Division())) from error
+    return Planned(name, subject, numel, length or 0)
+
+
+def _by_options(said: str, division: Division) -> str:
+    """What is wrong with how ranks share a model, in a sentence about the options that say so."""
+    for axis, size in division.axes.items():
+        said = said.replace(f"mesh= has {size} ranks on {axis!r}, but", f"--{axis} {size}:")
+        said = said.replace("or leave the axis out", f"or leave --{axis} out") if axis == "expert" else said
+    chunks = re.match(r"mesh= has (\d+) stages, but ", said)
+    if chunks is not None:
+        order = f" --order {division.order}" if int(chunks[1]) != division.pipeline else ""
+        said = f"--pipeline {division.pipeline}{order} makes {chunks[1]} stages, but {said[chunks.end() :]}"
+    return re.sub(r"\bpipeline=(\d+)", r"--pipeline \1", said)
 
 
 def _tokens(*shape: int) -> torch.Tensor:
@@ -152,7 +184,7 @@ def _config(given: str) -> dict[str, Any]:
         names = [*SIZES, *KNOWN]
         raise ConfigError(
             f"there is no model {given!r}.{did_you_mean(given, names)} --model takes one of these names, the path of a "
-            "config.json of transformers, or module:function of your own."
+            "config.json of transformers, transformers:TYPE, timm:NAME, or module:function of your own."
         )
     kind, sizes = KNOWN[given]
     return {"model_type": kind, **sizes}
@@ -160,20 +192,14 @@ def _config(given: str) -> dict[str, Any]:
 
 def _of_transformers(given: str, config: dict[str, Any], length: int | None) -> tuple[nn.Module, int | None]:
     """The model of a configuration, for what it trains on."""
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "models by name or config.json are those of transformers: pip install transformers"
-        ) from error
     settings = dict(config)
     kind = settings.pop("model_type")
-    try:
-        made = transformers.AutoConfig.for_model(kind, **settings)
-    except Exception as error:
-        if "Unrecognized model identifier" in str(error):
-            raise ConfigError(f"--model {given}: transformers knows no model_type {kind!r}.") from error
-        raise ConfigError(f"--model {given} is refused by transformers: {_first(error)}.") from error
+    for name in SIZES_OF_CONFIGS:
+        if name in settings and not is_integer(settings[name], 1):
+            raise ConfigError(f"--model {given}: {name} is {described(settings[name])}: it is a number of 1 or more.")
+    made = config_of_type(f"--model {given}", kind, settings)
+    import transformers
+
     named = [name for name in settings.get("architectures") or () if hasattr(transformers, name)]
     try:
         with meta_init():
@@ -195,6 +221,17 @@ def _counts_positions(model: nn.Module, most: int) -> bool:
         and most <= module.num_embeddings < most + 9
         for name, module in model.named_modules()
     )
+
+
+def _of_timm(given: str, name: str) -> nn.Module:
+    with meta_init():
+        return timm_model(f"--model {given}", name).train()
+
+
+def _images(model: nn.Module, samples: int) -> tuple[torch.Tensor]:
+    """A micro-batch of images of the size that a model of timm is configured for."""
+    settings: Any = getattr(model, "pretrained_cfg", None) or {}
+    return (torch.empty(samples, *settings.get("input_size", (3, 224, 224)), device="meta"),)
 
 
 def _auto(transformers: Any, config: Any) -> nn.Module:

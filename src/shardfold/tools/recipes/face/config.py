@@ -11,6 +11,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
+from shardfold.tools.packages import package_of
 from shardfold.tools.recipes.config import Settings
 
 __all__ = ["STUDY_CHOOSES", "FaceConfig"]
@@ -80,8 +81,7 @@ class FaceConfig(Settings):
     def _check(self) -> FaceConfig:
         self.image_size()
         self.rates()
-        package, _, name = self.backbone.partition(":")
-        if self.backbone != "vit" and not (package in ("transformers", "timm") and name):
+        if self.backbone != "vit" and package_of(self.backbone) is None:
             raise ConfigError(
                 f"backbone is {self.backbone!r}: it is vit, transformers:NAME (a type of model, as vit, deit or "
                 "resnet) or timm:NAME."

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError
 from shardfold.nn import SyncBatchNorm
 from shardfold.parallel import Attention, MarginHead
-from shardfold.tools.extras import sentence
+from shardfold.tools.packages import config_of_type, package_of, timm_model
 from shardfold.tools.recipes.face.config import FaceConfig
 
 __all__ = ["FaceModel", "ViT", "backbone_of"]
@@ -132,13 +132,15 @@ def backbone_of(config: FaceConfig) -> tuple[nn.Module, int]:
     Raises:
         ConfigError: it is none of a package's, or the package is not installed.
     """
-    package, _, name = config.backbone.partition(":")
-    if package == "vit":
+    found = package_of(config.backbone)
+    if found is None:
         vit = ViT(config.image_size(), config.channels, config.patch, config.width, config.layers, config.heads)
         return vit, config.width
+    package, name = found
     if package == "transformers":
         return _of_transformers(name, config)
-    return _of_timm(name, config)
+    model = timm_model(f"backbone timm:{name}", name, in_chans=config.channels, num_classes=0)
+    return model, int(model.num_features)
 
 
 class _Pooled(nn.Module):
@@ -154,10 +156,9 @@ class _Pooled(nn.Module):
 
 
 def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
-    try:
-        from transformers import AutoConfig, AutoModel
-    except ModuleNotFoundError:
-        raise ConfigError(f"backbone transformers:{name} needs transformers: pip install transformers.") from None
+    what = f"backbone transformers:{name}"
+    known = config_of_type(what, name, {})
+    from transformers import AutoModel
 
     rows, columns = config.image_size()
     sizes = {
@@ -165,33 +166,15 @@ def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
         "patch_size": config.patch, "hidden_size": config.width, "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads, "intermediate_size": 4 * config.width,
     }  # fmt: skip
-    try:
-        known = AutoConfig.for_model(name)
-    except ValueError:
-        raise ConfigError(f"backbone transformers:{name}: transformers has no type of model {name!r}.") from None
     if hasattr(known, "depths"):  # stages of several widths, which are its own
         sizes = {key: sizes[key] for key in ("image_size", "num_channels", "patch_size")}
     if not hasattr(known, "num_channels"):
-        raise ConfigError(f"backbone transformers:{name} does not read images: name one that does, as vit or resnet.")
-    of_model = AutoConfig.for_model(name, **{key: value for key, value in sizes.items() if hasattr(known, key)})
+        raise ConfigError(f"{what} does not read images: name one that does, as vit or resnet.")
+    of_model = config_of_type(what, name, {key: value for key, value in sizes.items() if hasattr(known, key)})
     try:
         model = AutoModel.from_config(of_model)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"backbone transformers:{name} cannot be made with these sizes: {error}; give another --width, --heads, "
-            "--patch or --size."
+            f"{what} cannot be made with these sizes: {error}; give another --width, --heads, --patch or --size."
         ) from None
     return _Pooled(model), int(getattr(of_model, "hidden_size", 0) or of_model.hidden_sizes[-1])
-
-
-def _of_timm(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
-    try:
-        import timm  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        if (words := sentence(f"backbone timm:{name}", error)) is None:
-            raise
-        raise ConfigError(f"{words}.") from None
-    if not timm.is_model(name):
-        raise ConfigError(f"backbone timm:{name}: timm has no model {name!r}.")
-    model = timm.create_model(name, pretrained=False, in_chans=config.channels, num_classes=0)
-    return model, int(model.num_features)
