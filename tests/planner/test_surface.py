@@ -23,6 +23,7 @@ from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 LENGTH = 32
 TENSOR = Division(tensor=2)
+STAGED = Division(pipeline=2, order="zb-h1", micro_batches=4, stage=1)
 
 
 def _subject(length: int, division: Division = UNDIVIDED) -> Subject:
@@ -42,10 +43,10 @@ def subject() -> Subject:
 
 @pytest.fixture(scope="module")
 def page(subject: Subject) -> str:
+    models = {"data alone": _both(), "tensor=2": _both(TENSOR), "stage 1": _both(STAGED)}
     return plan_page(
-        {"data alone": _both(), "tensor=2": _both(TENSOR)}, cluster("8xL4"), layouts=("zero1", "zero3"),
-        modes=("keep", "recompute"), precision="bf16", samples=4,
-    )  # fmt: skip
+        models, cluster("8xL4"), layouts=("zero1", "zero3"), modes=("keep", "recompute"), precision="bf16", samples=4
+    )
 
 
 def _peak(subject: Subject, layout: str, mode: str, ranks: int, samples: int) -> float:
@@ -84,16 +85,18 @@ def test_javascript_computes_the_same(subject: Subject, page: str, tmp_path: Pat
     asked = [("zero3", "keep", 64, 5), ("zero1", "recompute", 2, 4), ("zero3", "recompute", 1, 3)]
     calls = ", ".join(f"compute('{l}', '{m}', {r}, {s}, {LENGTH}).top.total" for l, m, r, s in asked)  # noqa: E741
     shared = f"plan = plans['tensor=2'], compute('zero3', 'keep', 2, 4, {LENGTH}).top.total"
+    staged = ", ".join(f"compute('zero1', '{mode}', 2, 4, {LENGTH}).top.total" for mode in ("keep", "recompute"))
     script = tmp_path / "page.js"
     script.write_text(
         f"const document = {{ getElementById: () => ({{ textContent: {text} }}) }};\n"
         + SCRIPT.partition("function draw")[0]
-        + f"console.log(JSON.stringify([{calls}, ({shared})]));\n"
+        + f"console.log(JSON.stringify([{calls}, ({shared}), (plan = plans['stage 1'], 0), {staged}]));\n"
     )
     out = subprocess.run([node, str(script)], capture_output=True, text=True, timeout=120, check=True).stdout
     assert json.loads(out) == pytest.approx(
-        [*(_peak(subject, *each) for each in asked), _peak(_subject(LENGTH, TENSOR), "zero3", "keep", 2, 4)], rel=1e-6
-    )
+        [*(_peak(subject, *each) for each in asked), _peak(_subject(LENGTH, TENSOR), "zero3", "keep", 2, 4), 0]
+        + [_peak(_subject(LENGTH, STAGED), "zero1", mode, 2, 4) for mode in ("keep", "recompute")], rel=1e-6,
+    )  # fmt: skip
 
 
 @pytest.mark.soak

@@ -24,8 +24,20 @@ from shardfold.plan.part import Part
 from shardfold.planner.division import Division
 from shardfold.planner.trace import Event, Lane, Pass, Trace
 
-__all__ = ["Stage", "actions_of", "bases_of", "in_order", "lanes_of", "places_of", "spans_of", "stages_of"]
+__all__ = [
+    "Stage",
+    "actions_of",
+    "bases_of",
+    "in_order",
+    "lanes_of",
+    "places_of",
+    "spans_of",
+    "stages_of",
+    "usual_count",
+]
 
+EACH = 4
+"""Micro-batches of a step for each rank, where nobody says how many samples it has."""
 STEADY = {"1f1b": 1, "zb-h1": 2}
 """Orders that repeat what they do behind so many micro-batches for each rank, and two more: no pass of a longer one has
 more of others."""
@@ -56,6 +68,11 @@ def places_of(order: str, ranks: int) -> tuple[int, ...]:
             "before, and keeps weights for them."
         )
     return tuple(choice.places(ranks))
+
+
+def usual_count(order: str, ranks: int) -> int:
+    """Micro-batches of a step, where nobody says how many samples it has; those of an order of the user's own."""
+    return choose_order(order).batches or EACH * ranks
 
 
 def lanes_of(actions: Sequence[Action]) -> list[Lane]:

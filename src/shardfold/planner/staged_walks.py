@@ -27,14 +27,12 @@ from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
 from shardfold.planner.seconds import Seconds, Work, part_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
-from shardfold.planner.staged import Span, actions_of, lanes_of, places_of, spans_of
+from shardfold.planner.staged import Span, actions_of, lanes_of, places_of, spans_of, usual_count
 from shardfold.planner.trace import Lane, Trace
 from shardfold.planner.walks import too_much_at_rest, wires_of
 
-__all__ = ["EACH", "PassTimes", "StagedWalks", "ends_of"]
+__all__ = ["PassTimes", "StagedWalks", "ends_of"]
 
-EACH = 4
-"""Micro-batches of a step for each stage, where nobody says how many samples it has."""
 LONG = 6
 """Micro-batches for each stage behind which an order goes on in the same way."""
 
@@ -103,10 +101,9 @@ class StagedWalks:
         self._budget = where.device.usable
         self._done: dict[Any, tuple[Setting, MemoryPlan]] = {}
         self._works: dict[tuple[str, int, Lane], Work] = {}
-        own = choose_order(division.order)
         #: Micro-batches of an order of the user's own, which has no others; 0: there may be any number.
-        self._only = own.batches if own.rows is not None else 0
-        self._usual = self._only or EACH * division.pipeline
+        self._only = choose_order(division.order).batches
+        self._usual = usual_count(division.order, division.pipeline)
 
     def resting_too_much(self, layout: Layout, host: float) -> str:
         """Why nothing can fit, as what rests of a stage alone does not; empty: it does."""

@@ -27,7 +27,7 @@ LONGEST = 10**7
 """Tokens of a sample."""
 NOTHING_FITS = 1
 """The exit status where what was asked for fits nowhere."""
-APART = {"--inference": ("sequence", "pipeline"), "--html": ("pipeline",)}
+APART = {"--inference": ("sequence", "pipeline")}
 """Axes that these options do not go with."""
 
 
@@ -162,6 +162,7 @@ def plan(
         write_plan_page(
             html, model, gpus, memory=memory, precision=precision, length=length, layouts=list(tables),
             modes=activations or list(MODES), samples=samples, divisions=divisions, real=real or None,
+            accumulate=accumulate,
         )  # fmt: skip
     fits = print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate or 1, length=length,

@@ -16,6 +16,7 @@ from shardfold.planner.inference import Served, activation_bytes, cache_bytes, s
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import Search, search, search_divisions
 from shardfold.planner.setting import Subject
+from shardfold.planner.staged import usual_count
 from shardfold.tools.planning import show
 from shardfold.tools.planning.models import Planned, planned_model
 from shardfold.tools.planning.page import plan_page
@@ -108,9 +109,9 @@ def print_inference(
 def write_plan_page(
     path: Path, model: str, gpus: str, *, memory: str | None, precision: str, length: int | None,
     layouts: Sequence[str], modes: Sequence[str], samples: int, divisions: Sequence[Division] = (UNDIVIDED,),
-    real: bool | None = None,
+    real: bool | None = None, accumulate: int | None = None,
 ) -> None:  # fmt: skip
-    """Writes the page of a plan.
+    """Writes the page of a plan; ``accumulate``: micro-batches of a step that goes through stages.
 
     Raises:
         ConfigError: it cannot be written.
@@ -121,14 +122,30 @@ def write_plan_page(
     models: dict[str, tuple[Planned, Subject | None]] = {}
     for each in divisions:
         _ = each.over(where.mesh)
-        division = replace(each, streams=where.device.streams)
-        planned = planned_model(model, length=length, samples=2, division=division, real=real)
-        half = planned.length // 2
-        shorter = planned_model(model, length=half, samples=2, division=division, real=real).subject if half else None
-        models[str(each) or "data alone"] = planned, shorter
+        for division in _ranks_of(replace(each, streams=where.device.streams), accumulate):
+            planned = planned_model(model, length=length, samples=2, division=division, real=real)
+            half, shorter = planned.length // 2, None
+            if half:
+                shorter = planned_model(model, length=half, samples=2, division=division, real=real).subject
+            models[_said(division, planned.subject)] = planned, shorter
     text = plan_page(models, where, layouts=layouts, modes=modes, precision=precision, samples=samples)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html {path} cannot be written: {error.strerror}.") from error
     print(f"Written to {path}.")
+
+
+def _ranks_of(division: Division, accumulate: int | None) -> list[Division]:
+    """Of each rank that has stages; itself, where there are none."""
+    if division.pipeline == 1:
+        return [division]
+    count = accumulate or usual_count(division.order, division.pipeline)
+    return [replace(division, stage=place, micro_batches=count) for place in range(division.pipeline)]
+
+
+def _said(division: Division, subject: Subject) -> str:
+    """How ranks share the model, and of stages which ones a rank has, of a step of how many micro-batches."""
+    if not subject.staged:
+        return str(division) or "data alone"
+    return f"{division}, {subject.staged}, {division.micro_batches} micro-batches"

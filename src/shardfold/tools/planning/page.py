@@ -39,7 +39,8 @@ const bytes = n => { const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB']; let
   while (n >= 1024 && k < 5) { n /= 1024; k += 1; } return n.toFixed(k ? 2 : 0) + ' ' + units[k]; };
 const on = (row, s, l, i) => row[0][i] + row[1][i] * s + row[2][i] * l + row[3][i] * s * l;
 function compute(layout, mode, ranks, samples, length) {
-  const points = plan.layouts[layout][ranks === 1 ? 'one' : 'many'], model = plan.modes[mode];
+  const walked = (plan.apart[mode] || plan.layouts)[layout], model = plan.modes[mode];
+  const points = walked[ranks === 1 ? 'one' : 'many'];
   const b = model.batch, batch = b[0] + b[1] * samples + b[2] * length + b[3] * samples * length;
   const rest = points.rest[0] + points.rest[1] / ranks, host = points.host[0] + points.host[1] / ranks;
   const rows = points.event.map((event, n) => {
@@ -102,12 +103,16 @@ def plan_values(
     length = planned.length if shorter is not None else 0
     activities = {mode: activity_of(planned.subject, shorter, precision, mode, length) for mode in modes}
     first = activities[modes[0]]
-    alike = {mode: each for mode, each in activities.items() if each.names == first.names}  # walked alike
-    points: dict[str, Any] = {}
-    for name in layouts:
-        surface = surface_of(planned.subject, name, first, precision, modes[0])
-        points[name] = {"one": surface.one._asdict(), "many": surface.many._asdict()}
-    return {"layouts": points, "modes": {mode: _short(each)._asdict() for mode, each in alike.items()}}
+
+    def points(activity: Activity, mode: str) -> dict[str, Any]:
+        found = {name: surface_of(planned.subject, name, activity, precision, mode) for name in layouts}
+        return {name: {"one": each.one._asdict(), "many": each.many._asdict()} for name, each in found.items()}
+
+    apart = {mode: points(each, mode) for mode, each in activities.items() if each.names != first.names}
+    return {
+        "layouts": points(first, modes[0]), "apart": apart,
+        "modes": {mode: _short(each)._asdict() for mode, each in activities.items()},
+    }  # fmt: skip
 
 
 def _short(activity: Activity) -> Activity:
@@ -136,6 +141,8 @@ def plan_page(
     values = {axes: plan_values(*each, layouts, modes, precision) for axes, each in models.items()}
     planned, shorter = next(iter(models.values()))
     title = f"{planned.name}: memory of a step"
+    staged = any(each.subject.staged for each, _ in models.values())
+    through = ", through stages of as many as are said there" if staged else ""
     ranks = max((where.size // planned.subject.division.ranks).bit_length() - 1, 0)
     memory = where.device.usable / 2**30
     sliders = [
@@ -166,7 +173,7 @@ def plan_page(
             f"<title>{html.escape(title)}</title><style>{STYLE}{MORE}</style></head><body>",
             f"<h1>{html.escape(title)}</h1>",
             f'<p class="muted">{html.escape(states(planned, precision))}; one step of one '
-            f"micro-batch; devices with streams, as {html.escape(where.device.name)}.</p>",
+            f"micro-batch{through}; devices with streams, as {html.escape(where.device.name)}.</p>",
             f'<div class="sliders">{"".join(sliders)}</div><div class="tiles">{tiles}</div>',
             f"<h2>Bytes of a device over a step</h2><p>{legend}</p>",
             '<div id="chart"></div><h2>All layouts, here</h2><div class="scroll"><table id="table"></table></div>',
