@@ -25,6 +25,7 @@ from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
 ALL_EXPERTS = GPTConfig(d_model=64, layers=2, heads=4, context=64, experts=4, top_k=4)  # as many tokens go to each
+DEEP = GPTConfig(d_model=64, layers=8, heads=4, context=64)  # for eight stages
 ABOVE, BELOW = 0.03, 0.01
 FREE = Way(Link(float("inf"), 0.0), 2)
 OWN = "0F0 0F1 3F0 3I0 3F1 3B1 3W0 0B1 0B0\n1F0 2F0 1F1 2F1 2I0 2B1 1I1 1B0 1W1 2W0"
@@ -40,6 +41,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "dualpipev": {"mesh": {"pipeline": 2}, "accumulate": 4, "pipeline": "dualpipev"},
     "own": {"mesh": {"pipeline": 2}, "accumulate": 2, "pipeline": OWN},
     "parts": {"mesh": {"pipeline": 2, "intra": 2}, "accumulate": 4, "pipeline": "interleaved-zb:2"},
+    "four": {"mesh": {"pipeline": 4}, "accumulate": 8, "pipeline": "v-min"},
     "both": {"mesh": {"pipeline": 2, "tensor": 2}, "accumulate": 3, "tensor": "auto"},
 }
 DIVISION = {
@@ -54,6 +56,7 @@ DIVISION = {
     "dualpipev": Division(pipeline=2, micro_batches=4, order="dualpipev"),
     "own": Division(pipeline=2, micro_batches=2, order=OWN),
     "parts": Division(pipeline=2, micro_batches=4, order="interleaved-zb:2"),
+    "four": Division(pipeline=4, micro_batches=8, order="v-min"),
     "both": Division(pipeline=2, tensor=2, micro_batches=3),
 }
 
@@ -69,7 +72,7 @@ def _loss(model: nn.Module, given: Any) -> Tensor:
 
 def _errors(how: str, layout: str, precision: str, mode: str) -> tuple[float, float]:
     torch.manual_seed(0)
-    shape = ALL_EXPERTS if how == "expert" else SHAPE
+    shape = {"expert": ALL_EXPERTS, "four": DEEP}.get(how, SHAPE)
     found = compare(
         partial(GPT, shape), batch(shape), layout=layout, precision=precision, mode=mode, compute=_loss,
         division=DIVISION[how], **ENGINE[how],
@@ -86,6 +89,7 @@ def _errors(how: str, layout: str, precision: str, mode: str) -> tuple[float, fl
         ("dualpipev", "zero2", "bf16", "keep"),
         ("own", "zero1", "fp32", "recompute"),
         pytest.param("zb-h1", "zero1", "bf16", "select", marks=pytest.mark.soak),
+        pytest.param("four", "zero1", "fp32", "keep", marks=pytest.mark.soak),
         pytest.param("parts", "zero3", "fp32", "keep", marks=pytest.mark.soak),
         pytest.param("1f1b", "zero3", "fp32", "keep", marks=pytest.mark.soak),
         pytest.param("gpipe", "zero1", "fp32", "select", marks=pytest.mark.soak),
