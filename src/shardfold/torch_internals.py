@@ -45,6 +45,7 @@ __all__ = [
     "DispatchMode",
     "ExcludeKeys",
     "FakeMode",
+    "FakeTensor",
     "Internal",
     "NormBase",
     "Pack",
@@ -481,6 +482,7 @@ fused_sgd_: Callable[..., None] = _get("torch._fused_sgd_")
 # -- tensors without memory
 
 FakeMode: Any = _get("torch._subclasses.fake_tensor.FakeTensorMode")
+FakeTensor: Any = _get("torch._subclasses.fake_tensor.FakeTensor")
 
 # -- values in and out
 

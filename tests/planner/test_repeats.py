@@ -9,9 +9,9 @@ from torch import nn
 from shardfold.plan.layout import Precision
 from shardfold.planner.division import Division
 from shardfold.planner.repeats import fold
+from shardfold.planner.search import MODES
 from shardfold.planner.setting import Subject
 from shardfold.planner.trace import Lane, Trace
-from shardfold.planner.tracing import MODES
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 DEEP = GPTConfig(d_model=32, layers=14, heads=2, context=16)

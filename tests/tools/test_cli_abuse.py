@@ -325,6 +325,8 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
             "--pipeline 4 --order interleaved makes 8 stages, but the model has 7 pieces",
         ),
         (["--model", "transformers:lama"], "transformers has no type of model 'lama'. Did you mean 'llama'?"),
+        (["--html", "p.html", "--activations", "disk"], "--html does not follow --activations disk"),
+        (["--micro-batch", "2", "--activations", "hots"], "Did you mean 'host'?"),
         (["--length", "99999999999"], "--length"),
         (["--micro-batch", "9" * 20], "from 1 to 1,000,000,000"),
         (["--micro-batch", "2", "--host", "0"], "above 0"),

@@ -186,7 +186,7 @@ class _Frame:
         self.encodes = isinstance(tier, EncodedTier)
 
     def pack(self, tensor: Tensor) -> _Offloaded | _Elsewhere:
-        with torch.no_grad(), apart():
+        with torch.no_grad(), self._movers.apart():
             if not self._movers.moves(tensor, self._smallest) or not self._encodes(tensor):
                 pack, unpack = self._outer or (None, None)
                 return _Elsewhere(tensor if pack is None else pack(tensor), unpack)
@@ -236,7 +236,7 @@ class _Frame:
     def unpack(self, packed: _Offloaded | _Elsewhere) -> Tensor:
         if isinstance(packed, _Elsewhere):
             return packed.packed if packed.unpack is None else packed.unpack(packed.packed)
-        with torch.no_grad(), apart():
+        with torch.no_grad(), self._movers.apart():
             if not self._given:
                 self._fetch()
                 if self._before is not None and (before := self._before()) is not None:
@@ -271,11 +271,13 @@ class Movers:
         last: the frame before the next.
         counter: while forwards are counted.
         stays: storages that are not moved.
+        kinds: types of tensors that are moved.
     """
 
+    kinds: tuple[type, ...] = (Tensor,)
+
     def __init__(self, model: nn.Module, tiers: Tiers) -> None:
-        _leave_untraced(_Frame, "pack", "unpack")
-        _leave_untraced(Movers, "begin", "end")
+        self.leave_untraced()
         self._model, self._tiers, self._device = model, tiers, tiers.device.device
         self.tally = Tally()
         self.parts: dict[str, Tally] = {}
@@ -286,13 +288,22 @@ class Movers:
         self.stays: set[int] = set()
         self._known: dict[int, _Known] = {}
 
+    def leave_untraced(self) -> None:
+        """Compiled modules do not compile what moves."""
+        _leave_untraced(_Frame, "pack", "unpack")
+        _leave_untraced(Movers, "begin", "end")
+
+    def apart(self) -> AbstractContextManager[object]:
+        """Inside, modes of the user's do not see what is moved."""
+        return apart()
+
     def follow(self, flats: Sequence[int]) -> None:
         """The memory of parameters, whose comings and goings are a layout's, and of buffers is not moved."""
         self.stays = {*flats, *(storage_key(buffer.untyped_storage()) for buffer in self._model.buffers())}
 
     def moves(self, tensor: Tensor, smallest: int) -> bool:
         """Whether a tensor that is saved is moved."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+        if type(tensor) not in self.kinds or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.nbytes == 0 or tensor.nbytes < smallest:
             return False

@@ -37,6 +37,7 @@ from shardfold.planner.hardware import RESERVE, Cluster, known_device
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.sampled import MODES, Place, choose
 from shardfold.planner.search import LAYOUTS
+from shardfold.planner.search import MODES as SEARCHED
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
@@ -159,7 +160,7 @@ class Sampled:
 
     def _modes(self) -> Sequence[str]:
         named = self.activations if self.activations is not None else AUTO
-        return MODES if named == AUTO else (named,)
+        return SEARCHED if named == AUTO else (named,)
 
     def _parts(self) -> tuple[Any, Callable[[Any, Any], Any]]:
         """The micro-batch, and what gives its loss."""

@@ -20,6 +20,7 @@ from shardfold.planner.hardware import cluster, host_bytes
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import LAYOUTS, MODES, search_divisions
 from shardfold.planner.setting import Subject
+from shardfold.planner.tracing import MODES as FOLLOWED
 from shardfold.planner.tracing import Compute, loss_of
 
 __all__ = ["best", "largest_batch"]
@@ -54,7 +55,7 @@ def best(
         samples: of a step of all ranks; None: one micro-batch of each.
         compute: ``compute(model, batch)`` gives the loss.
         layouts: names of those to look at.
-        modes: of activations to look at.
+        modes: of activations to look at; ``host`` and ``disk`` where they are named.
         axes: sizes of axes to look at, as ``({}, {"tensor": 2}, {"pipeline": 4, "order": "gpipe"})``: ``tensor`` with
             ``sequence_parallel``, ``sequence``, ``expert``, and ``pipeline`` with ``order``. Through stages go
             ``samples`` of a step; where these are not given, four micro-batches for each stage.
@@ -88,7 +89,7 @@ def _check(samples: Any, layouts: Any, modes: Any, axes: Any, precision: str | P
     """
     if samples is not None and not is_integer(samples, 1):
         raise ConfigError(f"samples= is {described(samples)}: it is a number of samples, 1 or more, or None.")
-    for name, given, known in (("layouts", layouts, tuple(presets.PRESETS)), ("modes", modes, MODES)):
+    for name, given, known in (("layouts", layouts, tuple(presets.PRESETS)), ("modes", modes, FOLLOWED)):
         if isinstance(given, str) or not isinstance(given, Sequence) or not given:
             raise ConfigError(f"{name}= is {described(given)}: it is a list of names, as ({known[0]!r}, {known[1]!r}).")
         for each in given:

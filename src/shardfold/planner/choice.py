@@ -13,6 +13,7 @@ from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import GPU, Behaviour, MemoryPlan, plan_memory
+from shardfold.planner.moved import MOVED
 from shardfold.planner.seconds import Seconds, plan_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
 
@@ -55,7 +56,8 @@ class Option:
         if self.fits:
             return ""
         if (held := self.plan.tiers.get(Tier.HOST, 0.0)) > self.host:
-            return f"states need {human(held)} of host memory for each rank, of which there are {human(self.host)}."
+            what = "states and activations" if Tier.HOST in self.plan.trace.away else "states"
+            return f"{what} need {human(held)} of host memory for each rank, of which there are {human(self.host)}."
         if self.plan.rest > self.budget:
             return f"what rests takes {human(self.plan.rest)} of {human(self.budget)} already."
         least = f"at most {self.largest} fit" if self.largest else "not even one sample fits"
@@ -87,9 +89,7 @@ def option(
         moments=moments, clip=clip, behaviour=behaviour,
     )  # fmt: skip
     plan = plan_memory(setting, trace)
-    largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget)
-    if plan.tiers.get(Tier.HOST, 0.0) > host:
-        largest = 0
+    largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget, host=host)
     seconds = None
     if where is not None and subject.division.pipeline == 1:  # a stage by itself has no step
         ways = ways_of(where, setting.mesh, subject.division.axes)
@@ -163,10 +163,17 @@ def largest_of(
 
 
 def largest_micro_batch(
-    subject: Subject, plan: MemoryPlan, *, precision: str | Precision, mode: str, budget: float
+    subject: Subject, plan: MemoryPlan, *, precision: str | Precision, mode: str, budget: float, host: float = inf
 ) -> int:
-    """The most samples with which no point of the plan has more bytes than ``budget``: what forward and backward hold
-    at each is a line over the number of samples, and what the engine holds does not depend on it."""
-    few, more = (subject.trace(precision, mode, n) for n in LINE)
+    """The most samples with which no point of the plan has more bytes than ``budget``, nor host memory more than
+    ``host``: what forward and backward hold at each is a line over the number of samples, and what the engine holds
+    does not depend on it."""
+    few, more = subject.line(precision, mode)
     most = plan.line(few, more, LINE).largest(budget)
+    room = host - (plan.tiers.get(Tier.HOST, 0.0) - plan.trace.away.get(Tier.HOST, 0.0))  # beside states
+    if room < 0:
+        return 0
+    if room < inf and 1 <= most < inf and mode in MOVED:
+        held = subject.trace(precision, mode, floor(most)).away.get(Tier.HOST, 0.0)
+        most *= min(1.0, room / held) if held else 1.0  # of fewer samples no larger part is moved
     return 0 if most == inf else floor(most)

@@ -264,8 +264,8 @@ class MemoryPlan:
 
     @property
     def tiers(self) -> dict[Tier, float]:
-        """Bytes at rest in slower tiers."""
-        found: dict[Tier, float] = {}
+        """Bytes in slower tiers: states at rest, and the most of activations."""
+        found = dict(self.trace.away)
         for (_, tier), n in self.resting.items():
             if tier is not Tier.DEVICE:
                 found[tier] = found.get(tier, 0.0) + n

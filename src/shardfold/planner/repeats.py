@@ -38,6 +38,23 @@ SIMPLE = (int, float, str, bool, type(None))
 """Of settings of modules: these are compared."""
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Bytes that are held on the device, and that are away."""
+
+    level: float = 0.0
+    away: float = 0.0
+
+    def __add__(self, other: _Held) -> _Held:
+        return _Held(self.level + other.level, self.away + other.away)
+
+    def __sub__(self, other: _Held) -> _Held:
+        return self + other * -1
+
+    def __mul__(self, times: float) -> _Held:
+        return _Held(self.level * times, self.away * times)
+
+
 class Blocks(NamedTuple):
     """Blocks of a list that are traced for.
 
@@ -142,29 +159,29 @@ class Folded:
         number, _, here, kinds = self.lists[path]
         times, last = number // kinds - KEPT, number // kinds - 2
         found: list[Event] = []
-        begin, above = 0, 0.0  # of what is left, and how much higher it is
+        begin, above = 0, _Held()  # of what is left, and how much higher it is
         for n, way in enumerate(ways):
             first, second, third = (way[1], way[2], way[3]) if not n else (way[3], way[2], way[1])
             one, other = _span(events, first, second), _span(events, second, third)
             more, again = (other, one) if not n else (one, other)
             anchors = (2, 1) if not n else (3, 2)
             begins = (second, first) if not n else (first, second)
-            if _relative(more, events[begins[0]].level, path, here + anchors[0] * kinds) != _relative(
-                again, events[begins[1]].level, path, here + anchors[1] * kinds
+            if _relative(more, events[begins[0]], path, here + anchors[0] * kinds) != _relative(
+                again, events[begins[1]], path, here + anchors[1] * kinds
             ):
                 return None
-            changes = more[-1].level - events[begins[0]].level
+            changes = _Held(more[-1].level, more[-1].away) - _Held(events[begins[0]].level, events[begins[0]].away)
             found += [self._named(_raised(e, above), path, None) for e in events[begin : first + 1]]
             if not n:
                 found += [self._named(e, path, (1, 1)) for e in again]
             for k in range(times + 1):
                 shift = (2, 2 + k) if not n else (3, last - k)
-                found += [self._named(_raised(e, above + k * changes), path, shift) for e in more]
-            above += times * changes
+                found += [self._named(_raised(e, above + changes * k), path, shift) for e in more]
+            above = above + changes * times
             begin = third + 1
             if n:
                 found += [self._named(_raised(e, above), path, (2, 2)) for e in again]
-        return None if above else found + [self._named(e, path, None) for e in events[begin:]]
+        return None if above.level or above.away else found + [self._named(e, path, None) for e in events[begin:]]
 
     def _named(self, event: Event, path: str, anchor: tuple[int, int] | None) -> Event:
         """The event under the name of the whole model: of blocks near the ``anchor``'s first number, which is that
@@ -345,16 +362,17 @@ def _span(events: list[Event], start: int, stop: int) -> list[Event]:
     return events[start + 1 : stop + 1]
 
 
-def _raised(event: Event, by: float) -> Event:
-    return event._replace(peak=event.peak + by, level=event.level + by)
+def _raised(event: Event, by: _Held) -> Event:
+    return event._replace(peak=event.peak + by.level, level=event.level + by.level, away=event.away + by.away)
 
 
-def _relative(events: Sequence[Event], level: float, path: str, anchor: int) -> list[Any]:
+def _relative(events: Sequence[Event], before: Event, path: str, anchor: int) -> list[Any]:
     """Events as they look from a block: bytes above those before it, blocks by their distance."""
+    level, away = before.level, before.away
     found: list[Any] = []
     for e in events:
         of, _, at = e.unit.rpartition(".")
         unit = int(at) - anchor if of == path else e.unit
         slot = e.slot.removeprefix(e.unit) if of == path else e.slot
-        found.append((e.kind, unit, e.peak - level, e.level - level, e.size, slot, e.work))
+        found.append((e.kind, unit, e.peak - level, e.level - level, e.size, slot, e.work, e.away - away))
     return found

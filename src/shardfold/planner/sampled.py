@@ -20,12 +20,13 @@ from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import Behaviour, plan_memory
+from shardfold.planner.moved import MOVED
 from shardfold.planner.seconds import plan_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
 
 __all__ = ["MODES", "Chosen", "Place", "choose"]
 
-MODES = ("keep", "select", "recompute")
+MODES = ("keep", "select", "recompute", *MOVED)
 """Of activations, what costs the least first."""
 SHOWN = 4
 """Ways that are named beside the one that is taken."""
@@ -154,7 +155,7 @@ def _planned(
             ways = ways_of(where, mesh, subject.division.axes)
             seconds = plan_seconds(setting, plan, where.device, ways).step
         if samples is not None:
-            few, more = (subject.trace(place.precision, mode, n) for n in LINE)
+            few, more = subject.line(place.precision, mode)
             most = plan.of(few).line(few, more, LINE).largest(place.memory - (needed - plan.peak))
             largest = 0 if most == inf else floor(most)
         if needed > found.needed:

@@ -103,7 +103,7 @@ def search(
                 for prefetch in ahead:
                     looked_at += limit
                     one = replace(plain, mode=mode, prefetch=prefetch, **wires)
-                    each, reason = ([], why) if why else walks.fitting(one, limit, batch)
+                    each, reason = ([], why) if why else walks.fitting(one, limit, batch, host)
                     found += each
                     if reason:
                         refused.append(Refused(layout, mode, reason, subject.division, one.wired))

@@ -125,8 +125,8 @@ class Work:
 
         def rows(a: np.ndarray, b: np.ndarray | None) -> np.ndarray:
             if b is None or at is None:
-                return a[:, None]
-            return a[:, None] + (b - a)[:, None] * at[None, :]
+                return a[..., None]
+            return a[..., None] + (b - a)[..., None] * at
 
         less, other = few.works, more.works if more is not None else None
         products: Any = 0.0
@@ -146,8 +146,47 @@ class Work:
             way = (ways or {}).get(axis, Way(device.near, 2))
             sent = rows(num_bytes, None if other is None else other.sent.get(axis, (num_bytes, calls))[0])
             each = each + sent / way.link.rate + calls[:, None] * (way.ranks - 1) * way.link.latency
+        #: Seconds of them in which copies of activations are waited for.
+        self.waits: np.ndarray = np.zeros(self.sizes)
+        if less.moves is not None:
+            moves = rows(less.moves, None if other is None else other.moves)
+            longer = _copying(each, moves, device, device.disk if few.mode == Tier.DISK else device.host)
+            each, self.waits = each + longer, longer.sum(axis=0)
         #: Up to each event, the first of which has nothing before it.
         self.until = np.concatenate((np.zeros((1, each.shape[1])), each.cumsum(axis=0)))
+
+
+def _copying(each: np.ndarray, moves: np.ndarray, device: Device, rate: float) -> np.ndarray:
+    """Seconds that each event takes longer, as activations are moved to another tier and back.
+
+    Copies go one behind the other, beside the computation where there are streams. One out begins behind what made it,
+    and nobody waits for it; one back begins before the event that asks for it, and is waited for where its values are
+    used, which is one unit later, but for the first.
+
+    Args:
+        each: seconds of each event, by sizes ``(events, sizes)``.
+        moves: bytes out, back, and that may still be under way, ``(3, events, sizes)``.
+        device: that computes.
+        rate: bytes per second of the tier.
+    """
+    out, back, lag = moves
+    if not device.streams:
+        return (out + back) / rate
+    longer, now, copied, came = np.zeros_like(each), *np.zeros((3, each.shape[1]))
+    begun: list[tuple[float, np.ndarray, np.ndarray]] = []  # bytes before, of the first size and of all; and when
+    for number, seconds in enumerate(each):
+        if back[number].any():
+            start = np.maximum(copied, now)
+            begun.append((float(came[0]), came, start))
+            came, copied = came + back[number], start + back[number] / rate
+        if lag[number, 0] >= 0 and begun:
+            due = came - lag[number]
+            _, before, start = next((one for one in reversed(begun) if one[0] < due[0]), begun[0])
+            longer[number] = np.maximum(start + np.maximum(due - before, 0.0) / rate - now, 0.0)
+        now = now + longer[number] + seconds
+        if out[number].any():
+            copied = np.maximum(copied, now) + out[number] / rate
+    return longer
 
 
 def ways_of(where: Cluster, mesh: Mesh, axes: Mapping[str, int]) -> dict[str, Way]:
@@ -194,7 +233,7 @@ def row_seconds(setting: Setting, schedule: Schedule, device: Device, work: Work
     step = (micro_batches - 1) * ends.get("backward", last) + last + update
     if (outer := setting.layout.outer) is not None:  # the part of a step in a round
         step = step + ends.get("round", np.zeros(work.sizes)) / outer.every
-    return Rows(step, micro_batches * work.until[-1], update)
+    return Rows(step, micro_batches * (work.until[-1] - work.waits), update)
 
 
 def part_seconds(

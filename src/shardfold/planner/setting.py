@@ -27,11 +27,12 @@ from shardfold.planner.given import check_given, check_trains
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.kernels import gpu_kernels
 from shardfold.planner.memory import CPU, Behaviour, Setting
+from shardfold.planner.moved import MOVED, SMALLEST
 from shardfold.planner.repeats import Folded, fold
 from shardfold.planner.stage_traces import StageTraces
 from shardfold.planner.staged import in_order, stages_of
 from shardfold.planner.trace import Lane, Sends, Trace, complete_orders
-from shardfold.planner.tracing import MODES, Compute, loss_of, runs_with_memory, trace_model
+from shardfold.planner.tracing import MODES, Compute, Moving, loss_of, runs_with_memory, trace_model
 from shardfold.sharding.partition import Cut, cut
 from shardfold.torch_internals import tree_iter
 
@@ -86,7 +87,8 @@ class Subject:
         self._stages = stages_of(self.hollow, self.division, _META) if self.division.pipeline > 1 else None
         if self.division.axes:
             self.division.cut(self.hollow, self.mesh)
-        self._traces: dict[tuple[Precision, str, int], Trace] = {}
+        self._traces: dict[tuple[Precision, str, int, float], Trace] = {}
+        self._smallest: float = SMALLEST  # bytes of the smallest tensor that is moved
         self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
         #: Traces of the stages of the rank that is planned for, by number.
         self.stages: dict[int, StageTraces] = {}
@@ -162,12 +164,12 @@ class Subject:
         """One micro-batch on one rank, of so many samples; None: as ``batch`` has.
 
         What forward and backward hold is a number of bytes and as many more for each sample, so of large micro-batches
-        it is found on the line through those of 2 and of 4; not where ``exact``.
+        it is found on the line through those of 2 and of 4; not where ``exact``, nor in modes that move what is large.
         """
         policy, samples = Precision.named(precision), self.samples if samples is None else samples
-        key = policy, mode, samples
+        key = policy, mode, samples, self._smallest
         if key not in self._traces:
-            on_line = samples > 4 and not exact and self.samples > 1
+            on_line = samples > 4 and not exact and self.samples > 1 and mode not in MOVED
             if on_line:
                 few, more = (self.trace(policy, mode, n) for n in LINE)
                 on_line = [event[:2] for event in few.events] == [event[:2] for event in more.events]
@@ -176,6 +178,26 @@ class Subject:
             if not on_line:
                 self._traces[key] = self._found(policy, mode, samples)
         return self._traces[key]
+
+    def line(self, precision: str | Precision, mode: str) -> tuple[Trace, Trace]:
+        """The traces of as many samples as :data:`LINE` has, through which those of others lie.
+
+        What is moved is what is as large with the most of them, and in the same way large with fewer. With more samples
+        something smaller may be moved, too: it counts as kept.
+        """
+        found: list[Trace] = []
+        before = self._smallest
+        for samples in LINE:
+            self._smallest = before * samples / LINE[1] if mode in MOVED else before
+            try:
+                found.append(self.trace(precision, mode, samples))
+            finally:
+                self._smallest = before
+        return found[0], found[1]
+
+    @property
+    def _moving(self) -> Moving:
+        return Moving(self.division.streams, self._smallest)
 
     def _found(self, policy: Precision, mode: str, samples: int) -> Trace:
         check_trains(self.model)
@@ -193,6 +215,10 @@ class Subject:
         those of all micro-batches in their order."""
         if mode not in MODES:
             raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
+        if mode in MOVED:
+            raise ConfigError(
+                f"an axis of pipeline does not go with activations={mode!r}: 'keep', 'recompute' and 'select' do."
+            )
         policy = Precision.named(precision)
         if (key := (policy, mode, samples, lane)) not in self._alone:
             try:
@@ -226,7 +252,7 @@ class Subject:
         try:
             return trace_model(
                 self.hollow, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute,
-                real=self._real, connect=self._connect if self.division.axes else None, **why,
+                real=self._real, connect=self._connect if self.division.axes else None, moving=self._moving, **why,
             )  # fmt: skip
         except ModelError:
             if samples != self.samples:  # where it does not train on the user's own either, that one is named
@@ -254,7 +280,7 @@ class Subject:
             few = trace_model(
                 folded.model, cut(folded.model, kept, groups, rules, self.mesh), self.rows(samples),
                 precision=policy, mode=mode, compute=self.compute, real=False,
-                connect=self._connect if self.division.axes else None,
+                connect=self._connect if self.division.axes else None, moving=self._moving,
             )  # fmt: skip
         except Exception:  # a model that goes by the number of its blocks: all of them are traced
             few = None

@@ -25,6 +25,7 @@ from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, Found, sizes_to_show
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
+from shardfold.planner.moved import MOVED
 from shardfold.planner.seconds import Seconds, Work, part_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.staged import Span, actions_of, lanes_of, places_of, spans_of, usual_count
@@ -120,8 +121,13 @@ class StagedWalks:
         setting = self._walk(rank, plain, rank.in_order(self._precision, mode, LINE[0], self._usual))[0]
         return wires_of(plain.table, setting.program, setting.mesh, auto)
 
-    def fitting(self, plain: Candidate, limit: int, batch: int | None) -> tuple[list[Found], str]:
-        """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does."""
+    def fitting(
+        self, plain: Candidate, limit: int, batch: int | None, room: float = inf
+    ) -> tuple[list[Found], str]:  # fmt: skip
+        """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does. In the
+        ``room`` of host memory there are states only, which :meth:`resting_too_much` looks at."""
+        if plain.mode in MOVED:
+            return [], f"an axis of pipeline does not go with activations={plain.mode!r}."
         samples = np.arange(1, limit + 1)
         counts = np.full_like(samples, self._usual)
         if batch is not None:

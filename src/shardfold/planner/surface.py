@@ -106,11 +106,11 @@ def activity_of(
         mode: of activations.
         length: of a sample.
     """
-    few, more = (subject.trace(precision, mode, n) for n in LINE)
+    few, more = subject.line(precision, mode)
     if shorter is None:
         others = few, more
     else:
-        others = tuple(shorter.trace(precision, mode, n) for n in LINE)
+        others = shorter.line(precision, mode)
     half = length / 2 if length else 1.0
 
     def through(pick: Any) -> list[list[float]]:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardfold.plan.layout import Tier
 from shardfold.plan.part import Part
 
-__all__ = ["Event", "Lane", "Pass", "Sends", "Trace", "Work", "Works"]
+__all__ = ["Event", "Lane", "Moves", "Pass", "Sends", "Trace", "Work", "Works"]
 
 SMALL = 16 * 1024
 BATCH = 64 * 1024
@@ -38,6 +39,23 @@ class Sends(NamedTuple):
     calls: int
 
 
+class Moves(NamedTuple):
+    """What was moved of what autograd saves.
+
+    Attributes:
+        out: bytes that leave the device.
+        back: bytes that begin to come back, before anything else of the event.
+        lag: bytes that may still be on their way when the computation goes on; below 0: it waits for none.
+    """
+
+    out: float = 0.0
+    back: float = 0.0
+    lag: float = -1.0
+
+
+STAYS = Moves()
+
+
 class Work(NamedTuple):
     """What was computed between two events.
 
@@ -51,6 +69,7 @@ class Work(NamedTuple):
         product_calls: those of ``calls`` that are products.
         again: those of ``products`` that were done before, and are done again for a backward.
         attention_again: those of ``attention``.
+        moves: of activations to another tier and back.
     """
 
     products: tuple[tuple[str, float], ...] = ()
@@ -62,6 +81,7 @@ class Work(NamedTuple):
     product_calls: int = 0
     again: float = 0.0
     attention_again: float = 0.0
+    moves: Moves = STAYS
 
     @property
     def flops(self) -> float:
@@ -70,7 +90,7 @@ class Work(NamedTuple):
 
 class Works(NamedTuple):
     """What was computed before each of some events, as :class:`Work` has it for one; attention and calls of products
-    are by the dtype that most of the event's products have."""
+    are by the dtype that most of the event's products have; ``moves`` in three rows, None where nothing is."""
 
     products: dict[str, np.ndarray]
     attention: dict[str, np.ndarray]
@@ -79,6 +99,7 @@ class Works(NamedTuple):
     other_bytes: np.ndarray
     calls: np.ndarray
     sent: dict[str, tuple[np.ndarray, np.ndarray]]
+    moves: np.ndarray | None
 
 
 class Event(NamedTuple):
@@ -96,6 +117,7 @@ class Event(NamedTuple):
         slot: of a gradient, its parameter's name.
         work: since the event before.
         tops: of which, with :attr:`level`, one sum is :attr:`peak`, whichever it is for a number of samples.
+        away: bytes of activations that are in another tier, and not on the device.
     """
 
     kind: str
@@ -106,6 +128,7 @@ class Event(NamedTuple):
     slot: str = ""
     work: Work = Work()
     tops: tuple[float, ...] = ()
+    away: float = 0
 
 
 class Lane(NamedTuple):
@@ -237,7 +260,12 @@ class Trace:
             np.array([event.work.other_bytes for event in self.events]),
             np.array([float(event.work.calls) for event in self.events]),
             {axis: self._sent(axis) for axis in sorted({s.axis for e in self.events for s in e.work.sent})},
+            self._moves(),
         )
+
+    def _moves(self) -> np.ndarray | None:
+        found = [event.work.moves for event in self.events]
+        return np.array(found, dtype=float).T if any(each != STAYS for each in found) else None
 
     def _sent(self, axis: str) -> tuple[np.ndarray, np.ndarray]:
         """Bytes and collectives along an axis before each event."""
@@ -253,6 +281,12 @@ class Trace:
     def attention(self) -> float:
         """Those of ``flops`` that attention does between tokens."""
         return sum(event.work.attention - event.work.attention_again for event in self.events)
+
+    @cached_property
+    def away(self) -> dict[Tier, float]:
+        """The most bytes of activations that are in another tier at once."""
+        most = max((event.away for event in self.events), default=0.0)
+        return {Tier(self.mode): most} if most else {}
 
     @property
     def peak(self) -> float:
@@ -279,6 +313,7 @@ class Trace:
                 products, on(a.product_bytes, b.product_bytes), on(a.other_bytes, b.other_bytes), a.calls,
                 on(a.attention, b.attention), sent, a.product_calls, on(a.again, b.again),
                 on(a.attention_again, b.attention_again),
+                a.moves if a.moves is STAYS else Moves(*(on(x, y) for x, y in zip(a.moves, b.moves, strict=True))),
             )  # fmt: skip
 
         def event(a: Event, b: Event) -> Event:
@@ -286,7 +321,10 @@ class Trace:
             if len(a.tops) == len(b.tops):
                 tops = tuple(on(x, y) for x, y in zip(a.tops, b.tops, strict=True))
                 peak = max([peak, *(level + top for top in tops)])
-            return a._replace(peak=peak, level=level, size=on(a.size, b.size), work=mixed(a.work, b.work), tops=tops)
+            return a._replace(
+                peak=peak, level=level, size=on(a.size, b.size), work=mixed(a.work, b.work), tops=tops,
+                away=on(a.away, b.away),
+            )  # fmt: skip
 
         events = tuple(event(a, b) for a, b in zip(self.events, other.events, strict=True))
         return replace(self, events=events, batch=on(self.batch, other.batch), tokens=on(self.tokens, other.tokens))

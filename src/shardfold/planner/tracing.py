@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial, wraps
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from shardfold.plan.layout import Precision
 from shardfold.planner.given import not_run
 from shardfold.planner.hollow import fill, hollow, hollow_values
 from shardfold.planner.live import LiveBytes
+from shardfold.planner.moved import MOVED, SMALLEST, PaperMovers
 from shardfold.planner.staged import Stage
 from shardfold.planner.trace import BATCH, SMALL, Event, Lane, Sends, Trace, Work
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
@@ -39,9 +40,20 @@ from shardfold.torch_internals import (
     tree_unflatten,
 )
 
-__all__ = ["MODES", "Compute", "Connect", "call", "loss_of", "runs_with_memory", "silent", "trace_model", "trace_stage"]
+__all__ = [
+    "MODES",
+    "Compute",
+    "Connect",
+    "Moving",
+    "call",
+    "loss_of",
+    "runs_with_memory",
+    "silent",
+    "trace_model",
+    "trace_stage",
+]
 
-MODES = ("keep", "recompute", "select")
+MODES = ("keep", "recompute", "select", *MOVED)
 """Of activations, which a trace can follow."""
 
 Compute = Callable[[nn.Module, Any], Tensor]
@@ -49,6 +61,21 @@ Compute = Callable[[nn.Module, Any], Tensor]
 Connect = Callable[[nn.Module, Any, list[Sends]], tuple[Any, Callable[[], None]]]
 """Gives the layers of the copy that runs their ways to other ranks: called with it, a batch and a list that gets what
 is sent, it gives the batch of this rank, and what undoes it."""
+
+
+class Moving(NamedTuple):
+    """What modes that move go by.
+
+    Attributes:
+        streams: the device has memory of its own.
+        smallest: bytes of the smallest tensor that is moved.
+    """
+
+    streams: bool = False
+    smallest: float = SMALLEST
+
+
+HERE = Moving()
 
 SMALL_MODEL = 1 << 30
 """Bytes of parameters and batch of the largest model that is run with memory where it does not run without."""
@@ -97,6 +124,7 @@ def trace_model(
     real: bool | None = None,
     connect: Connect | None = None,
     zeros: str = "that was asked for",
+    moving: Moving = HERE,
 ) -> Trace:
     """The trace of one micro-batch.
 
@@ -111,6 +139,7 @@ def trace_model(
             small.
         connect: see :data:`Connect`.
         zeros: why it runs on them, where ``real`` is true.
+        moving: see :class:`Moving`.
 
     Raises:
         ConfigError: the mode is none that a trace follows.
@@ -120,7 +149,7 @@ def trace_model(
         raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
     try:
         with silent():
-            found = _trace(model, cuts, batch, precision, mode, compute, connect, real=bool(real))
+            found = _trace(model, cuts, batch, precision, mode, compute, connect, moving, real=bool(real))
             return replace(found, zeros=zeros) if real else found
     except ConfigError:
         raise
@@ -129,6 +158,7 @@ def trace_model(
             return trace_model(
                 model, cuts, batch, precision=precision, mode=mode, compute=compute, real=True, connect=connect,
                 zeros="its forward asks for values" if _asks_for_values(error) else "it does not run without",
+                moving=moving,
             )  # fmt: skip
         if isinstance(error, ShardfoldError):
             raise
@@ -160,7 +190,7 @@ def silent() -> Iterator[None]:
 
 def _trace(
     model: nn.Module, cuts: Sequence[Cut], batch: Any, precision: Precision, mode: str, compute: Compute,
-    connect: Connect | None, *, real: bool,
+    connect: Connect | None, moving: Moving, *, real: bool,
 ) -> Trace:  # fmt: skip
     """See :func:`trace_model`."""
     fake = nullcontext() if real else FakeMode(allow_non_fake_inputs=True)
@@ -183,7 +213,7 @@ def _trace(
             held.callback(undo)
         values = hollow_values(batch, make)
         held.enter_context(fake)
-        held.enter_context(listener.hooked(mode, narrow, precision.autocast))
+        held.enter_context(listener.hooked(mode, narrow, precision.autocast, moving))
         listener.run(compute, values)
     return Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*made.buffers()]), mode=mode,
@@ -224,7 +254,7 @@ def trace_stage(
         held.callback(stages.close)
         values = hollow_values(batch, make)
         held.enter_context(fake)
-        held.enter_context(listener.hooked(mode, narrow, precision.autocast))
+        held.enter_context(listener.hooked(mode, narrow, precision.autocast, HERE))
         listener.run_stage(stage, compute, values, split=lane.split)
     found = Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*model.buffers()]), mode=mode,
@@ -303,6 +333,8 @@ class _Listener:
         self._late: Late | None = None  # of a backward in two parts: what the first leaves to the second
         self._weights = False  # the second is under way
         self._units: dict[int, str] = {}  # of parameters, by ``id``
+        self._movers: PaperMovers | None = None
+        self._quiet = False
 
     # -- events
 
@@ -314,15 +346,27 @@ class _Listener:
         self.sent.clear()
         work = Work(
             tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention, sent, self._products,
-            *self._again,
+            *self._again, *(() if self._movers is None else (self._movers.taken(),)),
         )  # fmt: skip
         self._again = 0.0, 0.0
         self._work, self._bytes, self._others, self._calls, self._attention, self._products = {}, 0.0, 0.0, 0, 0.0, 0
         level = self._live.level
         tops = tuple(top - level for top in self._live.tops())
-        self.events.append(Event(kind, unit, self._live.mark(), level, size, slot, work, tops))
+        away = 0.0 if self._movers is None else self._movers.level
+        self.events.append(Event(kind, unit, self._live.mark(), level, size, slot, work, tops, away))
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What is done inside is not the model's work."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if self._quiet:
+            return
         if not self._in_backward:
             self._look_for_weights(args)
         moved = sum(v.nbytes for v in tree_iter((args, out)) if isinstance(v, Tensor) and v.layout is torch.strided)
@@ -425,8 +469,12 @@ class _Listener:
         self.note("end")
 
     @contextmanager
-    def hooked(self, mode: str, narrow: torch.dtype | None, autocast: str | None) -> Iterator[None]:
+    def hooked(self, mode: str, narrow: torch.dtype | None, autocast: str | None, moving: Moving) -> Iterator[None]:
         model = self._model
+        if mode in MOVED:
+            self._movers = PaperMovers(
+                model, mode, streams=moving.streams, smallest=int(moving.smallest), quiet=self._unseen
+            )
         model.register_forward_pre_hook(partial(self._before_model, narrow), with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after_model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -441,12 +489,15 @@ class _Listener:
                 every = [slot.name for s in c.spec.segments for slot in s.slots]
                 self._owners |= {storage_key(parameters[name].untyped_storage()): c.name for name in every}
                 self._running[c.name] = 0
-                self._hook_unit(c.name, self._modules[c.name], mode)
+                self._hook_unit(c.name, self._modules[c.name], mode, inside=bool(c.spec.inside))
         with torch.autocast("cpu", TORCH_DTYPES[autocast], cache_enabled=False) if autocast else nullcontext():
             yield
 
-    def _hook_unit(self, name: str, module: nn.Module, mode: str) -> None:
-        if mode != "keep" and not isinstance(module, ONLY_INPUTS):
+    def _hook_unit(self, name: str, module: nn.Module, mode: str, *, inside: bool) -> None:
+        if self._movers is not None:
+            if not inside:  # the unit around moves it
+                module.forward = _moving(module.forward, name, self._movers)
+        elif mode != "keep" and not isinstance(module, ONLY_INPUTS):
             module.forward = _recomputed(module.forward, select=mode == "select")
 
         def before(module: nn.Module, args: Any) -> None:
@@ -546,6 +597,22 @@ def _recomputed(forward: Callable[..., Any], *, select: bool) -> Callable[..., A
             return own(*args, **kwargs)
 
         return checkpoint(again, *leaves, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+    return run
+
+
+def _moving(forward: Callable[..., Any], unit: str, movers: PaperMovers) -> Callable[..., Any]:
+    """As ``activations.modes`` has it."""
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        begun = movers.enter(unit, (args, kwargs)) if torch.is_grad_enabled() else None
+        if begun is None:
+            return forward(*args, **kwargs)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            movers.end(begun, unit)
 
     return run
 

@@ -61,10 +61,13 @@ class Walks:
         setting = self._walk(plain, False, self._subject.trace(self._precision, mode, LINE[0]))[0]
         return wires_of(plain.table, setting.program, setting.mesh, auto)
 
-    def fitting(self, plain: Candidate, limit: int, batch: int | None) -> tuple[list[Found], str]:
-        """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does."""
+    def fitting(
+        self, plain: Candidate, limit: int, batch: int | None, room: float = inf
+    ) -> tuple[list[Found], str]:  # fmt: skip
+        """What fits of all micro-batches up to ``limit`` of a candidate that has one sample, with so many bytes of host
+        memory for each rank; or why none does."""
         mode = plain.mode
-        few, more = (self._subject.trace(self._precision, mode, n) for n in LINE)
+        few, more = self._subject.line(self._precision, mode)
         one = self._of_one(mode, limit)
         if few.structure != more.structure:
             return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
@@ -72,7 +75,7 @@ class Walks:
         accumulate = np.ones_like(samples) if batch is None else -(-batch // (samples * self.readers))
         peaks, seconds = np.full(limit, inf), np.full(limit, inf)
         parts = np.zeros((2, limit))
-        least, host = "", 0.0
+        least, host = "", np.zeros(limit)
         for several in (False, True):
             mine = (accumulate > 1) == several
             if not mine.any():
@@ -80,7 +83,7 @@ class Walks:
             setting, plan, schedule = self._walk(plain, several, few)
             if not several and plan.rest > self._budget:
                 return [], f"what rests takes {human(plan.rest)} of {human(self._budget)} already."
-            host = plan.tiers.get(Tier.HOST, 0.0)
+            host = np.full(limit, plan.tiers.get(Tier.HOST, 0.0) - few.away.get(Tier.HOST, 0.0))
             peaks[mine] = plan.line(few, more, LINE).at(samples[mine])
             if mine[0]:
                 alone = self._walk(plain, several, one or few)[1]
@@ -90,6 +93,10 @@ class Walks:
             rows = row_seconds(setting, schedule, self._where.device, self._work(mode, limit, few, more), accumulate)
             seconds[mine], parts[:, mine] = rows.step[mine], np.stack((rows.compute, rows.update))[:, mine]
         fits = np.flatnonzero(peaks <= self._budget)
+        if len(fits) and mode == "host":
+            host += self._away(mode, samples, int(fits[-1]) + 1)
+            least = f"one sample needs {human(host[0])} of host memory for each rank, of which there are {human(room)}."
+            fits = fits[host[fits] <= room]
         if not len(fits):
             return [], least
         totals = samples * accumulate * self.readers
@@ -99,7 +106,7 @@ class Walks:
         return [
             Found(
                 replace(plain, micro_batch=n, accumulate=int(accumulate[n - 1])),
-                float(peaks[n - 1]), host,
+                float(peaks[n - 1]), float(host[n - 1]),
                 self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),
                 float(rate[n - 1]), int(totals[n - 1]), few.zeros,
             )
@@ -114,6 +121,12 @@ class Walks:
             if limit == 1:
                 raise
             return None
+
+    def _away(self, mode: str, samples: np.ndarray, most: int) -> np.ndarray:
+        """Bytes of activations in host memory, by samples, of micro-batches of ``most`` at most: of these it is what a
+        trace of theirs has, and of smaller ones, of which less is large enough to be moved, no less than it is."""
+        held = self._subject.trace(self._precision, mode, most).away.get(Tier.HOST, 0.0)
+        return held * samples / most
 
     def _seconds(self, few: Trace, more: Trace, n: int, accumulate: int, step: float, parts: np.ndarray) -> Seconds:
         compute, update = map(float, parts)

@@ -21,6 +21,8 @@ __all__ = ["plan", "register"]
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "offload", "infinity")
 MODES = ("keep", "select", "recompute")
+MOVED = ("host", "disk")
+"""Modes that are looked at where they are asked for."""
 MANY = 10**9
 """Samples of a micro-batch, and micro-batches of a step: more is a slip of the keyboard."""
 LONGEST = 10**7
@@ -109,7 +111,9 @@ def plan(
     accumulate: Accumulate = None,
     length: Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Tokens of a sample.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts to look at; may be repeated.")] = None,
-    activations: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; may be repeated.")] = None,
+    activations: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}, host, disk; may be repeated.")
+    ] = None,
     tensor: Tensor = None,
     sequence_parallel: SequenceParallel = False,
     sequence: Sequence = None,
@@ -159,6 +163,8 @@ def plan(
             raise typer.Exit(NOTHING_FITS)
         return
     if html is not None:
+        if moved := [mode for mode in activations or () if mode in MOVED]:
+            raise ConfigError(f"--html does not follow --activations {moved[0]}: leave one of them out.")
         write_plan_page(
             html, model, gpus, memory=memory, precision=precision, length=length, layouts=list(tables),
             modes=activations or list(MODES), samples=samples, divisions=divisions, real=real or None,
@@ -196,8 +202,8 @@ def _checked(
     from shardfold.plan.layout import Precision
 
     for mode in activations or ():
-        if mode not in MODES:
-            raise ConfigError(f"--activations {mode}: a plan follows {', '.join(MODES)}.{did_you_mean(mode, MODES)}")
+        if mode not in (known := (*MODES, *MOVED)):
+            raise ConfigError(f"--activations {mode}: a plan follows {', '.join(known)}.{did_you_mean(mode, known)}")
     Precision.named(precision)
     size = _samples(micro_batch)
     if size and wire:

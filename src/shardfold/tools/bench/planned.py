@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardfold.activations.offload import Movers
 from shardfold.engine import hooks
 from shardfold.engine.engine import Engine
 from shardfold.optim.sharded import ShardedOptimizer
@@ -99,12 +100,12 @@ def _vacated(engine: Engine) -> int:
 @contextmanager
 def inside_hooks() -> Iterator[None]:
     """Modes see what the engine does in its hooks, too, which it hides from those of users."""
-    own = hooks.apart
-    hooks.apart = nullcontext
+    own, moved = hooks.apart, Movers.apart
+    hooks.apart, Movers.apart = nullcontext, lambda self: nullcontext()
     try:
         yield
     finally:
-        hooks.apart = own
+        hooks.apart, Movers.apart = own, moved
 
 
 def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) -> int:
