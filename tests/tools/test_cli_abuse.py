@@ -324,6 +324,9 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
             ["--gpus", "8xL4", "--pipeline", "4", "--order", "interleaved", "--micro-batch", "2"],
             "--pipeline 4 --order interleaved makes 8 stages, but the model has 7 pieces",
         ),
+        (["--model", "timm:"], "has nothing behind its colon: write timm:NAME"),
+        (["--model", ":GPT"], "has nothing before its colon: write module:function"),
+        (["--model", "transformers:whisper"], "WhisperForConditionalGeneration takes 'input_features'"),
         (["--model", "transformers:lama"], "transformers has no type of model 'lama'. Did you mean 'llama'?"),
         (["--html", "p.html", "--activations", "disk"], "--html does not follow --activations disk"),
         (["--micro-batch", "2", "--activations", "hots"], "Did you mean 'host'?"),
@@ -356,6 +359,13 @@ def test_a_config_with_an_absurd_size_is_refused_by_its_name(
     error = capsys.readouterr().err
     ((name, value),) = given.items()
     assert error == f"Error: --model {path}: {name} is {value!r}: it is a number of 1 or more.\n"
+
+
+def test_an_encoder_with_a_decoder_is_planned_as_it_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """Labels are shifted by the token that its configuration may not have; the class is said."""
+    given = ["--gpus", "2xL4", "--layout", "zero2", "--activations", "keep", "--micro-batch", "2", "--length", "8"]
+    assert call("plan", "--model", "transformers:t5", *given) == 0
+    assert "transformers:t5 (T5ForConditionalGeneration): 60,506,624 parameters" in capsys.readouterr().out
 
 
 class Named(nn.Module):

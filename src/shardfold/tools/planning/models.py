@@ -19,7 +19,7 @@ from shardfold.plan.checks import described, is_integer
 from shardfold.planner.division import Division
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
-from shardfold.tools.packages import config_of_type, package_of, timm_model
+from shardfold.tools.packages import PACKAGES, config_of_type, package_of, timm_model
 from shardfold.tools.recipes.config import SIZES, GPTConfig
 from shardfold.tools.recipes.gpt import GPT
 
@@ -107,7 +107,8 @@ def planned_model(
         if length and "pixel_values" in batch:
             raise ConfigError(f"--length is of tokens, and {given} takes images: leave it out.")
     numel = sum({id(p): p.numel() for p in model.parameters()}.values())
-    name = f"{given} ({type(model).__name__})" if given.endswith(".json") else given
+    unsaid = given.endswith(".json") or (named is not None and named[0] == "transformers")
+    name = f"{given} ({type(model).__name__})" if unsaid else given
     try:
         subject = Subject(model, batch, real=real, division=division or Division())
     except (ConfigError, ModelError) as error:
@@ -133,6 +134,9 @@ def _tokens(*shape: int) -> torch.Tensor:
 
 def _called(given: str) -> tuple[nn.Module, Any]:
     module, _, name = given.partition(":")
+    if not module or not name:
+        what = f"{module}:NAME, a model of that package" if module in PACKAGES else "module:function"
+        raise ConfigError(f"--model {given} has nothing {'behind' if module else 'before'} its colon: write {what}.")
     try:
         function: Callable[[], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -198,6 +202,8 @@ def _of_transformers(given: str, config: dict[str, Any], length: int | None) -> 
         if name in settings and not is_integer(settings[name], 1):
             raise ConfigError(f"--model {given}: {name} is {described(settings[name])}: it is a number of 1 or more.")
     made = config_of_type(f"--model {given}", kind, settings)
+    if getattr(made, "is_encoder_decoder", False) and getattr(made, "decoder_start_token_id", None) is None:
+        made.decoder_start_token_id = getattr(made, "pad_token_id", None) or 0  # what labels are shifted by
     import transformers
 
     named = [name for name in settings.get("architectures") or () if hasattr(transformers, name)]
@@ -237,7 +243,7 @@ def _images(model: nn.Module, samples: int) -> tuple[torch.Tensor]:
 def _auto(transformers: Any, config: Any) -> nn.Module:
     order = ["CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"]
     if getattr(config, "is_encoder_decoder", False):
-        order.insert(0, "Seq2SeqLM")
+        order = ["Seq2SeqLM", "SpeechSeq2Seq"]  # its decoder alone is another model
     elif not getattr(config, "is_decoder", True):  # what can be a decoder, too, as BERT, is what it is trained as
         order.insert(0, "MaskedLM")
     for name in order:

@@ -150,7 +150,8 @@ def ranking(
         if best.wires:
             wires = ", ".join(f"{name}={value!r}" for name, value in best.wires.items())
             given = given.replace(f"layout={best.layout!r}", f"layout=sf.PRESETS[{best.layout!r}].replace({wires})")
-        sizes = f"{best.micro_batch} samples on each device at a time, {found.found[0].batch:,} a step"
+        lot = "1 sample" if best.micro_batch == 1 else f"{best.micro_batch:,} samples"
+        sizes = f"{lot} on each device at a time, {found.found[0].batch:,} a step"
         lines += ["", f"fastest: Engine({given}), {sizes}"]
         if recipe and where.nodes == 1:
             settings = {"size": recipe, "procs": where.size, **best.train}
