@@ -81,6 +81,17 @@ def test_zero_bubble_orders_wait_and_keep_what_their_papers_say(ranks: int) -> N
     assert max(_line("v-min", ranks, batches).kept) / 2 <= ranks / 3 + 4 / 3
 
 
+@pytest.mark.parametrize(
+    ("ranks", "batches", "of"), [(8, 8, (0.467, 0.294, 0.360)), (8, 64, (0.099, 0.050, 0.066)), (2, 8, (1 / 9, 1 / 17))]
+)
+def test_what_vs_wait_beside_1f1b_depends_on_how_many_micro_batches_there_are(
+    ranks: int, batches: int, of: tuple[float, ...]
+) -> None:
+    """What docs/pipeline.md says of them: about a half and two thirds of it, of few micro-batches more."""
+    found = [_line(name, ranks, batches).bubble for name in ("1f1b", "v-half", "v-min")]
+    assert found[: len(of)] == pytest.approx(of, abs=5e-4)
+
+
 @pytest.mark.parametrize(("times", "least"), [(4, 0.8), (8, 8 / 9)])
 def test_efficiency_is_m_over_m_and_k_less_one(times: int, least: float) -> None:
     """Of K stages and M = 4 K or 8 K micro-batches, M / (M + K - 1): falls to 0.80 and 0.889 with more stages."""

@@ -188,6 +188,8 @@ def test_clusters_are_read_and_refused_in_words(tmp_path: object) -> None:
     """Nodes first; a file that a machine's profile is in; what names nothing says what would."""
     assert (cluster("4x8xH100").nodes, cluster("4x8xH100").per_node, cluster("A100-80GB").size) == (4, 8, 1)
     assert cluster("2xL4", memory="5GiB").device.usable == 5 * 2**30
+    for name, reported in (("A100-40G", 39.39), ("A100-80G", 79.14), ("V100-16G", 15.77), ("2080Ti", 10.75)):
+        assert cluster(f"1x{name}").device.usable == pytest.approx((reported - 0.75) * 2**30)  # not the maker's number
     with pytest.raises(ConfigError, match="H100"):
         cluster("8xH10")
     path = tmp_path / "here.json"  # type: ignore[operator]

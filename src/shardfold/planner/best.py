@@ -47,7 +47,8 @@ def best(
 
     Args:
         model: with or without memory.
-        batch: a micro-batch of two samples or more, with or without memory.
+        batch: a micro-batch of two samples or more, with or without memory; the first dimension of its tensors is the
+            samples.
         gpus: how many of which device, as ``"8xA100-40G"`` or, nodes first, ``"4x8xH100"``.
         memory: of each device, in place of its own, as ``"20GiB"``.
         host: memory of the host for each rank; None: enough.
@@ -130,7 +131,8 @@ def largest_batch(
 
     Args:
         model: with or without memory.
-        batch: a micro-batch of two samples or more, with or without memory.
+        batch: a micro-batch of two samples or more, with or without memory; the first dimension of its tensors is the
+            samples.
         gpus: how many of which device, as of :func:`best`.
         layout: a preset's name or a table.
         activations: the mode of all units.

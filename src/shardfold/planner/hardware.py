@@ -1,6 +1,8 @@
 """What devices and links can do, as their makers print it; and what was measured on a machine.
 
-Rates are dense ones, without sparsity. A profile that ``shardfold doctor --measure`` wrote has the same fields.
+Rates are dense ones, without sparsity. Memory is what drivers report in all, as PyTorch's messages of memory that is
+out print it ("GPU 0 has a total capacity of 39.39 GiB"), which is less than the maker's number. A profile that
+``shardfold doctor --measure`` wrote has the same fields.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ __all__ = ["DEVICES", "RESERVE", "Cluster", "Device", "Link", "cluster", "known_
 
 GIB = 1024**3
 RESERVE = 0.75 * GIB
-"""Bytes that a driver, its libraries and a process take of a device's memory."""
+"""Bytes that a process's context and libraries take of the memory that a driver reports."""
 MATH = 0.6
 """Part of a printed rate that large products reach, where nothing was measured."""
 
@@ -48,7 +50,7 @@ class Device:
 
     Attributes:
         name: as ``--gpus`` takes it.
-        memory: bytes.
+        memory: bytes, as the driver reports them in all.
         flops: per second, by dtype; of one that it has not, that of the next wider is taken.
         bandwidth: of its memory, bytes per second.
         near: to the other devices of its node.
@@ -57,7 +59,7 @@ class Device:
         disk: bytes per second.
         reached: part of ``flops`` that large products reach.
         launch: seconds that an operation takes at least.
-        reserve: bytes that the driver, its libraries and the context take of ``memory``.
+        reserve: bytes that a process's context and libraries take of ``memory``.
         source: of the figures.
         streams: sends beside the computation.
         attention: what attention reaches between tokens, forward and backward together, per second, by dtype; of one
@@ -133,19 +135,19 @@ _V100 = "NVIDIA V100 datasheet (2018), SXM2: 125 TFLOP/s in fp16, 15.7 in fp32, 
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _gpu("A100-40G", 40, 312, 19.5, 1555, 300, 25, 25, _A100),
-        _gpu("A100-80G", 80, 312, 19.5, 2039, 300, 25, 25, _A100),
-        _gpu("H100", 80, 989, 67, 3350, 450, 50, 50, _H100),
-        _gpu("H200", 141e9 / GIB, 989, 67, 4800, 450, 50, 50,
+        _gpu("A100-40G", 39.39, 312, 19.5, 1555, 300, 25, 25, _A100),
+        _gpu("A100-80G", 79.14, 312, 19.5, 2039, 300, 25, 25, _A100),
+        _gpu("H100", 79.10, 989, 67, 3350, 450, 50, 50, _H100),
+        _gpu("H200", 139.7, 989, 67, 4800, 450, 50, 50,
              "NVIDIA H200 datasheet (2024): 141 GB at 4.8 TB/s, rates as the H100's"),
-        _gpu("V100-16G", 16, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
-        _gpu("V100-32G", 32, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
-        _gpu("2080Ti", 11, 53.8, 13.4, 616, 12, 1.25, 12,
+        _gpu("V100-16G", 15.77, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
+        _gpu("V100-32G", 31.73, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
+        _gpu("2080Ti", 10.75, 53.8, 13.4, 616, 12, 1.25, 12,
              "NVIDIA Turing whitepaper (2018): fp16 with fp32 sums at half rate; PCIe 3.0 x16; 10 Gbit/s", bf16=13.4),
-        _gpu("4090", 24, 165.2, 82.6, 1008, 25, 1.25, 25,
+        _gpu("4090", 23.63, 165.2, 82.6, 1008, 25, 1.25, 25,
              "NVIDIA Ada whitepaper (2022): fp16 with fp32 sums; PCIe 4.0 x16, no NVLink; 10 Gbit/s"),
-        _gpu("L4", 24, 121, 30.3, 300, 25, 3.1, 25, "NVIDIA L4 datasheet (2023), dense; PCIe 4.0 x16; 25 Gbit/s"),
-        _gpu("MI300X", 192, 1307.4, 163.4, 5300, 448, 50, 50,
+        _gpu("L4", 22.03, 121, 30.3, 300, 25, 3.1, 25, "NVIDIA L4 datasheet (2023), dense; PCIe 4.0 x16; 25 Gbit/s"),
+        _gpu("MI300X", 191.69, 1307.4, 163.4, 5300, 448, 50, 50,
              "AMD Instinct MI300X datasheet (2023), dense; Infinity Fabric 7 x 64 GB/s; 400 Gbit/s a GPU"),
     )
 }  # fmt: skip
