@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from shardfold.plan.formats import format_named
 from shardfold.plan.program import REDUCTIONS
 from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.coding import coding_bytes
+from shardfold.planner.division import Division
 from shardfold.planner.memory import GPU, MemoryPlan, plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
@@ -226,6 +228,39 @@ def test_flops_of_a_gpt_are_six_for_each_parameter_and_token() -> None:
     forward = 2 * tokens * (weights - shape.vocab * shape.d_model) + attention * 2 / 7
     last = 2 * tokens * shape.layers * shape.d_ff * shape.d_model  # of a block, whose result nothing in it needs
     assert sum(event.work.flops for event in again.events) - trace.flops == forward - last
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_work_without_memory_is_that_with_it(streams: bool) -> None:
+    """A run on fake tensors has no operations that are not there on real ones, and nothing that is recomputed counts
+    as the model's own, attention neither."""
+    shape = GPTConfig(d_model=64, layers=2, heads=4, context=32)
+    batch = (torch.randint(256, (3, shape.context)), torch.randint(256, (3, shape.context)))
+    subject = Subject(GPT(shape), batch, division=Division(streams=streams))
+    fake, again = (subject.trace("fp32", mode, exact=True) for mode in ("keep", "recompute"))
+    real = replace(subject, real=True).trace("fp32", "keep", exact=True)
+    assert fake.works.calls.sum() == pytest.approx(real.works.calls.sum(), rel=0.05)
+    assert fake.works.other_bytes.sum() == pytest.approx(real.works.other_bytes.sum(), rel=0.05)
+    assert (again.flops, again.attention) == (fake.flops, fake.attention) == (real.flops, real.attention)
+
+
+class Experts(torch.nn.Module):
+    """Rows in groups, each of which has a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 64, 32, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(8, 33, 8, dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(x.to(torch.bfloat16), self.weight, offs=ends).float()
+
+
+def test_products_of_groups_are_counted() -> None:
+    """As many operations as a product of all rows with one of the weights: in the forward, and for the weights'
+    gradients."""
+    trace = Subject(Experts(), torch.zeros(32, 64)).trace("bf16", exact=True)
+    assert trace.flops == 2 * (2 * 32 * 64 * 32)
 
 
 class Hollow(torch.nn.Module):

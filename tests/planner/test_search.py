@@ -8,6 +8,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +22,8 @@ from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import GPU, plan_memory
-from shardfold.planner.search import search
-from shardfold.planner.seconds import plan_seconds
+from shardfold.planner.search import LAYOUTS, layouts_for, search
+from shardfold.planner.seconds import Work, plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
@@ -68,6 +69,15 @@ def test_all_that_is_found_fits_and_the_fastest_is_first(subject: Subject) -> No
 def test_sizes_that_are_shown_are_powers_of_two_and_the_largest() -> None:
     """Each once."""
     assert [sizes_to_show(most) for most in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+def test_layouts_that_are_looked_at_are_those_that_differ(subject: Subject) -> None:
+    """On one node those that treat nodes otherwise are as zero3; on several they may be the fastest."""
+    assert set(LAYOUTS) - set(layouts_for(cluster("8xL4"))) == {"hsdp", "hpz"}
+    assert layouts_for(cluster("4x8xL4")) == LAYOUTS
+    best = sf.plan.best(GPT(SHAPE), subject.batch, gpus="4x8xL4", modes=("keep",), samples=64)
+    device = replace(subject, division=Division(streams=True))
+    assert best == search(device, cluster("4x8xL4"), modes=("keep",), batch=64).best
 
 
 def test_more_readers_train_more_samples(subject: Subject) -> None:
@@ -182,6 +192,20 @@ def test_a_host_without_streams_does_one_thing_after_the_other(subject: Subject)
         if op.verb in COLLECTIVES
     )
     assert more(codecs={"int8/256": list(codec)}) == pytest.approx(encoded) and encoded > SHAPE.num_parameters
+
+
+def test_a_device_computes_what_the_host_has_begun(subject: Subject) -> None:
+    """Where operations are many and small a step takes what they take the host, where they are large what they take
+    the device; never less than either, nor more than both."""
+    trace = subject.trace("fp32", "keep", 2)
+    slow = replace(DEVICES["L4"], bandwidth=1e9)
+    alone = Work(replace(slow, launch=0.0), trace).until[:, 0]
+    for launch in (1e-9, 20e-6, 1.0):
+        host = np.concatenate(([0.0], (trace.works.calls * launch).cumsum()))
+        until = Work(replace(slow, launch=launch), trace).until[:, 0]
+        assert (until >= np.maximum(alone, host) * (1 - 1e-9)).all()
+        assert (until <= (alone + host) * (1 + 1e-9)).all() and (np.diff(until) >= -1e-12).all()
+    assert until[-1] == pytest.approx(host[-1], rel=1e-3)
 
 
 def test_clusters_are_read_and_refused_in_words(tmp_path: object) -> None:

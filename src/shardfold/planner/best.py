@@ -18,7 +18,7 @@ from shardfold.planner.choice import largest_of
 from shardfold.planner.division import Division, division_of
 from shardfold.planner.hardware import cluster, host_bytes
 from shardfold.planner.memory import CPU, GPU
-from shardfold.planner.search import LAYOUTS, MODES, search_divisions
+from shardfold.planner.search import MODES, layouts_for, search_divisions
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import MODES as FOLLOWED
 from shardfold.planner.tracing import Compute, loss_of
@@ -37,7 +37,7 @@ def best(
     precision: str | Precision = "bf16",
     samples: int | None = None,
     compute: Compute = loss_of,
-    layouts: Sequence[str] = LAYOUTS,
+    layouts: Sequence[str] | None = None,
     modes: Sequence[str] = MODES,
     axes: Sequence[Mapping[str, Any]] = ({},),
     wire: str | AutoWire | None = None,
@@ -55,7 +55,7 @@ def best(
         precision: policy.
         samples: of a step of all ranks; None: one micro-batch of each.
         compute: ``compute(model, batch)`` gives the loss.
-        layouts: names of those to look at.
+        layouts: names of those to look at; None: all that differ on these devices.
         modes: of activations to look at; ``host`` and ``disk`` where they are named.
         axes: sizes of axes to look at, as ``({}, {"tensor": 2}, {"pipeline": 4, "order": "gpipe"})``: ``tensor`` with
             ``sequence_parallel``, ``sequence``, ``expert``, and ``pipeline`` with ``order``. Through stages go
@@ -72,12 +72,14 @@ def best(
     Raises:
         ConfigError: nothing fits; the message says why. Or an argument names nothing.
     """
+    where = cluster(gpus, memory=memory)
+    layouts = layouts_for(where) if layouts is None else layouts
     _check(samples, layouts, modes, axes, precision)
     _check_real(real)
     subject = Subject(model, batch, compute, real=real)
     divisions = [division_of(each) for each in axes]
     found = search_divisions(
-        subject, cluster(gpus, memory=memory), divisions, precision=precision, layouts=layouts, modes=modes,
+        subject, where, divisions, precision=precision, layouts=layouts, modes=modes,
         batch=samples, host=host_bytes(host), wire=AutoWire.named(wire),
     )  # fmt: skip
     return found.best

@@ -24,10 +24,17 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.staged_walks import StagedWalks
 from shardfold.planner.walks import Walks
 
-__all__ = ["LAYOUTS", "Search", "search", "search_divisions"]
+__all__ = ["LAYOUTS", "Search", "layouts_for", "search", "search_divisions"]
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp", "hpz", "offload", "infinity")
+BY_NODES = ("hsdp", "hpz")
+"""Those that treat ranks of a node otherwise than ranks of others: on one node they are ``zero3``."""
 MODES = ("keep", "select", "recompute")
+
+
+def layouts_for(where: Cluster) -> tuple[str, ...]:
+    """Layouts that differ on these devices."""
+    return LAYOUTS if where.nodes > 1 else tuple(name for name in LAYOUTS if name not in BY_NODES)
 
 
 @dataclass(frozen=True)

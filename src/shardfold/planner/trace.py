@@ -63,7 +63,7 @@ class Work(NamedTuple):
         products: floating-point operations of matrix products, convolutions and attention, by dtype.
         product_bytes: that these read and write.
         other_bytes: that all other operations read and write.
-        calls: operations.
+        calls: operations that the host begins, views among them.
         attention: those of ``products`` that attention does between tokens.
         sent: to the ranks that share layers, by axis.
         product_calls: those of ``calls`` that are products.

@@ -321,6 +321,7 @@ class _Listener:
         self._live = LiveBytes([*model.parameters(), *model.buffers()], self._count)
         self._work: dict[str, float] = {}
         self._bytes, self._others, self._calls, self._attention, self._products = 0.0, 0.0, 0, 0.0, 0
+        self._running_again = False
         self._again = 0.0, 0.0  # products that are recomputed, and those of attention
         self.sent: list[Sends] = []
         self._in_backward = False
@@ -365,17 +366,16 @@ class _Listener:
             self._quiet = False
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if self._quiet:
+        if self._quiet or func.namespace == "prim":  # a tensor without memory is asked for its device
             return
         if not self._in_backward:
             self._look_for_weights(args)
         moved = sum(v.nbytes for v in tree_iter((args, out)) if isinstance(v, Tensor) and v.layout is torch.strided)
         name = str(func).split(".")[1].rstrip("_")
+        self._calls += 1
         if name not in PRODUCTS:
             self._others += moved if not func.is_view else 0
-            self._calls += not func.is_view
             return
-        self._calls += 1
         self._products += 1
         self._bytes += moved
         _check_dtypes(name, args)
@@ -384,7 +384,7 @@ class _Listener:
         dtype = (dtype_name(first.dtype) if first is not None else None) or "fp32"
         self._work[dtype] = self._work.get(dtype, 0.0) + flops
         self._attention += attention
-        if self._in_backward and torch.is_grad_enabled():  # as only forwards do that run again
+        if self._in_backward and (self._running_again or _is_forward(name)):
             self._again = self._again[0] + flops, self._again[1] + attention
 
     def _look_for_weights(self, args: Any) -> None:
@@ -493,12 +493,21 @@ class _Listener:
         with torch.autocast("cpu", TORCH_DTYPES[autocast], cache_enabled=False) if autocast else nullcontext():
             yield
 
+    @contextmanager
+    def _again_in(self) -> Iterator[None]:
+        """Around a forward of a unit that is run for the second time where it runs in a backward."""
+        before, self._running_again = self._running_again, in_backward()
+        try:
+            yield
+        finally:
+            self._running_again = before
+
     def _hook_unit(self, name: str, module: nn.Module, mode: str, *, inside: bool) -> None:
         if self._movers is not None:
             if not inside:  # the unit around moves it
                 module.forward = _moving(module.forward, name, self._movers)
         elif mode != "keep" and not isinstance(module, ONLY_INPUTS):
-            module.forward = _recomputed(module.forward, select=mode == "select")
+            module.forward = _recomputed(module.forward, self._again_in, select=mode == "select")
 
         def before(module: nn.Module, args: Any) -> None:
             if not in_backward():
@@ -581,8 +590,10 @@ class _Listener:
         self._waiting_bytes = 0
 
 
-def _recomputed(forward: Callable[..., Any], *, select: bool) -> Callable[..., Any]:
-    """As :func:`shardfold.activations.recompute.recomputing`, of what has no values."""
+def _recomputed(
+    forward: Callable[..., Any], inside: Callable[[], AbstractContextManager[None]], *, select: bool
+) -> Callable[..., Any]:
+    """As :func:`shardfold.activations.recompute.recomputing`, of what has no values; ``inside``: around each run."""
     contexts: dict[str, Any] = {"context_fn": partial(selective, KEPT), **SELECTS} if select else {}
     own = without_filling(forward)
 
@@ -594,7 +605,8 @@ def _recomputed(forward: Callable[..., Any], *, select: bool) -> Callable[..., A
 
         def again(*leaves: Any) -> Any:
             args, kwargs = tree_unflatten(list(leaves), shape)
-            return own(*args, **kwargs)
+            with inside():
+                return own(*args, **kwargs)
 
         return checkpoint(again, *leaves, use_reentrant=False, preserve_rng_state=False, **contexts)
 
@@ -615,6 +627,11 @@ def _moving(forward: Callable[..., Any], unit: str, movers: PaperMovers) -> Call
             movers.end(begun, unit)
 
     return run
+
+
+def _is_forward(name: str) -> bool:
+    """Whether only a forward has such a product, or one that autograd listens to."""
+    return torch.is_grad_enabled() or ("attention" in name and "backward" not in name)
 
 
 def _check_dtypes(name: str, args: Any) -> None:
@@ -638,6 +655,9 @@ def _flops(name: str, args: Any, out: Any) -> tuple[float, float]:
         return 2.0 * shapes[1].numel() * shapes[2][-1], 0.0
     if name == "bmm":
         return 2.0 * shapes[0].numel() * shapes[1][-1], 0.0
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):  # rows of one, or what is summed over, are shared out to groups
+        groups = shapes[0][0] if len(shapes[0]) == 3 and len(shapes[1]) == 2 else 1
+        return 2.0 * shapes[0].numel() / groups * shapes[1][-1], 0.0
     if name == "baddbmm":
         return 2.0 * shapes[1].numel() * shapes[2][-1], 0.0
     if name == "convolution":

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["plan", "register"]
 
-LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "offload", "infinity")
 MODES = ("keep", "select", "recompute")
 MOVED = ("host", "disk")
 """Modes that are looked at where they are asked for."""
@@ -132,7 +131,7 @@ def plan(
     """
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: give what a device costs an hour, above 0.")
-    tables, auto, size = _checked(activations, layout, precision, wire, micro_batch)
+    tables, auto, size = _checked(activations, layout, precision, wire, micro_batch, gpus)
     if inference:
         if size == "max":
             raise ConfigError("--inference says itself how many sequences fit: give --micro-batch a number, or none.")
@@ -191,8 +190,9 @@ def _refuse(why: str, **given: object) -> None:
 
 
 def _checked(
-    activations: list[str] | None, layout: list[str] | None, precision: str, wire: str | None, micro_batch: str | None
-) -> tuple[dict[str, Layout], AutoWire | None, int | str | None]:
+    activations: list[str] | None, layout: list[str] | None, precision: str, wire: str | None, micro_batch: str | None,
+    gpus: str,
+) -> tuple[dict[str, Layout], AutoWire | None, int | str | None]:  # fmt: skip
     """Tables by name, wires, and samples of a micro-batch, of options that name something.
 
     Raises:
@@ -200,6 +200,8 @@ def _checked(
     """
     from shardfold.plan.auto_wire import AutoWire
     from shardfold.plan.layout import Precision
+    from shardfold.planner.hardware import cluster
+    from shardfold.planner.search import layouts_for
 
     for mode in activations or ():
         if mode not in (known := (*MODES, *MOVED)):
@@ -208,7 +210,7 @@ def _checked(
     size = _samples(micro_batch)
     if size and wire:
         raise ConfigError("--wire is a dimension of a search, which has no --micro-batch: leave one of them out.")
-    return {name: presets.named(name) for name in layout or LAYOUTS}, AutoWire.named(wire), size
+    return {name: presets.named(name) for name in layout or layouts_for(cluster(gpus))}, AutoWire.named(wire), size
 
 
 def _samples(given: str | None) -> int | str | None:

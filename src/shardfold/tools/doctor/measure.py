@@ -93,7 +93,7 @@ def measure(folder: Path) -> Measured:
 def computed(device: torch.device) -> dict[str, Any]:
     """Fields of a profile that say how fast a device computes."""
     bandwidth = _bandwidth(device)
-    found: dict[str, Any] = {"bandwidth": bandwidth, "launch": _launch(device), "flops": {}, "attention": {}}
+    found: dict[str, Any] = {"bandwidth": bandwidth, "launch": 0.0, "flops": {}, "attention": {}}
     if accelerator.has_streams(device):
         found["flops"] = {name: 2 * SIZE**3 / _product(device, dtype, SIZE) for name, dtype in DTYPES.items()}
     else:
@@ -106,6 +106,7 @@ def computed(device: torch.device) -> dict[str, Any]:
             found["call"][name] = max(0.0, less - 2 * small**3 / rate)
     for name, dtype in DTYPES.items():
         found["attention"][name] = _attention(device, dtype)
+    found["launch"] = _launch(device, found)
     if not accelerator.has_streams(device):
         found["others"] = _others(found)
     return found
@@ -163,14 +164,15 @@ def _bandwidth(device: torch.device) -> float:
     return 2 * COPIED / _seconds(lambda: target.copy_(source), device)  # read and written
 
 
-def _launch(device: torch.device) -> float:
-    small = torch.zeros(8, device=device)
-
-    def many() -> None:
-        for _ in range(100):
-            small.add_(1.0)
-
-    return _seconds(many, device) / 100
+def _launch(device: torch.device, found: Mapping[str, Any]) -> float:
+    """Seconds of an operation that has next to nothing to compute, in a forward and backward as models have them: with
+    what modules and autograd do around it. ``found``: what products take."""
+    model, tokens = _small(FEW_LAYERS), torch.zeros(1, 8, dtype=torch.int64)
+    trace = Subject(model, (tokens, tokens)).trace("fp32", samples=1, exact=True)
+    here = model.to(device), (tokens.to(device), tokens.to(device))
+    took = _seconds(lambda: loss_of(*here).backward(), device, 3 * ROUNDS)
+    alone = Device(name="", memory=0.0, reached=1.0, streams=False, **{**found, "others": float("inf")})
+    return max(took - float(Work(alone, trace).until[-1][0]), took / 2) / float(trace.works.calls.sum())
 
 
 def _disk(folder: Path) -> float:
