@@ -90,7 +90,7 @@ def test_a_few_blocks_tell_of_all(mode: str) -> None:
 
 
 def _seconds(mode: str, host: float, *, streams: bool) -> float:
-    device = replace(DEVICES["A100-40G"], host=host, streams=streams)
+    device = replace(DEVICES["A100-40G"], host=host, streams=streams, launch=0.0)
     subject = Subject(GPT(SHAPE), _batch(), division=Division(streams=streams))
     trace = subject.trace("fp32", mode)
     behaviour = GPU if streams else CPU
