@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from shardfold.planner.hardware import cluster
 from shardfold.planner.inference import activation_bytes, cache_bytes
 from shardfold.planner.search import search
 from shardfold.planner.setting import Subject
-from shardfold.tools.planning.show import notes
+from shardfold.planner.tracing import NO_LOSS
+from shardfold.tools.planning.show import advice, notes
 
 ROWS = torch.zeros(2, 4)
 
@@ -103,6 +105,64 @@ def test_at_rest_is_one_number_wherever_it_is_said(layout: str) -> None:
     assert f"what rests takes {human(small.plan.rest)} of" in small.why
     found = search(subject, cluster("2xL4", memory="1KiB"), layouts=(layout,), modes=("keep",))
     assert [f"what rests takes {human(small.plan.rest)} of" in each.why for each in found.refused] == [True]
+
+
+class Lossy(nn.Module):
+    """Its forward gives its loss, and wants labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        found = self.inner(rows)
+        return {"loss": nn.functional.mse_loss(found, labels), "found": found}  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_none_of_the_models_is_said() -> None:
+    """By the trace, what is found and a note; where the model or `compute` gives one, nothing is said."""
+    assert Subject(nn.Linear(4, 4), ROWS).trace().loss == NO_LOSS
+    assert not Subject(nn.Linear(4, 4), ROWS, lambda model, rows: model(rows).sum()).trace().loss
+    own = {"rows": ROWS, "labels": ROWS}
+    assert not Subject(Lossy(), own).trace().loss
+    for axes in ({}, {"pipeline": 2}):
+        stacked = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4)))
+        found = best(stacked, ROWS, gpus="2xL4", layouts=("zero1",), modes=("keep",), axes=(axes,))
+        assert found.loss == NO_LOSS and NO_LOSS in notes([], [found.loss, "", found.loss])
+        assert notes([], [found.loss] * 2).count("\n") == 0
+    assert not best(Lossy(), own, gpus="1xL4", layouts=("zero1",), modes=("keep",)).loss
+    many = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4096))
+    made = option(Subject(many, torch.zeros(512, 4)), layout="zero1", mesh={"intra": 2}, micro_batch=512, budget=1e9)
+    assert made.plan.terms["temporaries"] > made.plan.peak / 4 and made.loss == NO_LOSS
+    assert not any("cross_entropy" in line for line in advice(made))
+    assert any("cross_entropy" in line for line in advice(replace(made, loss="")))
+
+
+def test_a_model_is_served_with_labels_where_its_forward_wants_some() -> None:
+    """It is not told that its micro-batch is wrong."""
+    assert activation_bytes(Subject(Lossy(), {"rows": ROWS, "labels": ROWS}), 2) > 0
+
+
+def test_gradients_of_sparse_tables_are_planned_as_dense_ones() -> None:
+    """As the engine takes them."""
+
+    def peak(*, sparse: bool) -> float:
+        bags = nn.Sequential(nn.EmbeddingBag(100, 16, sparse=sparse), nn.Linear(16, 4))
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        plan = option(Subject(bags, tokens), layout="zero2", mesh={"intra": 2}, micro_batch=2, budget=1e9).plan
+        return plan.terms["gradients"]
+
+    assert peak(sparse=True) == peak(sparse=False) > 0
+
+
+def test_devices_without_units_for_bf16_are_said() -> None:
+    """With how much faster fp16 is there; not of others, nor in fp16 or fp32."""
+    for name, times in (("V100-16G", "8"), ("2080Ti", "4")):
+        for precision in ("bf16", "bf16-autocast"):
+            said = notes([], [], cluster(f"1x{name}"), precision)
+            assert said.startswith(f"Note: a {name} has no units") and f"are {times} times as fast" in said
+        assert notes([], [], cluster(f"1x{name}"), "fp16") == notes([], [], cluster(f"1x{name}"), "fp32") == ""
+    assert notes([], [], cluster("1xA100-40G"), "bf16") == ""
 
 
 def test_products_of_two_dtypes_are_refused_without_values() -> None:

@@ -58,7 +58,9 @@ def test_what_a_search_finds_through_stages_is_what_a_plan_of_it_says() -> None:
         (planned,) = options(
             stages, {one.layout: one.table}, [one.mode], micro_batch=one.micro_batch, mesh=stages[0].division.over(
                 where.mesh).axes, micro_batches=one.accumulate, budget=where.device.usable, behaviour=GPU,
+            where=where,
         )  # fmt: skip
+        assert planned.seconds is not None and planned.seconds == pytest.approx(each.seconds)
         assert planned.plan.peak == pytest.approx(each.peak) and each.peak <= 20 * 2**20
         readers = where.size // one.division.ranks
         assert one.micro_batch * one.accumulate * readers >= 64 > one.micro_batch * (one.accumulate - 1) * readers

@@ -150,6 +150,7 @@ class Found:
         samples: per second, of all ranks; of those that a step was asked to have, where that was said.
         batch: samples of a step of all ranks, in whole micro-batches: as many as were asked for, or a few more.
         zeros: why the model ran on zeros with memory, whose values sizes and branches may go by; empty: it ran without.
+        loss: what was taken for the loss of a model that gives none; empty: it, or ``compute``, gave one.
     """
 
     candidate: Candidate
@@ -159,6 +160,7 @@ class Found:
     samples: float
     batch: int
     zeros: str = ""
+    loss: str = ""
 
     def device_hours(self, tokens: float = 1e9) -> float:
         """Hours of devices, those of all of them added up, that training on so many tokens takes; inf: the model reads

@@ -11,11 +11,13 @@ from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
+from shardfold.planner.candidate import Candidate
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import GPU, Behaviour, MemoryPlan, plan_memory
 from shardfold.planner.moved import MOVED
 from shardfold.planner.seconds import Seconds, plan_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.staged_walks import StagedWalks
 
 __all__ = ["Option", "largest_micro_batch", "largest_of", "option", "options"]
 
@@ -33,7 +35,8 @@ class Option:
         budget: bytes of the device.
         host: bytes of host memory for each rank; inf: not known.
         stage: those whose rank it is of, which needs the most, in words; empty: there is one.
-        seconds: of a step; None: the device's rates were not given, or its ranks have stages.
+        seconds: of a step; None: the device's rates were not given.
+        loss: as of a trace.
     """
 
     layout: str
@@ -45,6 +48,7 @@ class Option:
     host: float = inf
     stage: str = ""
     seconds: Seconds | None = None
+    loss: str = ""
 
     @property
     def fits(self) -> bool:
@@ -94,7 +98,9 @@ def option(
     if where is not None and subject.division.pipeline == 1:  # a stage by itself has no step
         ways = ways_of(where, setting.mesh, subject.division.axes)
         seconds = plan_seconds(setting, plan, where.device, ways)
-    return Option(name or str(layout), mode, micro_batch, plan, largest, budget, host, subject.staged, seconds)
+    return Option(
+        name or str(layout), mode, micro_batch, plan, largest, budget, host, subject.staged, seconds, trace.loss
+    )
 
 
 def options(
@@ -111,6 +117,7 @@ def options(
         how: the other arguments of :func:`option`.
     """
     chosen, found = list(modes), list[Option]()
+    walks = _staged_walks(subjects, **how)
 
     def each(name: str, mode: str, samples: int) -> list[Option]:
         return [
@@ -125,8 +132,27 @@ def options(
             if micro_batch is None:
                 every = each(name, mode, max(largest, 1))
             most = max(every, key=lambda one: one.plan.peak)
-            found.append(replace(most, largest=largest))
+            one = replace(most, largest=largest, loss=next((one.loss for one in every if one.loss), ""))
+            found.append(one if walks is None else replace(one, seconds=_staged_seconds(walks, one, **how)))
     return found
+
+
+def _staged_walks(
+    subjects: Sequence[Subject], *, precision: str | Precision = "bf16", moments: int = 2,
+    where: Cluster | None = None, **_: object,
+) -> StagedWalks | None:  # fmt: skip
+    """Of the ranks that have stages; None: there are none, or no rates."""
+    if where is None or subjects[0].division.pipeline == 1:
+        return None
+    return StagedWalks(subjects[0], where, precision, moments, subjects)
+
+
+def _staged_seconds(
+    walks: StagedWalks, option: Option, *, precision: str | Precision = "bf16", micro_batches: int = 1, **_: object
+) -> Seconds:
+    """Of a step through all stages."""
+    one = Candidate(layout=option.layout, mode=option.mode, precision=str(precision))
+    return walks.seconds(replace(one, micro_batch=option.micro_batch, accumulate=micro_batches))
 
 
 def largest_of(

@@ -10,7 +10,10 @@ from torch.nn.parameter import is_lazy
 from shardfold.errors import ConfigError, ModelError
 from shardfold.torch_internals import tree_iter
 
-__all__ = ["check_given", "check_trains", "not_run", "shapes_of"]
+__all__ = ["GIVE", "check_given", "check_trains", "not_run", "shapes_of"]
+
+GIVE = "Give a micro-batch that its forward takes"
+"""How refusals that blame a micro-batch end."""
 
 
 def check_given(model: nn.Module, batch: Any) -> None:
@@ -56,8 +59,7 @@ def not_run(model: nn.Module, batch: Any, error: Exception, does: str = "train")
     first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
     else_ = ", or another precision, as bf16-autocast" if "same dtype" in first else ""
     return ModelError(
-        f"{type(model).__name__} does not {does} on this micro-batch ({shapes_of(batch)}): {first}. Give a micro-batch "
-        f"that its forward takes{else_}."
+        f"{type(model).__name__} does not {does} on this micro-batch ({shapes_of(batch)}): {first}. {GIVE}{else_}."
     )
 
 

@@ -110,6 +110,10 @@ class Device:
                 return self.flops[name]
         return next(iter(self.flops.values()))
 
+    def slower(self, dtype: str) -> float:
+        """How many times faster products in fp16 are than those of that dtype."""
+        return self.rate("fp16") / self.rate(dtype)
+
     @property
     def usable(self) -> float:
         """Bytes for a training run."""

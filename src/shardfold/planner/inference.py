@@ -130,18 +130,21 @@ def activation_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.
 def _forward(subject: Subject, samples: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes that live behind a forward beside what it gives, and the most that do in it; by a run on zeros with memory
     where that was asked for, or none without goes and the model is small."""
-    if subject.real:
-        return _run(subject, samples, dtype, real=True)
-    try:
-        return _run(subject, samples, dtype, real=False)
-    except ModelError:
-        if subject.real is None and runs_with_memory(subject.hollow, subject.rows(samples)):
-            return _run(subject, samples, dtype, real=True)
-        raise
+    small = subject.real is None and runs_with_memory(subject.hollow, subject.rows(samples))
+    ways = [True] if subject.real else [False, True] if small else [False]
+    labelled = isinstance(subject.batch, dict) and "labels" in subject.batch
+    tried = [(real, labels) for real in ways for labels in (False, True)[: 1 + labelled]]
+    for real, labels in tried[:-1]:
+        try:
+            return _run(subject, samples, dtype, real=real, labels=labels)
+        except ModelError:  # some models ask for values, and some for labels
+            continue
+    real, labels = tried[-1]
+    return _run(subject, samples, dtype, real=real, labels=labels)
 
 
-def _run(subject: Subject, samples: int, dtype: torch.dtype, *, real: bool) -> tuple[int, int]:
-    """See :func:`_forward`."""
+def _run(subject: Subject, samples: int, dtype: torch.dtype, *, real: bool, labels: bool) -> tuple[int, int]:
+    """See :func:`_forward`; ``labels``: these are given too, where the micro-batch has some."""
     fake = nullcontext() if real else FakeMode(allow_non_fake_inputs=True)
 
     def make(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -152,7 +155,7 @@ def _run(subject: Subject, samples: int, dtype: torch.dtype, *, real: bool) -> t
     batch, undo = subject.division.connect(model, subject.mesh, subject.rows(samples), [])
     batch = hollow_values(batch, make)
     if isinstance(batch, dict):
-        batch = {name: value for name, value in batch.items() if name != "labels"}
+        batch = {name: value for name, value in batch.items() if labels or name != "labels"}
         if hasattr(model, "generate"):
             batch["use_cache"] = True
     live = LiveBytes([*model.parameters(), *model.buffers(), *(v for v in tree_iter(batch) if isinstance(v, Tensor))])

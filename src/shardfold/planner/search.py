@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from shardfold.errors import ConfigError, ModelError
+from shardfold.errors import ConfigError, LayoutError, ModelError
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Precision
 from shardfold.planner.candidate import ANY, Candidate, Found, Refused
@@ -110,7 +110,12 @@ def search(
                 for prefetch in ahead:
                     looked_at += limit
                     one = replace(plain, mode=mode, prefetch=prefetch, **wires)
-                    each, reason = ([], why) if why else walks.fitting(one, limit, batch, host)
+                    try:
+                        each, reason = ([], why) if why else walks.fitting(one, limit, batch, host)
+                    except LayoutError:
+                        if not wires:
+                            raise
+                        continue  # the layout takes no such wire in this precision
                     found += each
                     if reason:
                         refused.append(Refused(layout, mode, reason, subject.division, one.wired))

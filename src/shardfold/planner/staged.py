@@ -284,6 +284,7 @@ def in_order(trace_of: Callable[[Lane], Trace], division: Division, parts: Mappi
     first = next(iter(traces.values()))
     return replace(
         first, events=tuple(events), passes=tuple(passes), batch=first.batch * count,
+        loss=next((trace.loss for trace in traces.values() if trace.loss), ""),
         touched=frozenset[str]().union(*(trace.touched for trace in traces.values())),
     )  # fmt: skip
 

@@ -79,17 +79,21 @@ class StagedWalks:
         where: devices.
         precision: policy.
         moments: that the optimizer keeps of each element.
+        ranks: the model as each rank has it, the first of which is ``subject``; empty: they are made.
 
     Attributes:
         readers: ranks that read other samples.
     """
 
-    def __init__(self, subject: Subject, where: Cluster, precision: str | Precision, moments: int) -> None:
+    def __init__(
+        self, subject: Subject, where: Cluster, precision: str | Precision, moments: int,
+        ranks: Sequence[Subject] = (),
+    ) -> None:  # fmt: skip
         division = subject.division
         self._where, self._precision, self._moments, self._division = where, precision, moments, division
         self._mesh = division.over(where.mesh)
         self.readers = self._mesh.parts(self._mesh.sampling)
-        self._ranks = [
+        self._ranks = [*ranks] or [
             subject if place == division.stage else replace(subject, division=replace(division, stage=place))
             for place in range(division.pipeline)
         ]
@@ -101,7 +105,7 @@ class StagedWalks:
         self._behaviour = GPU if where.device.streams else CPU
         self._budget = where.device.usable
         self._done: dict[Any, tuple[Setting, MemoryPlan]] = {}
-        self._works: dict[tuple[str, int, Lane], Work] = {}
+        self._works: dict[tuple[str, bytes, Lane], Work] = {}
         #: Micro-batches of an order of the user's own, which has no others; 0: there may be any number.
         self._only = choose_order(division.order).batches
         self._usual = usual_count(division.order, division.pipeline)
@@ -139,14 +143,14 @@ class StagedWalks:
             )
         if self._only:
             samples, counts = (each[counts == self._only] for each in (samples, counts))
-        peaks, host, least, most, zeros = np.zeros(len(samples)), 0.0, "", 0.0, ""
+        peaks, host, least, most, zeros, loss = np.zeros(len(samples)), 0.0, "", 0.0, "", ""
         times: list[_RankTimes] = []
         for rank in self._ranks:
             for lane in self._lanes(rank, counts):
                 few, more = (rank.alone(self._precision, plain.mode, n, lane) for n in LINE)
                 if few.structure != more.structure:
                     return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
-                zeros = zeros or few.zeros
+                zeros, loss = zeros or few.zeros, loss or few.loss
             for count in map(int, np.unique(counts)):
                 mine = counts == count
                 peaks[mine] = np.maximum(peaks[mine], self._peaks(rank, plain, count, samples[mine]))
@@ -171,10 +175,17 @@ class StagedWalks:
                     division=replace(self._division, stage=0, micro_batches=int(counts[i])),
                 ),
                 float(peaks[i]), host, self._seconds(plain, times, i, samples, int(counts[i]), float(step[i])),
-                float(rate[i]), int(totals[i]), zeros,
+                float(rate[i]), int(totals[i]), zeros, loss,
             )
             for i in map(int, fits) if int(samples[i]) in wanted
         ], ""  # fmt: skip
+
+    def seconds(self, candidate: Candidate) -> Seconds:
+        """Of a step of one candidate, whether it fits or not."""
+        samples, counts = np.array([candidate.micro_batch]), np.array([candidate.accumulate])
+        times = [self._times(rank, candidate, samples, counts) for rank in self._ranks]
+        step = float(self._steps(times, counts)[0])
+        return self._seconds(candidate, times, 0, samples, candidate.accumulate, step)
 
     def _lanes(self, rank: Subject, counts: np.ndarray) -> dict[Lane, int]:
         """Those of a rank, each with a number of micro-batches that go through it."""
@@ -229,7 +240,7 @@ class StagedWalks:
         """Of the passes of a lane, and of the step of its rank."""
         few, more = (rank.alone(self._precision, plain.mode, n, lane) for n in LINE)
         at, device = (samples - LINE[0]) / (LINE[1] - LINE[0]), self._where.device
-        if (key := (plain.mode, len(samples), lane)) not in self._works:
+        if (key := (plain.mode, samples.tobytes(), lane)) not in self._works:
             self._works[key] = Work(device, few, more, at, self._ways)
         work, spans = self._works[key], spans_of(few)
         setting, plan = self._walk(rank, plain, rank.in_order(self._precision, plain.mode, LINE[0], count))
@@ -273,7 +284,9 @@ class StagedWalks:
     ) -> Seconds:
         """Of a step with the ``i``-th size of a micro-batch, as the mean of the ranks."""
         at, ranks = (int(samples[i]) - LINE[0]) / (LINE[1] - LINE[0]), len(times)
-        lanes = {lane.stage: lane for mode, size, lane in self._works if (mode, size) == (plain.mode, len(samples))}
+        lanes = {
+            lane.stage: lane for mode, size, lane in self._works if (mode, size) == (plain.mode, samples.tobytes())
+        }
         pairs = [
             [self._rank_of[stage].alone(self._precision, plain.mode, n, lanes[stage]) for n in LINE]
             for stage in sorted(lanes)
@@ -283,7 +296,7 @@ class StagedWalks:
             values = [(getattr(few, of), getattr(more, of)) for few, more in pairs]
             return count * sum(a + (b - a) * at for a, b in values) / ranks
 
-        works = [self._works[plain.mode, len(samples), lane] for lane in lanes.values()]
+        works = [self._works[plain.mode, samples.tobytes(), lane] for lane in lanes.values()]
         compute = count * sum(float(work.until[-1][i]) for work in works) / ranks
         update = sum(float(each.update[i]) for each in times) / ranks
         tokens = count * (pairs[0][0].tokens + (pairs[0][1].tokens - pairs[0][0].tokens) * at)

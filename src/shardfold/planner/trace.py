@@ -174,6 +174,7 @@ class Trace:
         touched: units whose weights are read outside of their forward, and which an engine therefore holds.
         passes: of a pipeline's stages; empty: one forward and one backward.
         zeros: why the model ran on zeros with memory, whose values sizes and branches may go by; empty: it ran without.
+        loss: what was taken for the loss of a model that gives none; empty: it, or ``compute``, gave one.
     """
 
     events: tuple[Event, ...]
@@ -184,6 +185,7 @@ class Trace:
     touched: frozenset[str] = field(default_factory=frozenset[str])
     passes: tuple[Pass, ...] = ()
     zeros: str = ""
+    loss: str = ""
 
     @property
     def forward_order(self) -> list[str]:

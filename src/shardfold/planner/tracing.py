@@ -77,6 +77,8 @@ class Moving(NamedTuple):
 
 HERE = Moving()
 
+NO_LOSS = "the mean square of its first output"
+"""What is taken for the loss of a model that gives none, where there is no ``compute`` that does."""
 SMALL_MODEL = 1 << 30
 """Bytes of parameters and batch of the largest model that is run with memory where it does not run without."""
 CPU = torch.device("cpu")
@@ -100,17 +102,25 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """The model's own loss, or the mean square of its first output."""
+    """The model's own loss, or the mean square of its first output, which traces have as :data:`NO_LOSS`."""
     output = call(model, batch)
-    if isinstance(output, Tensor):
-        return output if not output.dim() else output.float().square().mean()
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
+    loss = _own_loss(output)
+    if loss is not None:
         return loss
+    if isinstance(output, Tensor):
+        return output.float().square().mean()
     first = next((value for value in tensors_in(output) if value.requires_grad), None)
     if first is None:
         raise ModelError(f"{type(model).__name__} gives nothing that backward could begin at: pass compute= that does.")
     return first.float().square().mean()
+
+
+def _own_loss(output: Any) -> Tensor | None:
+    """What a model gives as its loss; None: it gives none."""
+    if isinstance(output, Tensor):
+        return None if output.dim() else output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
 
 
 def trace_model(
@@ -217,7 +227,7 @@ def _trace(
         listener.run(compute, values)
     return Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*made.buffers()]), mode=mode,
-        tokens=_tokens(values), touched=frozenset(listener.touched),
+        tokens=_tokens(values), touched=frozenset(listener.touched), loss=listener.loss,
     )  # fmt: skip
 
 
@@ -258,7 +268,7 @@ def trace_stage(
         listener.run_stage(stage, compute, values, split=lane.split)
     found = Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*model.buffers()]), mode=mode,
-        tokens=_tokens(values), touched=frozenset(listener.touched),
+        tokens=_tokens(values), touched=frozenset(listener.touched), loss=listener.loss,
     )  # fmt: skip
     return found, borders
 
@@ -329,6 +339,8 @@ class _Listener:
         self._owners: dict[int, str] = {}  # units that are no roots, by the storages of their parameters
         self._running: dict[str, int] = {}
         self.touched: set[str] = set()
+        self.loss = ""  # as of a trace
+        self._lossless = False  # the model's forward gave none
         self._waiting: list[Tensor] = []
         self._waiting_bytes = 0
         self._late: Late | None = None  # of a backward in two parts: what the first leaves to the second
@@ -401,11 +413,16 @@ class _Listener:
         self._live.leave_out(batch)
         with self._live:
             loss = compute(self._model, batch)
+            self._takes(compute)
             del batch
             self._trains(loss)
             loss.backward()
             self._flush()
             self.note("end")
+
+    def _takes(self, compute: Compute) -> None:
+        """Notes where the loss is none of the model's."""
+        self.loss = NO_LOSS if compute is loss_of and self._lossless else ""
 
     def _trains(self, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -436,6 +453,7 @@ class _Listener:
                 self.note("end_forward")
             self.note("sent", size=crosses)
             if loss is not None:
+                self._takes(compute)
                 self._trains(loss)
                 loss.backward()
             else:
@@ -532,6 +550,7 @@ class _Listener:
         return None if narrow is None else (cast_floats(args, narrow), cast_floats(kwargs, narrow))
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._lossless = _own_loss(output) is None
         self._hear([tensor for tensor in tensors_in(output) if tensor.requires_grad])
         self.note("end_forward")
 
@@ -551,6 +570,8 @@ class _Listener:
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
+        if grad.is_sparse:  # as the engine takes it
+            grad = grad.to_dense()
         if self._late is not None and not self._weights:
             self._late.kept.append((unit, slot, grad, id(parameter)))
             return

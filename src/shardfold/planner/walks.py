@@ -108,7 +108,7 @@ class Walks:
                 replace(plain, micro_batch=n, accumulate=int(accumulate[n - 1])),
                 float(peaks[n - 1]), float(host[n - 1]),
                 self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),
-                float(rate[n - 1]), int(totals[n - 1]), few.zeros,
+                float(rate[n - 1]), int(totals[n - 1]), few.zeros, few.loss,
             )
             for n in sizes
         ], ""  # fmt: skip

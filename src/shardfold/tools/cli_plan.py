@@ -235,6 +235,7 @@ def _divisions(
     Raises:
         ConfigError: options do not go together.
     """
+    from shardfold.parallel.pipeline.ahead import AHEAD
     from shardfold.parallel.pipeline.order import choose_order
     from shardfold.planner.division import Division
 
@@ -243,7 +244,10 @@ def _divisions(
         try:
             _ = choose_order(order)
         except ConfigError as error:
-            raise ConfigError(str(error).replace(f"pipeline={order!r}", f"--order {order}")) from error
+            said = str(error).replace(f"pipeline={order!r}", f"--order {order}")
+            for name in AHEAD:  # which plans refuse
+                said = said.replace(f"{name}, ", "")
+            raise ConfigError(said) from error
         one = Division(
             tensor=t, sequence_parallel=sequence_parallel and t > 1, sequence=n, expert=e, pipeline=p,
             order=order if p > 1 else "1f1b", micro_batches=accumulate if p > 1 and micro_batch is not None else 1,

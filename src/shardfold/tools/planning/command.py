@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from logging import ERROR, getLogger
 from pathlib import Path
 
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout
 from shardfold.planner.choice import options
 from shardfold.planner.division import UNDIVIDED, Division
+from shardfold.planner.given import GIVE
 from shardfold.planner.hardware import Cluster, cluster, host_bytes
 from shardfold.planner.inference import Served, activation_bytes, cache_bytes, sizes_of
 from shardfold.planner.memory import CPU, GPU
@@ -38,10 +41,12 @@ def print_plan(
         planned = planned_model(model, length=length, samples=2, real=real)
         print(show.head(planned, where, precision))
         print()
-        found = search_divisions(
-            planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
-            host=room, wire=wire,
-        )  # fmt: skip
+        with _traced(planned):
+            found = search_divisions(
+                planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
+                host=room, wire=wire,
+            )  # fmt: skip
+        found = replace(found, refused=[replace(r, why=_by_command(r.why, planned)) for r in found.refused])
         return _print_found(found, where, precision, model, price)
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
@@ -49,20 +54,22 @@ def print_plan(
     print(show.head(planned, where, precision, mesh))
     print()
     if micro_batch is None:
-        found = search(
-            planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room,
-            wire=wire,
-        )  # fmt: skip
+        with _traced(planned):
+            found = search(
+                planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room,
+                wire=wire,
+            )  # fmt: skip
         return _print_found(found, where, precision, model, price)
     stages = [planned.subject] + [
         replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)
     ]
-    each = options(
-        stages, tables, modes, precision=precision, mesh=mesh.axes,
-        micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-        micro_batches=accumulate, budget=where.device.usable, host=room, where=where,
-        behaviour=GPU if where.device.streams else CPU,
-    )  # fmt: skip
+    with _traced(planned):
+        each = options(
+            stages, tables, modes, precision=precision, mesh=mesh.axes,
+            micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+            micro_batches=accumulate, budget=where.device.usable, host=room, where=where,
+            behaviour=GPU if where.device.streams else CPU,
+        )  # fmt: skip
     if division.pipeline > 1:
         print(show.stages(division))
         print()
@@ -73,19 +80,46 @@ def print_plan(
     print(show.detail(best))
     if not fitting:
         print(f"Nothing fits: {best.why}")
-    _print_notes(one.plan.zeros for one in each)
+    _print_notes(show.notes((one.plan.zeros for one in each), (one.loss for one in each), where, precision))
     return bool(fitting)
 
 
 def _print_found(found: Search, where: Cluster, precision: str, model: str, price: float | None) -> bool:
     """Prints what a search found; returns whether anything fits."""
     print(show.ranking(found, where, precision, model if model in SIZES else "", price))
-    _print_notes(one.zeros for one in found.found)
+    ways = found.found
+    _print_notes(show.notes((one.zeros for one in ways), (one.loss for one in ways), where, precision))
     return bool(found.found)
 
 
-def _print_notes(zeros: Iterable[str]) -> None:
-    if notes := show.notes(zeros):
+@contextmanager
+def _traced(planned: Planned) -> Iterator[None]:
+    """While a model runs without memory: packages say nothing in between, and a micro-batch that the command made is
+    not blamed on who gave the model."""
+    log = getLogger("transformers")
+    before = log.level
+    log.setLevel(ERROR)
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(_by_command(str(error), planned)) from error
+    finally:
+        log.setLevel(before)
+
+
+def _by_command(said: str, planned: Planned) -> str:
+    """A sentence that blames a micro-batch, of one that the command made."""
+    if not planned.made:
+        return said
+    return said.replace(
+        GIVE,
+        "The command made it by what the model's class and configuration say: give your own by --model "
+        "module:function, whose function gives (model, micro-batch)",
+    )  # fmt: skip
+
+
+def _print_notes(notes: str) -> None:
+    if notes:
         print(f"\n{notes}")
 
 
@@ -98,8 +132,9 @@ def print_inference(
     where = cluster(gpus, memory=memory)
     _ = division.over(where.mesh)
     planned = planned_model(model, length=length, samples=2, division=division, real=real)
-    cache = cache_bytes(planned.subject, 1)
-    each = cache or activation_bytes(planned.subject, 1)
+    with _traced(planned):
+        cache = cache_bytes(planned.subject, 1)
+        each = cache or activation_bytes(planned.subject, 1)
     served = Served(each, sequences, show.served_by(planned, where))
     sizes = sizes_of(planned.subject)
     print(show.serving(planned, where, sizes, served, what="cache" if cache else "activations"))
@@ -128,7 +163,8 @@ def write_plan_page(
             if half:
                 shorter = planned_model(model, length=half, samples=2, division=division, real=real).subject
             models[_said(division, planned.subject)] = planned, shorter
-    text = plan_page(models, where, layouts=layouts, modes=modes, precision=precision, samples=samples)
+    with _traced(planned):
+        text = plan_page(models, where, layouts=layouts, modes=modes, precision=precision, samples=samples)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

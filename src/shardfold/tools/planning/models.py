@@ -60,12 +60,14 @@ class Planned:
         subject: the model and a micro-batch of ``samples``.
         parameters: elements.
         length: tokens of a sample; 0: it has none.
+        made: the micro-batch is made here, from what the model says that it takes.
     """
 
     name: str
     subject: Subject
     parameters: int
     length: int
+    made: bool = False
 
 
 def planned_model(
@@ -102,9 +104,9 @@ def planned_model(
     else:
         config = _config(given) if named is None else {"model_type": named[1]}
         model, length = _of_transformers(given, config, length)
-    if batch is None:
+    if made := batch is None:
         batch = _batch(model, samples, length or LENGTH)
-        if length and "pixel_values" in batch:
+        if length and "pixel_values" in batch and "input_ids" not in batch:
             raise ConfigError(f"--length is of tokens, and {given} takes images: leave it out.")
     numel = sum({id(p): p.numel() for p in model.parameters()}.values())
     unsaid = given.endswith(".json") or (named is not None and named[0] == "transformers")
@@ -113,7 +115,7 @@ def planned_model(
         subject = Subject(model, batch, real=real, division=division or Division())
     except (ConfigError, ModelError) as error:
         raise type(error)(_by_options(str(error), division or Division())) from error
-    return Planned(name, subject, numel, length or 0)
+    return Planned(name, subject, numel, length or 0, made)
 
 
 def _by_options(said: str, division: Division) -> str:
@@ -139,7 +141,16 @@ def _called(given: str) -> tuple[nn.Module, Any]:
         raise ConfigError(f"--model {given} has nothing {'behind' if module else 'before'} its colon: write {what}.")
     try:
         function: Callable[[], Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"--model {given} cannot be imported: {error}.") from error
+        raise ConfigError(
+            f"--model {given}: Python finds no module {error.name!r}. Run the command in the folder that has it, as "
+            "`python -m shardfold plan`, or name this folder in PYTHONPATH."
+        ) from error
+    except ImportError as error:
+        raise ConfigError(f"--model {given} cannot be imported: {error}.") from error
+    except AttributeError as error:
         raise ConfigError(f"--model {given}: {error}. Write it as module:function.") from error
     if not callable(function):
         raise ConfigError(f"--model {given} is a {type(function).__name__}: name a function that gives a module.")
@@ -213,7 +224,16 @@ def _of_transformers(given: str, config: dict[str, Any], length: int | None) -> 
     except Exception as error:
         raise ConfigError(f"--model {given}: transformers makes no model of it: {_first(error)}.") from error
     model.train()
-    most = getattr(made, "max_position_embeddings", None) or getattr(made, "n_positions", None)
+    text = made.get_text_config() if hasattr(made, "get_text_config") else made
+    most = next(
+        (
+            n
+            for each in (made, text)
+            for name in ("max_position_embeddings", "n_positions")
+            if (n := getattr(each, name, 0))
+        ),
+        None,
+    )
     if length is not None and isinstance(most, int) and length > most > 0 and _counts_positions(model, most):
         raise ConfigError(f"--length {length}: {given} has positions for {most:,} tokens: give as many at most.")
     return model, length or (min(most, LENGTH) if isinstance(most, int) and most > 0 else length)
@@ -254,22 +274,38 @@ def _auto(transformers: Any, config: Any) -> nn.Module:
     return transformers.AutoModel.from_config(config)
 
 
-def _batch(model: nn.Module, samples: int, length: int) -> dict[str, torch.Tensor]:
+def _batch(model: nn.Module, samples: int, length: int) -> dict[str, Any]:
     """What a model of transformers takes, by its main input."""
     config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", "input_ids")
     if main == "pixel_values":
-        side = getattr(config, "image_size", 224)
-        side = side if isinstance(side, int) else 224
-        channels = getattr(config, "num_channels", 3)
-        return {
-            "pixel_values": torch.empty(samples, channels, side, side, device="meta"),
-            "labels": _tokens(samples),
-        }
+        return {"pixel_values": _pixels(config, samples), "labels": _tokens(samples)}
     if main != "input_ids":
         raise ConfigError(
             f"{type(model).__name__} takes {main!r}, of which it is not known what it looks like: give "
             "--model module:function, whose function gives the model and a batch."
         )
-    names = [name for name in ("input_ids", "labels") if name in signature(model.forward).parameters]
-    return {name: _tokens(samples, length) for name in names or ["input_ids", "labels"]}
+    takes = signature(model.forward).parameters
+    names = [name for name in ("input_ids", "labels") if name in takes]
+    made: dict[str, Any] = {name: _tokens(samples, length) for name in names or ["input_ids", "labels"]}
+    if "labels" in made and type(model).__name__.endswith("ForSequenceClassification"):
+        made["labels"] = _classes(config, samples)
+    if "return_loss" in takes and "pixel_values" in takes and (seen := getattr(config, "vision_config", None)):
+        made |= {"pixel_values": _pixels(seen, samples), "return_loss": True}
+    return made
+
+
+def _classes(config: Any, samples: int) -> torch.Tensor:
+    """Labels of whole texts: a class of each, or numbers, as the configuration says."""
+    kind, count = getattr(config, "problem_type", None), getattr(config, "num_labels", 2)
+    if kind == "multi_label_classification":
+        return torch.empty(samples, count, device="meta")
+    numbers = kind == "regression" or (kind is None and count == 1)
+    return torch.empty(samples, *[count] * (count > 1), device="meta") if numbers else _tokens(samples)
+
+
+def _pixels(config: Any, samples: int) -> torch.Tensor:
+    """Images of the size that a configuration has."""
+    side = getattr(config, "image_size", 224)
+    side = side if isinstance(side, int) else 224
+    return torch.empty(samples, getattr(config, "num_channels", 3), side, side, device="meta")

@@ -42,19 +42,46 @@ def states(model: Planned, precision: str) -> str:
         if segment.trainable and "master" not in segment.table_or(layout).aliases(own=segment.own):
             way = f"computed in {segment.dtype} with masters kept in {segment.dtype_for('master', layout)}"
         ways[way] = ways.get(way, 0) + segment.numel
+    if not ways:
+        return "no parameters"
     if len(ways) == 1:
         return f"{model.parameters:,} parameters, {next(iter(ways))} under precision {precision}; AdamW"
     each = ", ".join(f"{numel:,} {way}" for way, numel in sorted(ways.items(), key=lambda pair: -pair[1]))
     return f"{model.parameters:,} parameters, {each} under precision {precision}; AdamW"
 
 
-def notes(zeros: Iterable[str]) -> str:
-    """What to know about a plan; ``zeros``: of its traces, why they ran on zeros."""
-    whys = dict.fromkeys(why for why in zeros if why)
-    return "\n".join(
+def notes(zeros: Iterable[str], losses: Iterable[str] = (), where: Cluster | None = None, precision: str = "") -> str:
+    """What to know about a plan, a line each.
+
+    Args:
+        zeros: of its traces, why they ran on zeros.
+        losses: of its traces, what was taken for a loss.
+        where: devices, which may have no units for the dtype of ``precision``.
+        precision: policy.
+    """
+    said = [
         f"Note: the model was run on zeros with memory, as {why}; where it goes by values, the plan is of zeros."
-        for why in whys
-    )  # fmt: skip
+        for why in dict.fromkeys(zeros)
+        if why
+    ]
+    said += [
+        f"Note: the model gives no loss, so {what} is taken for it. What a loss of your own takes is not in "
+        "the plan: have the forward give it."
+        for what in dict.fromkeys(losses)
+        if what
+    ]
+    if where is not None and (times := _slower(where, precision)) > 1:
+        said.append(
+            f"Note: a {where.device.name} has no units for products in bf16, which run at the rate of fp32: in fp16 "
+            f"(--precision fp16) they are {times:.2g} times as fast."
+        )
+    return "\n".join(said)
+
+
+def _slower(where: Cluster, precision: str) -> float:
+    """How many times faster products in fp16 are than those of a policy in bf16; 1: it is not in bf16."""
+    policy = Precision.named(precision)
+    return where.device.slower("bf16") if "bf16" in (policy.compute, policy.autocast) else 1.0
 
 
 def _divided(model: Planned, mesh: Mesh | None) -> str:
@@ -127,22 +154,28 @@ def ranking(
         f"{'step':>12}{'samples/s':>11}{'tokens/s':>11}{'MFU':>6}{'waits':>7}"
     ]
     rate = where.device.rate("bf16" if "bf16" in precision else "fp16" if "fp16" in precision else "fp32")
-    shown: set[tuple[str, str, str, str]] = set()
+    shown: set[tuple[str, str, str]] = set()
     for each in found.found:
         candidate, seconds = each.candidate, each.seconds
         axes = str(candidate.division)
-        if (key := (candidate.layout, axes, candidate.wired, candidate.mode)) in shown:
+        if (key := (candidate.layout, axes, candidate.mode)) in shown:
             continue
         shown.add(key)
         size = f"{candidate.micro_batch}" + (f" x {candidate.accumulate}" if candidate.accumulate > 1 else "")
+        waits = max(seconds.exposed / seconds.step, 0.0)
         tokens = f"{seconds.tokens_per_second * where.size / candidate.division.sharing:,.0f}"
         lines.append(
             f"{candidate.layout:<10}{axes:<{wide}}{candidate.wired:<{long}}{candidate.mode:<13}{size:>12}{human(each.peak):>11}"
             f"{human(each.host) if each.host else '-':>11}{seconds.step:>10.3g} s{each.samples:>11.4g}"
             f"{tokens if seconds.tokens else '-':>11}"
-            f"{100 * seconds.mfu(rate, attention=False):>4.0f} %{100 * seconds.exposed / seconds.step:>5.0f} %"
+            f"{100 * seconds.mfu(rate, attention=False):>4.0f} %{100 * waits:>5.0f} %"
         )
-    lines += [f"{r.layout:<10}{r.division!s:<{wide}}{r.wired:<{long}}{r.mode:<13}{r.why}" for r in found.refused]
+    for r in found.refused:
+        if (key := (r.layout, str(r.division), r.mode)) not in shown:
+            shown.add(key)
+            lines.append(f"{r.layout:<10}{r.division!s:<{wide}}{r.wired:<{long}}{r.mode:<13}{r.why}")
+    if long:
+        lines += ["", _wires_of(found)]
     if found.found:
         best = found.found[0].candidate
         settings = {**best.engine, "layout": best.layout}
@@ -161,6 +194,14 @@ def ranking(
     else:
         lines += ["", "Nothing fits."]
     return "\n".join(lines)
+
+
+def _wires_of(found: Search) -> str:
+    """How many wires were looked at, of which the fastest is shown."""
+    ways = {(c.layout, str(c.division), c.mode, c.wired) for c in (each.candidate for each in found.found)}
+    ways |= {(r.layout, str(r.division), r.mode, r.wired) for r in found.refused}
+    rows = {way[:3] for way in ways}
+    return f"{len(ways)} ways were looked at, with all wires; each of the {len(rows)} lines has the fastest of its own."
 
 
 def _as_deepspeed(best: Candidate) -> list[str]:
@@ -210,7 +251,12 @@ def serving(model: Planned, where: Cluster, sizes: Sequence[Size], served: Serve
         f"with {human(each)} of activations in 16 bits in its forward, as the model keeps no keys and values"
     )  # fmt: skip
     length = f" of {model.length:,} tokens" if model.length else ""
-    room = "in all" if alone else f"each, of which {division.ranks} share the model by {division}: the part of each"
+    devices = " on all devices together" if where.size > 1 else ""
+    room = (
+        f"for serving{devices}"
+        if alone
+        else f"for serving each, of which {division.ranks} share the model by {division}: the part of each"
+    )
     lines = [
         f"{model.name}: {model.parameters:,} parameters; {where} with {human(budget)} {room}; {many}{length}, each "
         f"{keeps}",
@@ -247,7 +293,8 @@ def advice(option: Option) -> list[str]:
     if shares.get("activations", 0) > 0.25 and option.mode != "recompute":
         found.append("less: activations='recompute', or a smaller micro-batch")
     if shares.get("temporaries", 0) > 0.25:
-        found.append("less: a loss in parts (shardfold.nn.chunked_cross_entropy), or a smaller micro-batch")
+        parts = "a loss in parts (shardfold.nn.chunked_cross_entropy), or " * (not option.loss)
+        found.append(f"less: {parts}a smaller micro-batch")
     if shares.get("moments", 0) + shares.get("master", 0) > 0.3:
         split = "zero1 and up split these over ranks; " * (option.layout == "ddp")
         found.append(f"less: {split}offload='host' lets them rest in host memory")
