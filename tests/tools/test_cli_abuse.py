@@ -336,6 +336,10 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
         (["--model", "shardfold.errors:LIKE"], "name a function that gives a module"),
         (["--model", "shardfold.errors:nearest"], "called without arguments, fails: TypeError"),
         (["--model", "torch.nn:Identity"], "takes no input_ids"),
+        (["--model", "torch_not.there:make"], "Python finds no module 'torch_not'. Run the command in the folder"),
+        (["--model", "torch.nn:Identical"], "has no attribute 'Identical'. Write it as module:function."),
+        (["--model", "tests.tools.test_cli_abuse:rows"], "The command made it by what the model's class"),
+        (["--pipeline", "2", "--order", "nonsense"], "--order nonsense is not an order. Known: 1f1b, dualpipev, gpipe"),
         (["--model", "torch.nn:LazyBatchNorm1d"], "gets its shape from the first batch"),
         (["--model", "time:time"], "it is to give a module, or (module, micro-batch)"),
     ],
@@ -396,6 +400,59 @@ def test_models_of_timm_are_planned_by_name(
     assert "timm has no model 'smal'. Did you mean 'small'?" in capsys.readouterr().err
     assert call("plan", "--model", "timm:small", "--length", "8") == launch.SAID
     assert "--length is of tokens, and timm:small takes images" in capsys.readouterr().err
+
+
+class Rows(nn.Linear):
+    """It takes rows, by a name that is of tokens."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+def rows() -> nn.Module:
+    return Rows(4, 4)
+
+
+def test_a_micro_batch_has_the_labels_and_images_that_a_class_of_transformers_takes(tmp_path: Path) -> None:
+    """A class or a number of each text; images beside texts, whose loss is asked for."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    name = "BertForSequenceClassification"
+    for more, shape in (
+        ({}, (2,)),
+        ({"id2label": {"0": "score"}}, (2,)),
+        ({"problem_type": "multi_label_classification", "id2label": {"0": "a", "1": "b", "2": "c"}}, (2, 3)),
+    ):
+        path = tmp_path / "bert.json"
+        given = {"model_type": "bert", "architectures": [name], "vocab_size": 32, **sizes, **more}
+        path.write_text(json.dumps(given))
+        planned = planned_model(str(path), length=8, samples=2)
+        assert planned.subject.batch["labels"].shape == shape and planned.made
+        assert planned.subject.trace("bf16").loss == ""
+    both = {"text_config": {**sizes, "vocab_size": 32}, "vision_config": {**sizes, "image_size": 32, "patch_size": 16}}
+    path = tmp_path / "clip.json"
+    path.write_text(json.dumps({"model_type": "clip", "architectures": ["CLIPModel"], **both}))
+    planned = planned_model(str(path), samples=2)
+    assert planned.subject.batch["pixel_values"].shape == (2, 3, 32, 32) and planned.length == 77
+    assert planned.subject.trace("bf16").loss == ""
+
+
+def test_of_wires_the_fastest_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each layout and mode, and how many there were; layouts that take no such wire keep their own."""
+    given = ["plan", "--model", "tiny", "--gpus", "2x2xL4", "--batch", "8", "--wire", "auto:int8"]
+    assert call(*given, "--layout", "zero3", "--layout", "zero1", "--activations", "keep") == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("zero")].count("zero3") == 1
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("zero")].count("zero1") == 1
+    assert "ways were looked at, with all wires; each of the 2 lines has the fastest of its own." in printed
+
+
+def test_plans_of_one_device_and_of_no_parameters_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """No ranks are waited for, and what is left of a device is not called all of it."""
+    assert call("plan", "--model", "tiny", "--gpus", "1xL4", "--layout", "zero1", "--activations", "keep") == 0
+    assert "-0 %" not in capsys.readouterr().out
+    assert call("plan", "--model", "tiny", "--gpus", "2xL4", "--inference") == 0
+    assert "2 x L4 with 42.56 GiB for serving on all devices together;" in capsys.readouterr().out
 
 
 def double() -> tuple[nn.Module, torch.Tensor]:
