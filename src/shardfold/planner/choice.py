@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
+from typing import Any
 
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis
@@ -105,7 +106,7 @@ def option(
 
 def options(
     subjects: Sequence[Subject], layouts: Mapping[str, Layout], modes: Iterable[str], *, micro_batch: int | None,
-    **how: object,
+    **how: Any,
 ) -> list[Option]:  # fmt: skip
     """All of these, the first layouts first; of the stages of ``subjects`` that which needs the most.
 
@@ -121,7 +122,7 @@ def options(
 
     def each(name: str, mode: str, samples: int) -> list[Option]:
         return [
-            option(subject, layout=layouts[name], mode=mode, name=name, micro_batch=samples, **how)  # pyright: ignore[reportArgumentType]
+            option(subject, layout=layouts[name], mode=mode, name=name, micro_batch=samples, **how)
             for subject in subjects
         ]
 

@@ -163,7 +163,7 @@ def write_plan_page(
             if half:
                 shorter = planned_model(model, length=half, samples=2, division=division, real=real).subject
             models[_said(division, planned.subject)] = planned, shorter
-    with _traced(planned):
+    with _traced(next(iter(models.values()))[0]):
         text = plan_page(models, where, layouts=layouts, modes=modes, precision=precision, samples=samples)
     try:
         path.write_text(text, encoding="utf-8")
