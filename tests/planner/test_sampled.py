@@ -144,6 +144,12 @@ def test_where_rates_are_known_seconds_decide() -> None:
     found = taken(tuple(tables), MODES, 1e12)
     assert seconds[found.layout, found.mode] == min(seconds.values()) and "Slower: " in found.told
     assert taken(tuple(tables), MODES, found.peak - 1).told.count("Too large: ") == 1
+    assert "gives no loss" not in found.told
+    subject = Subject(nn.Linear(8, 8), torch.zeros(2, 8))
+    assert (
+        "the mean square of its first output is taken for it: sample=(batch, loss)"
+        in taken(("ddp",), ("keep",), 1e12).told
+    )
 
 
 class Asking(nn.Module):

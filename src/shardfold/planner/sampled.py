@@ -87,6 +87,7 @@ class _Tried(NamedTuple):
     seconds: float  # 0: not known
     at: str
     largest: int  # micro-batch; 0: none fits, or it is not known
+    loss: str = ""  # as of a trace
 
     def fits(self, place: Place) -> bool:
         return self.needed <= place.memory and (place.host is None or self.host <= place.host)
@@ -159,9 +160,12 @@ def _planned(
             most = plan.of(few).line(few, more, LINE).largest(place.memory - (needed - plan.peak))
             largest = 0 if most == inf else floor(most)
         if needed > found.needed:
-            found = _Tried(layout, mode, needed, held, found.seconds, plan.top.where, largest)
+            found = _Tried(layout, mode, needed, held, found.seconds, plan.top.where, largest, found.loss)
         found = found._replace(
-            host=max(found.host, held), seconds=max(found.seconds, seconds), largest=min(found.largest, largest)
+            loss=found.loss or trace.loss,
+            host=max(found.host, held),
+            seconds=max(found.seconds, seconds),
+            largest=min(found.largest, largest),
         )
     return found
 
@@ -181,6 +185,8 @@ def _told(taken: _Tried, tried: Sequence[_Tried], place: Place, left: int) -> st
         said.append(f"Slower: {_listed(sorted(slow, key=lambda each: each.seconds))}.")
     if left:
         said.append("Others were not planned: they send, move or compute more.")
+    if taken.loss:
+        said.append(f"The model gives no loss, so {taken.loss} is taken for it: sample=(batch, loss) gives its own.")
     return " ".join(said)
 
 
