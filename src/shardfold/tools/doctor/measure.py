@@ -36,7 +36,8 @@ from shardfold.plan.auto_wire import LOSSY
 from shardfold.plan.formats import format_named
 from shardfold.plan.program import COLLECTIVES
 from shardfold.planner.hardware import Device, Link
-from shardfold.planner.seconds import MEETS, Work
+from shardfold.planner.memory import plan_memory
+from shardfold.planner.seconds import MEETS, Work, plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
@@ -167,7 +168,8 @@ def _bandwidth(device: torch.device) -> float:
 def _launch(device: torch.device, found: Mapping[str, Any]) -> float:
     """Seconds of an operation that has next to nothing to compute, in a forward and backward as models have them: with
     what modules and autograd do around it. ``found``: what products take."""
-    model, tokens = _small(FEW_LAYERS), torch.zeros(1, 8, dtype=torch.int64)
+    model = GPT(GPTConfig(d_model=16, layers=2, heads=2, context=8))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
     trace = Subject(model, (tokens, tokens)).trace("fp32", samples=1, exact=True)
     here = model.to(device), (tokens.to(device), tokens.to(device))
     took = _seconds(lambda: loss_of(*here).backward(), device, 3 * ROUNDS)
@@ -260,44 +262,57 @@ def _transport() -> dict[str, Any]:
     rate, latency = len(links) / sum(1 / link.rate for link in links), statistics.mean(link.latency for link in links)
     engine.close()
     codecs = {name: list(codec) for name, codec in found.codecs.items()}
-    return {"link": [rate, latency], "codecs": codecs, "host": _hosting(latency)}
+    return {"link": [rate, latency], "codecs": codecs, "host": _hosting(Link(rate, latency))}
 
 
 FEW_LAYERS, MANY_LAYERS = 2, 6
+FEW_TOKENS = 4, 32
 
 
 def _small(layers: int) -> GPT:
-    """One that computes less than what an engine does beside it."""
-    return GPT(GPTConfig(d_model=16, layers=layers, heads=2, context=8))
+    """One that computes for about as long as an engine does something else beside it."""
+    return GPT(GPTConfig(d_model=64, layers=layers, heads=2, context=FEW_TOKENS[1]))
 
 
-def _hosting(latency: float) -> dict[str, float]:
-    """Seconds of an operation, of what a collective takes besides ``latency``, and of a meeting: those with which steps
-    of few and of many units, that send little and much, take as long as they were seen to take."""
+def _hosting(link: Link) -> dict[str, float]:
+    """Seconds of an operation, of what a collective takes besides ``link``, and of a meeting: those with which steps of
+    few and of many units, in layouts that send little and much, take as long as they were seen to take."""
     adam, sizes = partial(torch.optim.AdamW, lr=0.0), (FEW_LAYERS, MANY_LAYERS)
-    engines = [Engine(_small(size), optimizer=adam, layout=name) for size in sizes for name in ("ddp", "zero3")]
-    plain = [_small(size).to(engines[0].sharded.comm.mesh.device) for size in sizes]
-    turns: list[list[float]] = [[] for _ in (*engines, *plain)]
+    cases = [(size, layout) for size in sizes for layout in ("ddp", "zero1", "zero3", "offload")]
+    engines = [Engine(_small(size), optimizer=adam, layout=layout) for size, layout in cases]
+    device = engines[0].sharded.comm.mesh.device
+    tokens = torch.zeros(FEW_TOKENS, dtype=torch.int64, device=device)
+    runs = [*engines, *(_small(size).to(device) for size in sizes)]
+    turns: list[list[float]] = [[] for _ in runs]
     for _ in range(3 * ROUNDS):  # one behind the other: what the machine does besides meets all of them
-        for turn, one in zip(turns, (*engines, *plain), strict=True):
-            turn.append(_few_steps(one))
+        for turn, one in zip(turns, runs, strict=True):
+            turn.append(_few_steps(one, tokens))
     took = [statistics.median(turn) for turn in turns]
     counts, left = list[list[int]](), list[float]()
-    for number, engine in enumerate(engines):
+    for (size, layout), engine, whole in zip(cases, engines, took, strict=False):
         ops = [op for section in ("forward", "last", "step") for op in engine.program.section(section)]
-        sends = sum(op.verb in COLLECTIVES for op in ops)
-        counts.append([len(ops), sends, sum(op.verb in MEETS for op in ops)])
-        left.append(took[number] - took[len(engines) + number // 2] - latency * sends)
+        counts.append([len(ops), sum(op.verb in COLLECTIVES for op in ops), sum(op.verb in MEETS for op in ops)])
+        left.append(whole - took[len(cases) + sizes.index(size)] - _sent(_small(size), layout, link))
         engine.close()
     return dict(zip(("operation", "collective", "meeting"), at_least_zero(counts, left), strict=True))
 
 
-def _few_steps(one: Engine | GPT, steps: int = 3) -> float:
+def _sent(model: GPT, layout: str, link: Link) -> float:
+    """Seconds of what a step sends."""
+    tokens = torch.zeros(FEW_TOKENS, dtype=torch.int64)
+    subject = Subject(model, (tokens, tokens))
+    trace = subject.trace("fp32", exact=True)
+    setting = subject.setting(trace, layout=layout, mesh={"intra": RANKS})
+    free = float("inf")
+    device = Device(name="", memory=free, flops={"fp32": free}, bandwidth=free, near=link, host=free, launch=0.0,
+                    streams=False)  # fmt: skip
+    return plan_seconds(setting, plan_memory(setting, trace), device).step
+
+
+def _few_steps(one: Engine | GPT, tokens: torch.Tensor, steps: int = 3) -> float:
     """Seconds of a step of an engine, or of what its model computes in one."""
-    device = one.sharded.comm.mesh.device if isinstance(one, Engine) else next(one.parameters()).device
-    tokens = torch.zeros(1, 8, dtype=torch.int64, device=device)
     dist.barrier()
-    began = _now(device)
+    began = _now(tokens.device)
     for _ in range(steps):
         loss = one(tokens, tokens)
         if isinstance(one, Engine):
@@ -305,7 +320,7 @@ def _few_steps(one: Engine | GPT, steps: int = 3) -> float:
             one.step()
         else:
             loss.backward()
-    return (_now(device) - began) / steps
+    return (_now(tokens.device) - began) / steps
 
 
 def at_least_zero(counts: Sequence[Sequence[float]], sums: Sequence[float]) -> list[float]:
