@@ -50,6 +50,7 @@ ROWS, TOKENS, HEADS, PER_HEAD = 8, 128, 4, 32  # of attention, and of a model of
 COPIED = 2**27  # bytes
 SENT = (2**12, 2**18, 2**22, 2**24)  # bytes of a collective
 ROUNDS = 7
+LEAST = 0.5  # seconds of what is short
 RANKS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VERBS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -120,16 +121,18 @@ def _others(found: Mapping[str, Any]) -> float:
     model = GPT(GPTConfig(d_model=HEADS * PER_HEAD, layers=2, heads=HEADS, context=TOKENS))
     batch = torch.zeros(ROWS, TOKENS, dtype=torch.int64), torch.zeros(ROWS, TOKENS, dtype=torch.int64)
     trace = Subject(model, batch).trace("fp32", samples=ROWS, exact=True)
-    took = _seconds(lambda: loss_of(model, batch).backward(), torch.device("cpu"))
+    took = _seconds(lambda: loss_of(model, batch).backward(), torch.device("cpu"), 2 * LEAST)
     device = Device(name="", memory=0.0, reached=1.0, streams=False, **{**found, "others": float("inf")})
     left = took - float(Work(device, trace).until[-1][0])
     return float(trace.works.other_bytes.sum()) / max(left, took / 20)
 
 
-def _seconds(function: Callable[[], Any], device: torch.device, rounds: int = ROUNDS) -> float:
+def _seconds(function: Callable[[], Any], device: torch.device, least: float = 0.0) -> float:
+    """The median of some runs, and of as many more as ``least`` seconds take; ranks that wait for each other run alike
+    often."""
     function()
     times: list[float] = []
-    for _ in range(rounds):
+    while len(times) < ROUNDS or sum(times) < least:
         began = _now(device)
         function()
         times.append(_now(device) - began)
@@ -144,7 +147,7 @@ def _now(device: torch.device) -> float:
 
 def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    return _seconds(lambda: a @ b, device)
+    return _seconds(lambda: a @ b, device, LEAST)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> float:
@@ -156,7 +159,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> float:
     def both() -> None:
         torch.autograd.grad(functional.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
 
-    return 2 * (2 + 5) * q.numel() * TOKENS / _seconds(both, device)
+    return 2 * (2 + 5) * q.numel() * TOKENS / _seconds(both, device, LEAST)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -172,7 +175,7 @@ def _launch(device: torch.device, found: Mapping[str, Any]) -> float:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     trace = Subject(model, (tokens, tokens)).trace("fp32", samples=1, exact=True)
     here = model.to(device), (tokens.to(device), tokens.to(device))
-    took = _seconds(lambda: loss_of(*here).backward(), device, 3 * ROUNDS)
+    took = _seconds(lambda: loss_of(*here).backward(), device, LEAST)
     alone = Device(name="", memory=0.0, reached=1.0, streams=False, **{**found, "others": float("inf")})
     return max(took - float(Work(alone, trace).until[-1][0]), took / 2) / float(trace.works.calls.sum())
 
