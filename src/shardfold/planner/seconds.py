@@ -10,7 +10,7 @@ The clocks are rows of numbers, one for each size of a micro-batch, so that all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -232,12 +232,27 @@ def row_seconds(setting: Setting, schedule: Schedule, device: Device, work: Work
     known: dict[Op, float] = {}
     for part, (ops, done) in schedule.items():
         ends[part] = part_seconds(setting, ops, 0, done, device, work, known)
+        if not device.streams:
+            ends[part] = ends[part] + sum(_hosting(device, op) for op in _passed(setting, part, [op for _, op in ops]))
     update = ends.get("step", np.zeros(work.sizes))
     last = ends.get("last", np.zeros(work.sizes))
     step = (micro_batches - 1) * ends.get("backward", last) + last + update
     if (outer := setting.layout.outer) is not None:  # the part of a step in a round
         step = step + ends.get("round", np.zeros(work.sizes)) / outer.every
     return Rows(step, micro_batches * (work.until[-1] - work.waits), update)
+
+
+def _hosting(device: Device, op: Op) -> float:
+    """What an operation takes the host."""
+    more = device.collective if op.verb in COLLECTIVES else device.meeting if op.verb in MEETS else 0.0
+    return device.operation + more
+
+
+def _passed(setting: Setting, part: str, ops: Sequence[Op]) -> list[Op]:
+    """Operations of a part that a walk goes past, as in their section nothing is sent or moved."""
+    walked = {op.verb for op in ops}
+    names = [name for verb, name in (("F", "forward"), ("B", part)) if verb not in walked]
+    return [op for name in names if part in ("backward", "last") for op in setting.program.section(name)]
 
 
 def part_seconds(
@@ -288,7 +303,7 @@ class _Clocks:
         """An operation of the program."""
         unit = self._setting.by_name.get(op.unit)
         if not self._device.streams:
-            self._now = self._now + self._hosting(op)
+            self._now = self._now + _hosting(self._device, op)
         if op.verb in ("F", "B"):
             self._wait(op.unit, "flat")
         elif op.verb == "WAIT":
@@ -303,12 +318,6 @@ class _Clocks:
             for state in ("master", "moments", "grads"):
                 self._wait(op.unit, state)
             self._now = self._now + self._update(op, unit)
-
-    def _hosting(self, op: Op) -> float:
-        """What an operation takes the host."""
-        device = self._device
-        more = device.collective if op.verb in COLLECTIVES else device.meeting if op.verb in MEETS else 0.0
-        return device.operation + more
 
     def _wait(self, unit: str, tensor: str) -> None:
         if (done := self._done.pop((unit, tensor), None)) is not None:
