@@ -42,7 +42,7 @@ class Ran(NamedTuple):
 
 
 def _batch(rows: int = 8) -> dict[str, Tensor]:
-    tokens = torch.randint(256, (rows, SHAPE.context))
+    tokens = torch.randint(256, (rows, SHAPE.context), generator=torch.Generator().manual_seed(0))  # of all ranks
     return {"tokens": tokens, "targets": tokens.clone()}
 
 
