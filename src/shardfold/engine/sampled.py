@@ -36,7 +36,7 @@ from shardfold.planner.given import shapes_of
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.sampled import MODES, Place, choose
-from shardfold.planner.search import LAYOUTS
+from shardfold.planner.search import BY_NODES, LAYOUTS
 from shardfold.planner.search import MODES as SEARCHED
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
@@ -155,7 +155,7 @@ class Sampled:
         """The layouts that differ on this mesh: on one node ``hsdp`` and ``hpz`` divide as ``zero3`` does."""
         nodes = mesh.sizes.get("inter", 1) > 1
         alone = () if mesh.sizes.divisor > 1 else ("zero1", "zero2", "zero3")
-        left = {*alone, "fsdp2"} | (set() if nodes else {"hsdp", "hpz"})
+        left = {*alone, "fsdp2"} | (set() if nodes else set(BY_NODES))
         return {name: table for name, table in self.tables.items() if self.layout != AUTO or name not in left}
 
     def _modes(self) -> Sequence[str]:

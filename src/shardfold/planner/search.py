@@ -24,7 +24,7 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.staged_walks import StagedWalks
 from shardfold.planner.walks import Walks
 
-__all__ = ["LAYOUTS", "Search", "layouts_for", "search", "search_divisions"]
+__all__ = ["BY_NODES", "LAYOUTS", "Search", "layouts_for", "search", "search_divisions"]
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp", "hpz", "offload", "infinity")
 BY_NODES = ("hsdp", "hpz")
