@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import hypothesis
 import psutil
@@ -21,6 +23,7 @@ from shardfold.testing import Ranks
 from tests.support.gpu.setting import SIM, GivenDevice
 
 NUM_RANKS = 4
+HAS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()  # Linux, as most kernels are built
 SETTLE = 5.0  # seconds for what a test ended to be gone
 
 # Set by torch when it is first imported in full, whichever test happens to be the one that does.
@@ -126,9 +129,22 @@ def _children(pools: Sequence[Ranks]) -> set[psutil.Process]:
         resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
         *(pid for pool in pools for pid in pool.pids),
     }
-    return {
-        child for child in psutil.Process().children(recursive=True) if child.pid not in helpers and _running(child)
-    }
+    found: set[psutil.Process] = set()
+    for pid in _descendants(os.getpid()) - helpers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(psutil.Process(pid))
+    return {child for child in found if _running(child)}
+
+
+def _descendants(pid: int) -> set[int]:
+    """Asked of the kernel, which knows them: psutil reads every process of the machine, twice for each test."""
+    if not HAS_CHILDREN:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found |= {int(child) for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()}
+    return found.union(*map(_descendants, found))
 
 
 def _running(process: psutil.Process) -> bool:

@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import shardfold
+from tests.support.sources import trees
 
 SOURCES = Path(shardfold.__file__).parent
 SEAM, TABLE = SOURCES / "accelerator.py", SOURCES / "torch_internals.py"
@@ -42,8 +41,8 @@ def _findings(tree: ast.AST) -> Iterator[str]:
                 yield from (f"line {node.lineno}: compares with {c!r}" for c in constants if c in COMPARED)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCES).as_posix())
-def test_devices_are_asked_for_in_one_place(path: Path) -> None:
+def test_devices_are_asked_for_in_one_place() -> None:
     """No file but ``accelerator.py`` uses ``torch.cuda`` or its like, or compares with the name of one type: what runs
     on one accelerator runs on each that offers the same."""
-    assert not list(_findings(ast.parse(path.read_text(encoding="utf-8"), str(path))))
+    found = [f"{path.relative_to(SOURCES)}: {said}" for path in FILES for said in _findings(trees()[path])]
+    assert not found

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import shardfold
+from tests.support.sources import trees
 
 SOURCES = Path(shardfold.__file__).parent
 FILES = sorted(SOURCES.rglob("*.py"))
@@ -27,19 +28,15 @@ def _name(path: Path) -> str:
     return path.relative_to(SOURCES).as_posix()
 
 
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
 def _public(path: Path) -> bool:
     return not any(part.startswith("_") and part != "__init__.py" for part in path.relative_to(SOURCES).parts)
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_no_global_statements(path: Path):
+def test_no_global_statements():
     """No function rebinds a module's names."""
-    lines = [node.lineno for node in ast.walk(_tree(path)) if isinstance(node, ast.Global)]
-    assert not lines, f"{_name(path)} has `global` in line {lines}"
+    found = [f"{_name(path)}:{node.lineno}" for path in FILES for node in ast.walk(trees()[path])
+             if isinstance(node, ast.Global)]  # fmt: skip
+    assert not found, f"`global` stands in {found}"
 
 
 def _examples(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -48,11 +45,15 @@ def _examples(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return examples.count("\n") + 2 if found else 0
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_functions_are_short(path: Path):
+def test_functions_are_short():
     """No function has more than 80 lines, without the examples in its docstring."""
-    functions = [node for node in ast.walk(_tree(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    long = {node.name: (node.end_lineno or 0) - node.lineno + 1 - _examples(node) for node in functions}
+    functions = [
+        (f"{_name(path)}:{node.lineno} {node.name}", node)
+        for path in FILES
+        for node in ast.walk(trees()[path])
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    long = {name: (node.end_lineno or 0) - node.lineno + 1 - _examples(node) for name, node in functions}
     assert not {name: lines for name, lines in long.items() if lines > MAX_LINES}
 
 
@@ -62,7 +63,7 @@ def test_the_top_of_the_package_is_a_list_of_rooms():
     assert len(rooms) <= ROOMS, sorted(path.name for path in rooms)
     for room in ("plan", "tiers", "comm", "sharding", "activations", "engine", "tools"):
         face = SOURCES / room / "__init__.py"
-        assert ast.get_docstring(_tree(face)) and len(face.read_text(encoding="utf-8").splitlines()) < FACE
+        assert ast.get_docstring(trees()[face]) and len(face.read_text(encoding="utf-8").splitlines()) < FACE
     files = {path.name for path in SOURCES.glob("*.py")}
     assert files == {"__init__.py", "__main__.py", "accelerator.py", "data.py", "errors.py", "torch_internals.py"}
 
@@ -75,16 +76,15 @@ def test_nobody_is_handed_the_engine():
     named = [
         _name(path)
         for path in below
-        for node in ast.walk(_tree(path))
+        for node in ast.walk(trees()[path])
         if isinstance(node, ast.Name) and node.id == "Engine"
     ]
     assert not named
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if _public(path)], ids=_name)
-def test_public_modules_have_a_docstring(path: Path):
+def test_public_modules_have_a_docstring():
     """Every public module says at its top what it is."""
-    assert ast.get_docstring(_tree(path)), f"{_name(path)} has no docstring"
+    assert not [_name(path) for path in FILES if _public(path) and not ast.get_docstring(trees()[path])]
 
 
 def test_no_import_cycles():
@@ -97,14 +97,14 @@ def test_no_import_cycles():
         pytest.fail("import cycle: " + " -> ".join(reversed(error.args[1])))
 
 
-@pytest.mark.parametrize("path", VALUES, ids=_name)
-def test_values_know_no_process_group(path: Path):
+def test_values_know_no_process_group():
     """Layouts, programs and costs are values: their modules do not import `torch.distributed`."""
-    for node in ast.walk(_tree(path)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        assert not any(name.startswith("torch.distributed") for name in names), f"{path.name} line {node.lineno}"
+    for path in VALUES:
+        for node in ast.walk(trees()[path]):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            assert not any(name.startswith("torch.distributed") for name in names), f"{path.name} line {node.lineno}"
 
 
 def test_ranks_send_each_other_no_objects():
@@ -113,7 +113,7 @@ def test_ranks_send_each_other_no_objects():
     objects = {name for name in vars(dist) if name.endswith(("_object", "_object_list"))}
     for path in FILES:
         if path != SOURCES / "compat" / "deepspeed" / "comm" / "collectives.py":
-            names = {node.attr for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute)}
+            names = {node.attr for node in ast.walk(trees()[path]) if isinstance(node, ast.Attribute)}
             assert not names & objects, _name(path)
 
 
@@ -123,7 +123,7 @@ def test_all_is_exact():
     assert len(names) == len(set(names))
     assert not [name for name in names if not hasattr(shardfold, name)]
     public: set[str] = set()
-    for node in ast.walk(_tree(SOURCES / "__init__.py")):
+    for node in ast.walk(trees()[SOURCES / "__init__.py"]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardfold":
             public |= {alias.asname or alias.name for alias in node.names}
     public |= {name for name, value in vars(shardfold).items() if getattr(value, "__module__", "") == "shardfold"}
@@ -131,16 +131,17 @@ def test_all_is_exact():
     assert not public - set(names)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if _public(path)], ids=_name)
-def test_every_all_names_what_exists(path: Path):
+def test_every_all_names_what_exists():
     """A module's `__all__` names only what the module has."""
-    parts = path.relative_to(SOURCES).with_suffix("").parts
-    parts = parts[:-1] if parts[-1] == "__init__" else parts
-    declared = [
-        node
-        for node in _tree(path).body
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
-    ]
-    if declared:
-        module = importlib.import_module(".".join(("shardfold", *parts)))
-        assert not [name for name in module.__all__ if not hasattr(module, name)]
+    absent: list[str] = []
+    for path in FILES:
+        parts = path.relative_to(SOURCES).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if _public(path) and any(_is_all(node) for node in trees()[path].body):
+            module = importlib.import_module(".".join(("shardfold", *parts)))
+            absent += [f"{_name(path)}: {name}" for name in module.__all__ if not hasattr(module, name)]
+    assert not absent
+
+
+def _is_all(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)

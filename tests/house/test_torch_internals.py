@@ -17,6 +17,7 @@ import shardfold
 from shardfold import torch_internals
 from shardfold.errors import ShardfoldError
 from shardfold.torch_internals import ATTRIBUTES, INTERNALS, TRIED, Internal, check, missing
+from tests.support.sources import trees
 
 SOURCES = Path(shardfold.__file__).parent
 
@@ -64,12 +65,11 @@ def _used(tree: ast.AST) -> Iterator[str]:
 
 def test_every_private_name_of_pytorch_is_in_one_file() -> None:
     """What no file of ours defines and has an underscore is a row of the tables."""
-    trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCES.rglob("*.py"))}
-    own = {name for tree in trees.values() for name in _own(tree)}
+    own = {name for tree in trees().values() for name in _own(tree)}
     listed = {part for internal in ATTRIBUTES for part in internal.path.split(".")}
     found = {
         f"{path.relative_to(SOURCES)}: {name}"
-        for path, tree in trees.items()
+        for path, tree in trees().items()
         if path.name != "torch_internals.py"
         for name in _used(tree)
         if _private(name) and name not in own | listed | OTHERS
