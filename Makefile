@@ -32,6 +32,9 @@ PACKER := $(VENV)/.ready-dist
 LOG := $(VENV)/setup.log
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 
+# Where this is set, as in images of Python for containers, each of the many processes of a run would compile the package.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test lint docs dist soak numerics mutants matrix gpu clean
 .DEFAULT_GOAL := test
 
