@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ CALLS = (
 FUNCTIONS = ("drain", "waiter")
 """What waits for collectives."""
 NO_STREAMS = ("buffers",)  # whose `synchronize` is something else
+WORDS = re.compile("|".join((*CALLS, *FUNCTIONS, r"accelerator\s*\.\s*on\b", r"\.\s*wait\b")))
 # The simulated device's own, and DeepSpeed's interface for devices, where streams are the caller's.
 LEFT_OUT = ("testing/simulated/", "compat/")
 
