@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.support.mutants import PACKAGE, ROOT, Fault, Tree, WrongFault
@@ -138,6 +139,12 @@ def _over(node: ast.AST) -> str:
     return _name(node.value) if isinstance(node, ast.Attribute) else ""
 
 
+@cache
+def _in(text: str) -> list[tuple[int, str]]:
+    """Those of a file. Most have none, and to parse all takes seconds."""
+    return list(synchronizations(ast.parse(text))) if WORDS.search(text) else []
+
+
 def not_listed(entries: Sequence[Entry], root: Path = ROOT) -> list[str]:
     """The synchronizations of the sources that no entry's text covers; and entries that do not fit the sources."""
     said: list[str] = []
@@ -153,8 +160,7 @@ def not_listed(entries: Sequence[Entry], root: Path = ROOT) -> list[str]:
                 entry.fault.put_into(text)
                 first = text[: text.index(entry.old)].count("\n") + 1
                 covered |= set(range(first, first + entry.old.rstrip("\n").count("\n") + 1))
-        if WORDS.search(text):  # most files have none, and parsing all takes seconds
-            said += [f"{file}:{line}: {name}" for line, name in synchronizations(ast.parse(text)) if line not in covered]
+        said += [f"{file}:{line}: {name}" for line, name in _in(text) if line not in covered]
     return list(dict.fromkeys(said))
 
 
