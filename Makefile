@@ -1,7 +1,8 @@
 # Each target sets itself up: the first one makes .venv and installs the pinned versions, later ones find it ready.
 #   make demo    train a small language model on this machine, on two local processes
 #   make test    the tests          make lint    style, types, import directions
-#   make soak    the long tests     make clean   remove everything that make and the tools made
+#   make soak    the long tests, hours of them: PART=3/12 is the third of twelve parts
+#   make clean   remove everything that make and the tools made
 #   make docs    the documentation as a site, build/site/index.html
 #   make numerics   the numerical tests with each set of kernels that this CPU has
 #   make mutants    listed faults, each in a copy of the package: tests have to notice all
@@ -45,7 +46,7 @@ test: $(TOOLS)
 	@$(PYTEST)
 
 soak: $(TOOLS)
-	@$(PYTEST) -m soak
+	@$(PYTEST) -m soak $(if $(PART),--part $(PART))
 
 numerics: $(TOOLS)
 	@JOBS=$(JOBS) $(BIN)/python tests/support/numerics.py

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import sys
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from shardfold import accelerator
 from shardfold.testing import Ranks
+from tests.support import mutants, selection
 from tests.support.gpu.setting import SIM, GivenDevice
 
 NUM_RANKS = 4
@@ -94,21 +94,40 @@ def _leaves_nothing_behind(_pool: Ranks, _sim_pool: Ranks) -> Iterator[None]:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a product of cases and layouts, and of cases that are sampled, a selection runs by default, the same each
-    time; `make soak` runs the rest."""
-    for item in items:
-        layout = getattr(item, "callspec", None) and item.callspec.params.get("layout")  # type: ignore[attr-defined]
-        number = zlib.crc32(item.name.encode())
-        chosen = layout in (None, "zero3") or number % 20 == 0
-        if layout in ("offload", "infinity"):  # zero2 and zero3 but for where states rest
-            chosen = number % 24 == 0
-        elif not item.get_closest_marker("product"):
-            chosen = True
-        if sampled := item.get_closest_marker("sampled"):
-            chosen = chosen and number % sampled.args[0] == 0
-        if not chosen:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", type=selection.part_of, metavar="K/N", help="the K-th of N parts of what is collected: every N-th"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Marks, what the command line says of marks, and a part of what is left.
+
+    Neighbours take about as long as each other: every N-th of them makes parts that are about equal.
+    """
+    _mark(items)
+    yield
+    if part := config.getoption("--part"):
+        items[:] = items[part]
+
+
+def _mark(items: list[pytest.Item]) -> None:
+    needed = {f"tests/{test}" for fault in mutants.read() for test in fault.tests}
+    for item, runs in zip(items, selection.by_default(list(map(_case, items)), needed), strict=True):
+        if not runs:
             item.add_marker(pytest.mark.soak)
+
+
+def _case(item: pytest.Item) -> selection.Case:
+    sampled, params = item.get_closest_marker("sampled"), item.callspec.params if hasattr(item, "callspec") else {}
+    return selection.Case(
+        item.nodeid,
+        layout=params.get("layout"),
+        product=item.get_closest_marker("product") is not None,
+        one_in=sampled.args[0] if sampled else 1,
+        soak=item.get_closest_marker("soak") is not None,
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -38,6 +38,7 @@ LISTED = Path(__file__).with_name("mutants.toml")
 COPIED = ("src", "tests", "docs", "examples", "README.md", "CHANGELOG.md", "pyproject.toml", "Makefile", ".ci")
 LIMIT = 900.0  # seconds for the tests of one fault
 NOTICED, ENDED = (1,), (-9, -6, -11)  # pytest's status where tests failed; signals that a fault may end it by
+NONE_RAN = 5  # pytest's status where no test has the marks
 
 
 class WrongFault(Exception):
@@ -79,6 +80,7 @@ class Result:
     caught: bool
     by: str
     seconds: float
+    soak: bool = False  # whether only tests of the soak did
 
 
 def read(path: Path = LISTED) -> list[Fault]:
@@ -135,14 +137,15 @@ class Tree:
             elif source.exists():
                 shutil.copy2(source, self.folder / name)
 
-    def run(self, tests: Sequence[str]) -> tuple[int, str]:
+    def run(self, tests: Sequence[str], marks: str = "") -> tuple[int, str]:
         """Pytest's exit status and output."""
         environment = {
             **os.environ,
             "PYTHONPATH": str((self.folder / self._package).parent),
-            "PYTHONDONTWRITEBYTECODE": "1",  # no cache of a faulty file outlives it
+            # Compiled files stay with the copy. One of a faulty file is of its second, and no two faults share one.
+            "PYTHONDONTWRITEBYTECODE": "",
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, "-p", "no:cacheprovider", *tests]
         try:
             done = subprocess.run(
                 command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
@@ -152,17 +155,21 @@ class Tree:
         return done.returncode, done.stdout + done.stderr
 
     def try_out(self, fault: Fault) -> Result:
-        """Whether the fault's tests fail with it."""
+        """Whether the fault's tests fail with it: those of `make test`, or else those of the soak."""
         path = self.folder / self._package / fault.file
         path.write_text(fault.put_into(path.read_text(encoding="utf-8")), encoding="utf-8")
         begun = time.monotonic()
         try:
-            status, text = self.run([f"tests/{test}" for test in fault.tests])
+            tests = [f"tests/{test}" for test in fault.tests]
+            status, text = self.run(tests, "not soak")
+            if soak := status in (0, NONE_RAN):
+                status, text = self.run(tests, "soak")
         finally:
             shutil.copy2(self._root / self._package / fault.file, path)
-        if status not in (0, *NOTICED, *ENDED):  # it has not run the tests, so they have not noticed anything
+        if status not in (0, NONE_RAN, *NOTICED, *ENDED):  # it has not run the tests, so they have not noticed anything
             return Result(fault, False, f"pytest ended with {status}: {text.strip()[-300:]}", time.monotonic() - begun)
-        return Result(fault, status != 0, noticed_by(text) if status else "", time.monotonic() - begun)
+        caught = status not in (0, NONE_RAN)
+        return Result(fault, caught, noticed_by(text) if caught else "", time.monotonic() - begun, soak=soak)
 
 
 def noticed_by(text: str) -> str:
@@ -208,13 +215,16 @@ def run(
             finally:
                 trees.put(tree)
             said = f"caught by {result.by}" if result.caught else f"SURVIVED {result.by}"
+            said += " (of the soak)" if result.caught and result.soak else ""
             print(f"{fault.file:<32} {fault.what:<58} {result.seconds:6.1f} s  {said}", flush=True)
             return result
 
         with ThreadPoolExecutor(jobs) as pool:
             results = list(pool.map(one, faults))
     survivors = [result for result in results if not result.caught]
-    print(f"{len(results)} faults, {len(results) - len(survivors)} caught, {len(survivors)} survived")
+    soak = sum(result.soak for result in results if result.caught)
+    by = f" ({soak} by the soak only)" if soak else ""
+    print(f"{len(results)} faults, {len(results) - len(survivors)} caught{by}, {len(survivors)} survived")
     for result in survivors:
         print(f"  survived: {result.fault.file}: {result.fault.what} ({', '.join(result.fault.tests)})")
     return len(survivors)
