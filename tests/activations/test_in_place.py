@@ -78,7 +78,10 @@ class Normed(Block):
         if self.asks:
             with torch.enable_grad():
                 inner = x.detach().requires_grad_()
-                (grad,) = torch.autograd.grad(self.norm(torch.tanh(self.up(inner))).square().sum(), inner)
+                h = self.up(inner)
+                loss = self.norm(torch.tanh(h)).square().sum()
+                h.mul_(2)  # a run for the gradient ends before it
+                (grad,) = torch.autograd.grad(loss, inner)
             x = x + 0.1 * grad
         return x + self.norm(self.up(x))
 
@@ -108,10 +111,23 @@ class Functional(Block):
         return x + SavesViews.apply(h) * h
 
 
+class Saves(torch.autograd.Function):
+    """Saves what it does not need."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.saved_tensors[0] * 0 + grad * 2
+
+
 class Writes(Block):
     """Writes into the result of a product, by way of some views."""
 
-    WAYS = ("unsafe_chunk", "unsafe_split", "slices", "no_grad", "data", "whole", "unbind", "out")
+    WAYS = ("unsafe_chunk", "unsafe_split", "slices", "no_grad", "data", "whole", "unbind", "out", "alias")
 
     def __init__(self, draw: Random, way: str = "") -> None:
         super().__init__()
@@ -139,6 +155,11 @@ class Writes(Block):
             return x + h[..., WIDTH:] * self.scale * h[..., :WIDTH]
         if self.way == "whole":
             return x + h.relu_()[..., :WIDTH] * self.scale
+        if self.way == "alias":
+            h.mul_(1)
+            saved, other = Saves.apply(h), h.data
+            other.sigmoid_()  # of the version that was saved
+            return x + (saved * other)[..., :WIDTH]
         if self.way == "out":
             into = torch.empty_like(h.detach())
             torch.mul(h.detach(), 2, out=into)
@@ -246,19 +267,6 @@ class One(Block):
 
     def forward(self, *args: Tensor) -> Any:
         return self.function(self, *args)
-
-
-class Saves(torch.autograd.Function):
-    """Saves what it does not need."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.saved_tensors[0] * 0 + grad * 2
 
 
 def _returned(block: One, x: Tensor) -> tuple[Tensor, Tensor]:
