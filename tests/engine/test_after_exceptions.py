@@ -72,9 +72,8 @@ class Pair:
     def __init__(self, layout: str, world: int = 2, **options: Any) -> None:
         self.plain, self.world = Fragile(), world
         self.update = SGD(self.plain.parameters())
-        self.engine = sf.Engine(
-            Fragile(), optimizer=SGD, layout=layout, units=["blocks.*"], timeout=30, desync_timeout=4, **options
-        )
+        given = {"units": ["blocks.*"], "timeout": 30, "desync_timeout": 4, **options}
+        self.engine = sf.Engine(Fragile(), optimizer=SGD, layout=layout, **given)  # pyright: ignore
         self.number = 0
 
     def loss(self) -> Tensor:
@@ -135,6 +134,7 @@ def _next_calls(layout: str) -> float:
     for number, after in enumerate(AFTER):
         with pair.failing(("backward", number % 3), ("backward", (number + 1) % 3)):
             pair.engine.backward(pair.loss())
+        assert pair.engine.micro_batch == 0 and not pair.engine.gradients_ready  # what there was is lost
         freed = [unit for unit in pair.engine.units if unit.life is Life.RESTING]
         assert freed or layout != "zero3" or pair.engine.rank or number
         for _, parameter in (each for unit in freed for each in unit.parameters()):
@@ -165,11 +165,10 @@ def test_whatever_is_called_behind_an_exception_in_backward_ends_that_pass_first
 def _first_pass(layout: str) -> float:
     worst = 0.0
     for places in ((("forward", 0), ("forward", 2)), (("backward", 2), ("backward", 0)), (("forward", 1),) * 2):
-        pair = Pair(layout)
+        pair = Pair(layout, units=["blocks.0"])
         with pair.failing(*places):
             pair.engine.backward(pair.loss())
         pair.train()
-        assert pair.engine.order[1:] == ["blocks.0", "blocks.1", "blocks.2"], pair.engine.order
         pair.train()
         worst = max(worst, pair.off())
         pair.engine.close()

@@ -210,6 +210,7 @@ def _after_all_kinds_of_steps(layout: str) -> dict[str, float]:
             steps.engine.backward(loss, weight=100.0)
         with pytest.raises(RuntimeError, match="does not require grad"):
             steps.engine.backward(loss.detach(), weight=1000.0)
+        steps.engine.backward(torch.ones((), dtype=torch.float64, requires_grad=True), weight=1000.0)  # of no weight
         steps.step(again)
     found["failed backwards"] = steps.close()
 
