@@ -50,6 +50,7 @@ __all__ = [
     "NormBase",
     "Pack",
     "abort_groups",
+    "alias",
     "all_gather_single",
     "all_groups",
     "at_end_of_backward",
@@ -59,6 +60,7 @@ __all__ = [
     "call_instead",
     "check",
     "copies_shallowly",
+    "counted_together",
     "cuda_lazy_call",
     "default_store",
     "disable_modes",
@@ -180,6 +182,10 @@ INTERNALS: tuple[Internal, ...] = (
         "seeing each operation",
         "selective recomputation; measuring of activations",
     ),
+    Internal(
+        "torch._C._SetExcludeDispatchKeyGuard", "changes of what is kept are counted", "selective recomputation"
+    ),
+    Internal("torch._C.DispatchKey.ADInplaceOrView", "changes of what is kept are counted", "selective recomputation"),
     Internal("torch._subclasses.fake_tensor.FakeTensorMode", "a forward and backward without memory", "shardfold plan"),
     Internal("torch.utils._pytree.tree_flatten", "arguments of checkpointed modules", "activations='recompute'"),
     Internal("torch.utils._pytree.tree_unflatten", "arguments of checkpointed modules", "activations='recompute'"),
@@ -465,6 +471,25 @@ def call_instead(module: nn.Module, call: Callable[..., Any] | None) -> Callable
     return before
 
 
+def counted_together(a: Tensor, b: Tensor) -> bool:
+    """Whether a change of one is counted as one of the other, so that versions of both can be compared. Views have the
+    counter of their base; those of ``unsafe_chunk``, ``unsafe_split`` and ``.data`` have one of their own."""
+    before = a._version
+    if a is b or b._version != before:
+        return a is b
+    torch.autograd.graph.increment_version(a)
+    together = b._version != before
+    set_versions((a,), (before,))
+    return together
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory with the same counter of changes, of which autograd knows nothing; for dispatch modes, in which
+    ``detach`` alone gives it a counter of its own."""
+    with _exclude(_find("torch._C.DispatchKey.ADInplaceOrView"), False):
+        return tensor.detach()
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """What identifies memory as long as it lives, also while it has no bytes."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage]
@@ -517,6 +542,7 @@ below_autograd: Any = _get("torch._C._AutoDispatchBelowAutograd")
 """A context in which operations go to the kernels of devices, past autograd."""
 negative_view: Callable[[Tensor], Tensor] = _get("torch._neg_view")
 """A view that stands for the negative numbers."""
+_exclude: Any = _get("torch._C._SetExcludeDispatchKeyGuard")
 ExcludeKeys: Any = _get("torch._C._ExcludeDispatchKeyGuard")
 """A context in which operations go past the given keys."""
 

@@ -43,7 +43,7 @@ from shardfold.activations.profile import (
 )
 from shardfold.errors import ConfigError
 from shardfold.plan.sizes import human
-from shardfold.sharding.autograd import tensors_in
+from shardfold.sharding.autograd import keep, tensors_in
 from shardfold.torch_internals import expired, free_weak, storage_key, top_saved_hooks, untraced, weak_storage
 
 __all__ = ["Planner"]
@@ -403,9 +403,10 @@ def _on_top(pack: Callable[[Tensor], None], unpack: Callable[[Any], Any]) -> tup
     def packed(tensor: Tensor) -> Any:
         with torch.no_grad():
             pack(tensor)
-        return tensor if outer is None else outer[0](tensor)
+        return keep(tensor) if outer is None else outer[0](tensor)
 
     def unpacked(value: Any) -> Any:
-        return unpack(value) if outer is None else outer[1](unpack(value))
+        unpack(value)
+        return value.get() if outer is None else outer[1](value)
 
     return untraced(packed), untraced(unpacked)

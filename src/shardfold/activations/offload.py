@@ -3,6 +3,10 @@
 A *frame* is one forward of one module. What autograd saves in it is copied to a tier, each storage once however many
 operations save views of it, and kept on the device until the forward is over. In backward the first tensor that is
 asked for brings back the frame, and begins to bring back the one before it.
+
+A copy stands for what is saved later of the same version, and of the same counter of versions: views of
+``unsafe_chunk``, which recurrent modules write into, have one of their own each, and their versions say nothing of one
+another.
 """
 
 from __future__ import annotations
@@ -20,14 +24,21 @@ from shardfold import accelerator
 from shardfold.activations.encoded import EncodedRegion, EncodedTier
 from shardfold.plan.layout import ENCODED
 from shardfold.plan.report import SavedReport, SavedRow
-from shardfold.sharding.autograd import inside_checkpoint, tensors_in
+from shardfold.sharding.autograd import Kept, inside_checkpoint, keep, tensors_in
 from shardfold.sharding.freed import apart
 from shardfold.sharding.partition import ROOT
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.disk import DiskRegion
 from shardfold.tiers.tier import Region, Tier
 from shardfold.tiers.tiers import Tiers
-from shardfold.torch_internals import DispatchMode, in_backward, storage_key, top_saved_hooks, untraced
+from shardfold.torch_internals import (
+    DispatchMode,
+    counted_together,
+    in_backward,
+    storage_key,
+    top_saved_hooks,
+    untraced,
+)
 
 __all__ = ["Counter", "Movers", "Results", "Tally", "counted", "held"]
 
@@ -151,12 +162,19 @@ class _Elsewhere(NamedTuple):
     """What stays where it is, or goes where hooks around say."""
 
     packed: Any
-    unpack: Callable[[Any], Tensor] | None
+    unpack: Callable[[Any], Tensor]
+
+
+class _Made(NamedTuple):
+    """A copy, and a tensor that it was made of."""
+
+    source: Tensor
+    entry: _Entry
 
 
 class _Known(NamedTuple):
-    """A tensor that a module was called with, and what was moved of its memory. While it lives, its memory is no
-    other's: what several modules are called with is moved once."""
+    """A tensor that a module was called with, and what was moved of its memory, of its own counter of versions. While
+    it lives, its memory is no other's: what several modules are called with is moved once."""
 
     tensor: weakref.ref[Tensor]
     entries: weakref.WeakValueDictionary[Any, _Entry]
@@ -179,8 +197,7 @@ class _Frame:
         self._outer = top_saved_hooks()
         self._before = movers.last
         self._entries: list[_Entry] = []
-        self._made: dict[Any, _Entry] = {}  # while the sources live
-        self._sources: list[Tensor] = []
+        self._made: dict[Any, list[_Made]] = {}  # while the sources live
         self._num_bytes = self._rests = self._pieces = self._given = 0
         self._fetched = False
         self.encodes = isinstance(tier, EncodedTier)
@@ -188,10 +205,11 @@ class _Frame:
     def pack(self, tensor: Tensor) -> _Offloaded | _Elsewhere:
         with torch.no_grad(), self._movers.apart():
             if not self._movers.moves(tensor, self._smallest) or not self._encodes(tensor):
-                pack, unpack = self._outer or (None, None)
-                return _Elsewhere(tensor if pack is None else pack(tensor), unpack)
+                pack, unpack = self._outer or (keep, Kept.get)
+                return _Elsewhere(pack(tensor), unpack)
             storage = tensor.untyped_storage()
-            share = 1 if self.encodes else SHARE
+            # What is no view and has a part of its memory counts its changes by itself: the rest is other tensors'.
+            share = SHARE if tensor._is_view() and not self.encodes else 1
             whole = tensor.nbytes * share >= storage.nbytes() and storage.nbytes() % tensor.itemsize == 0
             key: Any = (storage_key(storage), tensor._version, tensor.dtype)
             if not whole:
@@ -208,9 +226,11 @@ class _Frame:
         return not isinstance(self._tier, EncodedTier) or self._tier.takes(tensor)
 
     def _entry(self, key: Any, tensor: Tensor, whole: bool) -> _Entry:
-        known = self._movers.known(key[0])
-        entry = self._made.get(key) or (known.get(key) if known is not None else None)
-        if entry is not None:
+        for made in self._made.get(key, ()):
+            if counted_together(made.source, tensor):
+                return made.entry
+        known = self._movers.known(key[0], tensor)
+        if known is not None and (entry := known.get(key)) is not None:
             return entry
         if whole:
             length = tensor.untyped_storage().nbytes() // tensor.itemsize
@@ -223,11 +243,10 @@ class _Frame:
             entry = _Coded(self._tally, region, flat.nbytes)
         else:
             entry = _Entry(self._tally, region)
-        self._made[key] = entry
+        self._made.setdefault(key, []).append(_Made(tensor, entry))
         if known is not None:
             known[key] = entry
         self._entries.append(entry)
-        self._sources.append(tensor)
         self._num_bytes += flat.nbytes
         self._rests += entry.nbytes
         self._tally.arrive(flat.nbytes)
@@ -235,7 +254,7 @@ class _Frame:
 
     def unpack(self, packed: _Offloaded | _Elsewhere) -> Tensor:
         if isinstance(packed, _Elsewhere):
-            return packed.packed if packed.unpack is None else packed.unpack(packed.packed)
+            return packed.unpack(packed.packed)
         with torch.no_grad(), self._movers.apart():
             if not self._given:
                 self._fetch()
@@ -255,7 +274,6 @@ class _Frame:
     def leave(self) -> int:
         """The forward is over: what was copied may be given back; the bytes of the copies."""
         self._made.clear()
-        self._sources.clear()
         self._tally.arrive(-self._num_bytes)
         return self._rests
 
@@ -309,10 +327,11 @@ class Movers:
             return False
         return storage_key(tensor.untyped_storage()) not in self.stays
 
-    def known(self, storage: int) -> weakref.WeakValueDictionary[Any, _Entry] | None:
-        """What was moved of a storage that modules are called with."""
+    def known(self, storage: int, tensor: Tensor) -> weakref.WeakValueDictionary[Any, _Entry] | None:
+        """What was moved of a storage that modules are called with, and of which ``tensor`` is a view."""
         found = self._known.get(storage)
-        return found.entries if found is not None and found.tensor() is not None else None
+        given = found.tensor() if found is not None else None
+        return found.entries if found is not None and given is not None and counted_together(given, tensor) else None
 
     def begin(self, unit: str, mode: str, folder: str | None, smallest: int, inputs: Any) -> Any:
         """From now on what autograd saves for a unit is moved: to ``"host"`` memory, or to ``"disk"`` in that folder;
@@ -494,11 +513,11 @@ class Counter:
 
         def pack(tensor: Tensor) -> _Saved:
             saved = self.count(name, tensor)  # first: what is around counts it for an outer module
-            saved.packed = tensor if outer is None else outer[0](tensor)
+            saved.packed = keep(tensor) if outer is None else outer[0](tensor)
             return saved
 
         def unpack(saved: _Saved) -> Tensor:
-            return saved.packed if outer is None else outer[1](saved.packed)
+            return saved.packed.get() if outer is None else outer[1](saved.packed)
 
         return torch.autograd.graph.saved_tensors_hooks(untraced(pack), untraced(unpack))
 

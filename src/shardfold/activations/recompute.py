@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardfold.activations.offload import Movers, Results
+from shardfold.activations.offload import Movers
 from shardfold.activations.replaced import ReplacedForward
+from shardfold.activations.selective import Selection
 from shardfold.activations.slices import Room, Sliced, Slicer
 from shardfold.errors import UsageError
 from shardfold.sharding.autograd import inside_checkpoint
@@ -21,7 +22,7 @@ from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten
 
-__all__ = ["KEPT", "recomputing", "selective", "without_filling"]
+__all__ = ["KEPT", "recomputing", "without_filling"]
 
 SMALL = 64 * 1024
 """Bytes of the largest buffer that a forward may change, such as running statistics, and be recomputed as it was."""
@@ -65,7 +66,7 @@ def recomputing(
     ``room``: where slices lie, None: each for itself."""
     given = place.current
     kept = KEPT | set(place.current.kept) if place.current.mode == "select" else frozenset[Any]()
-    contexts: dict[str, Any] = {"context_fn": partial(selective, kept), **SELECTS} if kept else {}
+    compiled: dict[str, Any] = {"context_fn": partial(_selective, kept), **SELECTS} if kept else {}
     statistics = any(isinstance(module, NormBase) for module in place.inner)
 
     @wraps(forward)
@@ -73,26 +74,24 @@ def recomputing(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # torch.compile recomputes in the graph
-            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **compiled, **kwargs)
         place.left = inside_checkpoint()
         if place.left or place.leaves or any(_holds_something(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
         again = _Again(place, forward, needs, (args, kwargs))
         if slicer is not None:
             again.cut(slicer, room)
-        counter = movers.counter if kept else None
-
-        def note(tensor: Tensor) -> None:  # as held while it is noted
-            if counter is not None:
-                again.counted.append(counter.count(place.unit.name, tensor))
-
+        contexts: dict[str, Any] = {}
+        if kept:
+            count = partial(movers.counter.count, place.unit.name) if movers.counter is not None else None
+            again.selection = Selection(kept, count)
+            contexts = {"context_fn": again.selection.contexts, **SELECTS}
         before = _weights(place.inner)
         away = None
         if given.inputs != "device":  # what a checkpoint saves before its function runs: the inputs
             away = movers.begin(place.unit.name, given.inputs, given.folder, given.smallest, again.leaves)
         try:
-            with Results(kept, note) if counter is not None else nullcontext():
-                result = checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
+            result = checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
         finally:
             again.leaves = []
             if away is not None:
@@ -105,8 +104,9 @@ def recomputing(
     return torch.compiler.disable(run) if statistics or whole or apart else run
 
 
-def selective(kept: frozenset[Any]) -> Any:
-    """What a checkpoint runs forward and its recomputation under, so that results of ``kept`` are not made again."""
+def _selective(kept: frozenset[Any]) -> Any:
+    """What torch.compile takes for its graphs, in which nothing is changed in place: results of ``kept`` are not made
+    again."""
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -147,7 +147,7 @@ class _Again:
         leaves: the arguments, flat, or what is kept of them: a checkpoint looks for tensors, and so for the devices
             whose random numbers it keeps, among positional arguments only. Gone once it has run, as the checkpoint has
             them and may have moved them.
-        counted: what is counted of results that are not made again.
+        selection: results that are not made again.
     """
 
     def __init__(
@@ -155,8 +155,9 @@ class _Again:
     ) -> None:
         self._place, self._forward, self._needs = place, forward, needs
         self.leaves, self._shape = tree_flatten(call)
-        self.counted: list[Any] = []
-        self._before: list[_Buffer] | None = None  # until it has run
+        self.selection: Selection | None = None
+        self._before: list[_Buffer] | None = None  # until it runs
+        self._ran = False
         self._originals: list[Any] = []  # of what is sliced, until it has run
         self._sliced: Sliced | None = None
 
@@ -171,21 +172,26 @@ class _Again:
         place.compared = True
 
     def __call__(self, *leaves: Any) -> Any:
-        if self._before is not None:
+        first = self._before is None  # not so what a backward inside of the first run asks for
+        if self._ran:
             self._needs(self._place.unit)
         if self._sliced is not None:
-            leaves = tuple(self._originals if self._before is None else self._sliced.whole(leaves))
+            leaves = tuple(self._originals if first else self._sliced.whole(leaves))
             self._originals = []
         # Each run fills an empty cache of its own, as running twice would fill one twice.
         args, kwargs = tree_unflatten([_own(leaf) for leaf in leaves], self._shape)
-        if self._before is None:
-            buffers = list(_small_buffers(self._place.inner))
-            try:
+        if self._before is not None:
+            with _as_they_were(self._before):
                 return self._forward(*args, **kwargs)
-            finally:
-                self._before = [buffer for buffer in buffers if buffer.changed()]
-        with _as_they_were(self._before):
-            return self._forward(*args, **kwargs)
+        self._before = list(_small_buffers(self._place.inner))
+        try:
+            result = self._forward(*args, **kwargs)
+            if self.selection is not None:
+                self.selection.end(result)
+            return result
+        finally:
+            self._before = [buffer for buffer in self._before if buffer.changed()]
+            self._ran = True
 
 
 class _Buffer(NamedTuple):

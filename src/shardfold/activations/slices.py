@@ -22,7 +22,7 @@ from torch import Tensor
 from shardfold.errors import LayoutError, UsageError
 from shardfold.plan.axes import Mesh, Role
 from shardfold.sharding.freed import apart
-from shardfold.torch_internals import storage_key
+from shardfold.torch_internals import counted_together, storage_key
 
 __all__ = ["Along", "Room", "Sliced", "Slicer", "tensor_axis"]
 
@@ -199,7 +199,7 @@ class Slicer:
             UsageError: ranks have other arguments.
         """
         kept: list[_Kept] = []
-        numbers: dict[Any, int] = {}
+        numbers: dict[Any, list[tuple[Tensor, int]]] = {}
         inputs: dict[int, _Input] = {}
         with torch.no_grad(), apart():
             found = [
@@ -212,10 +212,12 @@ class Slicer:
                 if memory is None:
                     continue
                 flat, offset, key = memory
-                if key not in numbers:
-                    numbers[key] = len(kept)
+                found_there = (n for other, n in numbers.get(key, ()) if counted_together(other, leaf))
+                number = next(found_there, len(kept))
+                if number == len(kept):
+                    numbers.setdefault(key, []).append((leaf, number))
                     kept.append(self._keep(place, leaf, flat, key, room))
-                inputs[place] = _Input(numbers[key], leaf.shape, leaf.stride(), offset, leaf.requires_grad)
+                inputs[place] = _Input(number, leaf.shape, leaf.stride(), offset, leaf.requires_grad)
         out = [None if place in inputs else leaf for place, leaf in enumerate(leaves)]
         places = [next(place for place, each in inputs.items() if each.number == n) for n in range(len(kept))]
         for place, each in zip(places, kept, strict=True):
@@ -224,7 +226,8 @@ class Slicer:
 
     def _keep(self, argument: int, tensor: Tensor, flat: Tensor, key: Any, room: Room | None) -> _Kept:
         known = self._known.get(key)
-        if known is not None and known[0]() is not None:
+        given = known[0]() if known is not None else None
+        if known is not None and given is not None and counted_together(given, tensor):
             return known[1]
         kept = _Kept(flat, argument, self._ranks, room)
         # While that tensor lives its memory is no other's, and the next unit may be called with it.

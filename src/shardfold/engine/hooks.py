@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardfold.parallel.pipeline.stages import StageDone
-from shardfold.sharding.autograd import hear, inside_checkpoint, tensors_in
+from shardfold.sharding.autograd import Kept, hear, inside_checkpoint, keep, tensors_in
 from shardfold.sharding.freed import apart
 from shardfold.sharding.pickling import copy_alone, copy_without_hooks, forget_hooks
 from shardfold.sharding.tree import cast_floats
@@ -325,28 +325,29 @@ class Hooks:
             return
         owners = {storage: unit for unit in units for storage in unit.storages()}
 
-        def pack(tensor: Tensor) -> tuple[Tensor, Unit | None, int]:
+        def pack(tensor: Tensor) -> tuple[Kept, Unit | None]:
             storage = _storage(tensor)
             unit = owners.get(storage) if storage is not None else None
-            if unit is None:
-                return tensor, None, 0
             with apart():
+                if unit is None:
+                    return keep(tensor), None
                 self._listener.saved(unit)
-            return tensor, unit, tensor._version
+            return Kept(tensor, tensor._version), unit
 
-        def unpack(packed: tuple[Tensor, Unit | None, int]) -> Tensor:
-            tensor, unit, version = packed
-            if unit is not None:
-                if unit.life is not Life.GATHERED:
-                    self._ensure_backward()
-                    with apart():
-                        self._listener.enter_aside(unit)
-                if tensor._version != version:
-                    raise RuntimeError(
-                        f"a weight of {unit.name!r} needed for gradient computation has been modified by an inplace "
-                        "operation between forward and backward."
-                    )
-            return tensor
+        def unpack(packed: tuple[Kept, Unit | None]) -> Tensor:
+            kept, unit = packed
+            if unit is None:
+                return kept.get()
+            if unit.life is not Life.GATHERED:
+                self._ensure_backward()
+                with apart():
+                    self._listener.enter_aside(unit)
+            if kept.tensor._version != kept.version:
+                raise RuntimeError(
+                    f"a weight of {unit.name!r} needed for gradient computation has been modified by an inplace "
+                    "operation between forward and backward."
+                )
+            return kept.tensor
 
         push_saved_hooks(pack, unpack)
         self._pushed.append(module)

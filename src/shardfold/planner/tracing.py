@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardfold.activations.recompute import KEPT, selective, without_filling
+from shardfold.activations.recompute import KEPT, without_filling
+from shardfold.activations.selective import Selection
 from shardfold.errors import ConfigError, ModelError, ShardfoldError
 from shardfold.parallel.pipeline.late import Late, Splits
 from shardfold.parallel.pipeline.stages import Borders, Stages
@@ -615,7 +616,6 @@ def _recomputed(
     forward: Callable[..., Any], inside: Callable[[], AbstractContextManager[None]], *, select: bool
 ) -> Callable[..., Any]:
     """As :func:`shardfold.activations.recompute.recomputing`, of what has no values; ``inside``: around each run."""
-    contexts: dict[str, Any] = {"context_fn": partial(selective, KEPT), **SELECTS} if select else {}
     own = without_filling(forward)
 
     @wraps(forward)
@@ -623,11 +623,16 @@ def _recomputed(
         if not torch.is_grad_enabled() or inside_checkpoint():
             return forward(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
+        selection = Selection(KEPT, random=False) if select else None
+        contexts: dict[str, Any] = {"context_fn": selection.contexts, **SELECTS} if selection is not None else {}
 
         def again(*leaves: Any) -> Any:
             args, kwargs = tree_unflatten(list(leaves), shape)
             with inside():
-                return own(*args, **kwargs)
+                result = own(*args, **kwargs)
+            if selection is not None and not selection.over:
+                selection.end(result)
+            return result
 
         return checkpoint(again, *leaves, use_reentrant=False, preserve_rng_state=False, **contexts)
 

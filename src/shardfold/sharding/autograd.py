@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardfold.torch_internals import in_backward, no_subclass_functions, top_saved_hooks
 
-__all__ = ["accumulator_of", "hear", "inside_checkpoint", "is_heard", "tensors_in"]
+__all__ = ["Kept", "accumulator_of", "hear", "inside_checkpoint", "is_heard", "keep", "tensors_in"]
 
 HEARD = "shardfold"
 """In the metadata of a node of autograd's whose gradients an engine takes."""
@@ -43,6 +43,33 @@ def inside_checkpoint() -> bool:
     """Whether what runs is recomputed anyway, by a checkpoint around it, or is being recomputed."""
     top = top_saved_hooks()
     return in_backward() or (top is not None and top[0].__module__ == "torch.utils.checkpoint")
+
+
+class Kept(NamedTuple):
+    """What hooks save in place of a tensor that stays where it is. Under hooks PyTorch compares no versions, and a
+    backward would compute with what was written into it since."""
+
+    tensor: Tensor
+    version: int
+
+    def get(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place; in PyTorch's words, which are those without hooks.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"version {self.version} instead."
+            )
+        return self.tensor
+
+
+def keep(tensor: Tensor) -> Kept:
+    """``tensor`` for hooks that are about to save it. What an operation gave would, by its node, keep itself alive."""
+    return Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardfold.plan.report import MemoryRow
+from shardfold.sharding.autograd import Kept, keep
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import storage_key
 
@@ -87,19 +88,19 @@ class Stash:
         version = self._now
         version.readers += 1
 
-        def pack(tensor: Tensor) -> Tensor | Place:
+        def pack(tensor: Tensor) -> Kept | Place:
             key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
             flat = self._flats.get(key)
             if flat is None or tensor.dtype is not flat.dtype:
-                return tensor
+                return keep(tensor)
             at = int(tensor.storage_offset() - flat.storage_offset())
             return Place(version, key, at, tuple(tensor.shape), tensor.stride())
 
         return version, saved_tensors_hooks(pack, self._unpack)
 
-    def _unpack(self, saved: Tensor | Place) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def _unpack(self, saved: Kept | Place) -> Tensor:
+        if isinstance(saved, Kept):
+            return saved.get()
         base = saved.version.copies.get(saved.key)
         base = self._flats[saved.key] if base is None else base
         return base.as_strided(saved.shape, saved.stride, base.storage_offset() + saved.at)
