@@ -224,6 +224,7 @@ class Plain:
 
     def evaluate_copy(self, seed: int) -> Any:
         self.settle()
+        copy.deepcopy(self.model)  # which a tensor with a history that is kept aside does not allow
         return self.evaluate(seed)
 
     def rate(self, group: int, factor: float) -> Any:
@@ -299,7 +300,7 @@ class Sharded:
     def _engine(self, layout: str | None) -> sf.Engine:
         draw = self.draw
         known = {"sf": sf, "torch": torch, "folder": str(self.folder)}
-        options = {name: eval(text, known) for name, text in draw.options.items()}
+        options: dict[str, Any] = {name: eval(text, known) for name, text in draw.options.items()}
         if layout is not None:
             options = {name: value for name, value in options.items() if name in ("units", "mesh")} | {"layout": layout}
         given = draw.given or ":" in draw.optimizer
