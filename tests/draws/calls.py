@@ -1,9 +1,10 @@
 """What a draw calls, on plain PyTorch and on an engine.
 
 :class:`Plain` is the definition: one process runs every rank's batches through copies of the model that share its
-parameters, and each has buffers of its own, which are rank 0's at the beginning of each forward. A gradient is the mean
-over ranks and micro-batches, as DDP's. :class:`Sharded` is one rank of an engine. A call is ``(name of a method,
-arguments)``; both give what there is to see, and ``Plain`` gives a list with one entry for each rank.
+parameters, and each has buffers of its own, which become rank 0's before what follows a training forward, but for one
+in ``no_sync()``. A gradient is the mean over ranks and micro-batches, as DDP's. :class:`Sharded` is one rank of an engine.
+A call is ``(name of a method, arguments)``; both give what there is to see, and ``Plain`` gives a list with one entry
+for each rank.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Plain:
         self.total = 0.0  # of weights since the last step
         self.saved: Any = None
         self.under_way: list[Tensor] | None = None  # of a delayed update
+        self.due = False  # whether buffers are to become rank 0's
 
     @property
     def model(self) -> Model:
@@ -95,15 +97,18 @@ class Plain:
         seen = getattr(self, call[0])(**call[1])
         return seen if isinstance(seen, list) else [seen] * self.ranks
 
-    def _follow(self) -> None:
-        """Buffers of all ranks become rank 0's."""
-        for model in self.models[1:]:
+    def _follow(self, *, anyway: bool = False) -> None:
+        """Buffers of all ranks become rank 0's, if they are due to."""
+        for model in self.models[1:] if self.due or anyway else ():
             for mine, theirs in zip(model.modules(), self.model.modules(), strict=True):
                 for name, buffer in theirs._buffers.items():
                     mine._buffers[name] = None if buffer is None else buffer.detach().clone()
 
-    def _outputs(self, seed: int, skips: Skips = (), ranks: Sequence[int] | None = None) -> list[Tensor]:
+    def _outputs(
+        self, seed: int, skips: Skips = (), ranks: Sequence[int] | None = None, *, sync: bool = True
+    ) -> list[Tensor]:
         self._follow()
+        self.due = torch.is_grad_enabled() and sync
         chosen = range(self.ranks) if ranks is None else ranks
         return [
             self.models[r](make_batch(seed, r, self.draw.dtype), skips[r % len(skips)] if skips else ()) for r in chosen
@@ -126,7 +131,9 @@ class Plain:
     ) -> Any:  # fmt: skip
         losses: list[Any] = [0.0] * self.ranks
         for i in range(forwards):
-            losses = [a + y.square().mean() for a, y in zip(losses, self._outputs(seed + i, skips), strict=True)]
+            losses = [
+                a + y.square().mean() for a, y in zip(losses, self._outputs(seed + i, skips, sync=sync), strict=True)
+            ]
         seen = self.run((between, {"seed": seed + 7} if "evaluate" in between else {})) if between else [None]
         self.count.add(backwards, weighed=bool(weights), sync=sync)
         for _ in range(backwards):
@@ -187,6 +194,7 @@ class Plain:
 
     def fail(self, where: str, block: int, seed: int, then: str = "") -> Any:
         self._follow()
+        self.due = True
         for rank, model in enumerate(self.models):
             try:
                 model(make_batch(seed, rank, self.draw.dtype), (), (where, block)).square().mean().backward()
@@ -220,12 +228,18 @@ class Plain:
 
     def evaluate_gathered(self, seed: int, counts: Sequence[int] = (1,), train: bool = False) -> Any:
         self.settle()
-        return self.evaluate(seed, counts)
+        self._follow()
+        due, seen = self.due, self.evaluate(seed, counts)
+        self.due = due
+        return seen
 
     def evaluate_copy(self, seed: int) -> Any:
         self.settle()
+        self._follow()
         copy.deepcopy(self.model)  # which a tensor with a history that is kept aside does not allow
-        return self.evaluate(seed)
+        due, seen = self.due, self.evaluate(seed)
+        self.due = due
+        return seen
 
     def rate(self, group: int, factor: float) -> Any:
         groups = self.optimizer.param_groups
@@ -252,13 +266,22 @@ class Plain:
 
     def state(self) -> Any:
         self.settle()
-        return copied(self.model.state_dict().items())
+        self._follow()
+        return [copied(model.state_dict().items()) for model in self.models]
 
     def load_state(self, factor: float) -> Any:
         self.count.between_steps()
         self.settle()
-        state = {k: v * factor if v.is_floating_point() else v for k, v in self.model.state_dict().items()}
-        self.model.load_state_dict(state)
+        self._follow()
+        for model in self.models[::-1]:  # of the parameters, which they share, the first scales
+            shared = (
+                set() if model is self.model else {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            )
+            state = {
+                k: v * factor if v.is_floating_point() and k not in shared else v.clone()
+                for k, v in model.state_dict().items()
+            }
+            model.load_state_dict(state)
 
     def save(self, wait: bool = True) -> Any:
         self.count.between_steps()
@@ -273,14 +296,17 @@ class Plain:
         if self.saved is None:
             raise Void("nothing was saved")
         self.settle()
-        self.model.load_state_dict(self.saved[0])
+        self._follow()
+        for model in self.models:
+            model.load_state_dict(self.saved[0])
         self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
 
     def rebuild(self, layout: str) -> Any:
         """Another engine over the same model, under another layout."""
         self.count.between_steps()
         self.settle()
-        self._follow()
+        self._follow(anyway=True)
+        self.due = False
         self.optimizer = make_optimizer(self.draw.optimizer, self.model)
         self.saved = None
 
