@@ -182,9 +182,7 @@ INTERNALS: tuple[Internal, ...] = (
         "seeing each operation",
         "selective recomputation; measuring of activations",
     ),
-    Internal(
-        "torch._C._SetExcludeDispatchKeyGuard", "changes of what is kept are counted", "selective recomputation"
-    ),
+    Internal("torch._C._SetExcludeDispatchKeyGuard", "changes of what is kept are counted", "selective recomputation"),
     Internal("torch._C.DispatchKey.ADInplaceOrView", "changes of what is kept are counted", "selective recomputation"),
     Internal("torch._subclasses.fake_tensor.FakeTensorMode", "a forward and backward without memory", "shardfold plan"),
     Internal("torch.utils._pytree.tree_flatten", "arguments of checkpointed modules", "activations='recompute'"),
