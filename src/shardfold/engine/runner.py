@@ -91,7 +91,7 @@ class Runner:
         self.comm, self.agreement = model.comm, model.comm.agreement
         self.orders = Orders(model.layout, model.comm, handlers, overlap, clip=clip, stashes=stashes)
         self.visible = VisibleGradients(model)
-        self.buffers = Buffers(model.module, model.comm)
+        self.buffers = Buffers(model.module, model.comm, always=model.tiers.device.debug)
         self._state = model.run
         self._boundary_before = False
         self.last: bool | None = None
@@ -370,7 +370,7 @@ class Runner:
         if (
             self.agreement.peers.size > 1
             and not local
-            and (self.orders.moves(section) or self.orders.program.first or (self.buffers.due and follows))
+            and (self.orders.moves(section) or self.orders.program.first or (self.buffers.asks and follows))
         ):
             what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
             said = self.meet(what, evaluating=not grad, flags=[follows and self.buffers.changed(), first])
@@ -379,8 +379,8 @@ class Runner:
                 self.buffers.synchronize(changed)
         if first:
             section = "first"
-        if grad and self.synchronize and not local:
-            self.buffers.due = self.buffers.any
+        if grad and self.synchronize:
+            self.buffers.trained(alone=local)
         self._evaluated |= not grad
         self.comm.meter.begin_forward("first" if first else "forward", self.part)
         self._grad_forward = grad

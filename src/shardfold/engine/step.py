@@ -298,6 +298,7 @@ class Stepper:
                 whole = self._norms.coefficient if self._runner.orders.meets != "signs" else lambda device: None
                 self._updater.step_whole(self._model.units, used, whole)
         cursor, tracks = self._handlers.cursor, self._runner.orders.tracks
+        track.follow(("RELEASE",))  # which reads the shards, and may write them: before the second cursor does
         with cursor.following(tracks["beside"]):
             track.finish()
         self._model.tiers.forget_spares()
