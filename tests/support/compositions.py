@@ -49,6 +49,7 @@ class Form:
         skip: the first block's output goes to the last one, too.
         again: the number of a block that is called twice; -1: none.
         frozen: names' beginnings of parameters that are not trained.
+        branches: blocks take another module, by the rank and the step.
         functional: blocks read the weight of a module of theirs instead of calling it.
     """
 
@@ -63,7 +64,19 @@ class Form:
     skip: bool = False
     again: int = -1
     frozen: tuple[str, ...] = ()
+    branches: bool = False
     functional: bool = False
+
+
+@dataclass
+class Place:
+    """Where code of a model runs, which its branches depend on."""
+
+    rank: int = 0
+    step: int = 0
+
+
+HERE = Place()
 
 
 @dataclass(frozen=True)
@@ -93,12 +106,15 @@ class Block(nn.Module):
         super().__init__()
         self.form = form
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        if form.branches:
+            self.other = nn.Linear(WIDTH, WIDTH)
         if form.buffers:
             self.register_buffer("mean", torch.zeros(WIDTH))
             self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
+        other = self.form.branches and (HERE.rank + HERE.step) % 3 == 1
+        up = self.other(x) if other else self.up(x)
         y = torch.tanh(up) @ self.down.weight.T if self.form.functional else self.down(torch.tanh(up))
         if self.form.buffers:
             if self.training:
@@ -194,6 +210,7 @@ def compose(seed: int, ranks: int) -> Composition:
         skip=draw.random() < 0.4,
         again=draw.randrange(blocks) if draw.random() < 0.2 else -1,
         frozen=draw.choice(((), (), (), ("embedding",), ("blocks.0",), ("head", "blocks.1.up.bias"), ("blocks",))),
+        branches=draw.random() < 0.2,
         functional=draw.random() < 0.3,
     )
     layout = draw.choice([*sf.PRESETS, *SPLIT])
@@ -241,7 +258,7 @@ class Plain:
             with torch.no_grad():
                 for name, b in self.model.named_buffers():
                     b.copy_(start[name])
-            total = 0.0
+            total, HERE.rank, HERE.step = 0.0, rank, number
             for part in chunks(batch(work, number, rank), work.accumulate):
                 loss = compute(self.model, part)
                 (loss / count).backward()
@@ -302,8 +319,10 @@ def run(work: Composition, path: str) -> None:
 
 def _train(work: Composition, engine: Any, plain: Plain, number: int, what: str, path: str) -> Any:
     mine = batch(work, number, engine.data_rank)
+    wanted = plain.forward_backward(number)[engine.data_rank]
+    HERE.rank = engine.data_rank
     loss = engine.train_batch(mine, compute)
-    close(loss.item(), plain.forward_backward(number)[engine.data_rank], f"{what}: loss")
+    close(loss.item(), wanted, f"{what}: loss")
     engine.step()
     plain.step()
     same_state(engine, plain, what)
@@ -387,8 +406,9 @@ def _load_state(work: Composition, engine: Any, plain: Plain, number: int, what:
 
 def _reset(work: Composition, engine: Any, plain: Plain, number: int, what: str, path: str) -> Any:
     """Gradients of a batch are lost; what its forwards wrote stays."""
-    engine.train_batch(batch(work, number, engine.data_rank), compute)
     plain.forward_backward(number)
+    HERE.rank = engine.data_rank
+    engine.train_batch(batch(work, number, engine.data_rank), compute)
     if number % 2:
         engine.reset()
     else:

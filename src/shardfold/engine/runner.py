@@ -153,7 +153,7 @@ class Runner:
         self._ran = self.part
         held = self._of_pass(self.roots) if not self.weights else ()  # gradients of weights need no values of these
         roots = [unit for unit in self.units if unit.name in held]
-        if not nested and (self.orders.known(section) or self.weights):
+        if not nested and (self.orders.known(section, self.part) or self.weights):
             return ReplayedPass(
                 verb,
                 self.orders.track(section, self.part),
@@ -209,7 +209,7 @@ class Runner:
         self._own = run.own
         if isinstance(run, NegotiatedPass) and not self._outer:
             self._asked_backward |= mode_of(section) == "backward"
-            self.orders.adopt(mode_of(section), run)
+            self.orders.adopt(mode_of(section), run, self._ran)
 
     # -- meetings
 

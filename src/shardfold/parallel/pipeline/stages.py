@@ -122,9 +122,10 @@ class Stages:
         )
         by_stage = self._by_stage(model)
         parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
-        self.whole = Whole(frozenset([*parameters, *every_buffer(model)]), names_of(model))
         self.names = [{*names, *self._buffers_of(stage)} for stage, names in enumerate(by_stage)]
         self.places = list(range(count) if places is None else places)
+        names = frozenset([*parameters, *every_buffer(model)])
+        self.whole = Whole(names, names_of(model), self._untold(model))
         self.shared = self._shared(model, by_stage)
         parameters = {name: p for names in by_stage for name, p in names.items()}
         self.mine = {id(p): p for stage in self.own for p in by_stage[stage].values()}
@@ -165,6 +166,17 @@ class Stages:
             if others:
                 found[name] = [home, *sorted(others)]
         return found
+
+    def _untold(self, model: nn.Module) -> frozenset[str]:
+        last: dict[int, int] = {}  # by module, of pieces; every stage has those around them
+        for piece, stage in zip(self.pieces, self.stage_of, strict=True):
+            last.update(dict.fromkeys(map(id, piece.module.modules()), stage))
+        here, found = self.places[self.own[0]], set[str]()
+        for name in every_buffer(model):
+            stage = last.get(id(model.get_submodule(name.rpartition(".")[0])), self.count - 1)
+            if self.places[stage] != here:
+                found.add(name)
+        return frozenset(found)
 
     def _buffers_of(self, stage: int) -> list[str]:
         mine = (piece for piece, at in zip(self.pieces, self.stage_of, strict=True) if at == stage)
