@@ -113,6 +113,7 @@ class Runner:
         self._grad_forward = True
         self._pass: Pass | None = None  # of the pass under way
         self._section = ""
+        self._ran: Part | None = None  # what of the model the pass under way, or else the one before, goes through
         self._between: Section | None = None  # of the program, that runs between passes
         self._thread = get_ident()  # that runs forward
         self._full: set[str] = set()  # units that a forward found full: of two forwards before one backward
@@ -149,9 +150,10 @@ class Runner:
         verb = "B" if mode_of(section) == "backward" else "F"
         if not self.orders.moves(section):
             return LocalPass()
-        # Gradients of weights need no values of these.
-        roots = [unit for unit in self.units if unit.name in self.roots and not self.weights]
-        if not nested and (self.orders.known(section) or self.weights):
+        self._ran = self.part
+        held = self._of_pass(self.roots) if not self.weights else ()  # gradients of weights need no values of these
+        roots = [unit for unit in self.units if unit.name in held]
+        if not nested and (self.orders.known(section, self.part) or self.weights):
             return ReplayedPass(
                 verb,
                 self.orders.track(section, self.part),
@@ -162,11 +164,17 @@ class Runner:
             )
         return self._asked(section, nested=nested)
 
+    def _of_pass(self, names: set[str]) -> set[str]:
+        """Those of the units that the pass under way goes through. A pass through one of several stages has no
+        operation that frees what is of another, so it must not gather that either: behind an update that would still
+        have the old values."""
+        return set(names) if self._ran is None else names & (self._ran.units | self._ran.common)
+
     def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> NegotiatedPass:
         verb = "B" if mode_of(section) == "backward" else "F"
         gathers = "first" if self.orders.program.first else "train"
         return NegotiatedPass(
-            verb, self.orders.unordered(section, self.part), self.by_name, set(self.roots), self.agreement,
+            verb, self.orders.unordered(section, self._ran), self.by_name, self._of_pass(self.roots), self.agreement,
             self.handlers, refill=self.orders.unordered(gathers), own=own, nested=nested,
         )  # fmt: skip
 
@@ -201,7 +209,7 @@ class Runner:
         self._own = run.own
         if isinstance(run, NegotiatedPass) and not self._outer:
             self._asked_backward |= mode_of(section) == "backward"
-            self.orders.adopt(mode_of(section), run)
+            self.orders.adopt(mode_of(section), run, self._ran)
 
     # -- meetings
 
@@ -516,7 +524,7 @@ class Runner:
         self._pass = self._start(section, nested=nested)
         self._pass.begin()
         if isinstance(self._pass, NegotiatedPass):
-            for name in sorted(self.orders.touched - self.roots):
+            for name in sorted(self._of_pass(self.orders.touched - self.roots)):
                 self._pass.touch(self.by_name[name])
 
     @_uninterrupted

@@ -129,10 +129,13 @@ class Whole:
     Attributes:
         names: of all parameters and persistent buffers.
         also: further names of parameters, by the first.
+        untold: names of persistent buffers that this rank has and another tells of: that of the last stage that has
+            them, which runs the most of the model's code.
     """
 
     names: frozenset[str]
     also: Mapping[str, tuple[str, ...]]
+    untold: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
