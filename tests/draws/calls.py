@@ -2,8 +2,8 @@
 
 :class:`Plain` is the definition: one process runs every rank's batches through copies of the model that share its
 parameters, and each has buffers of its own, which become rank 0's before what follows a training forward, but for one
-in ``no_sync()``. A gradient is the mean over ranks and micro-batches, as DDP's. :class:`Sharded` is one rank of an engine.
-A call is ``(name of a method, arguments)``; both give what there is to see, and ``Plain`` gives a list with one entry
+in ``no_sync()``. A gradient is the mean over ranks and micro-batches, as DDP's. :class:`Sharded` is one rank. A
+call is ``(name of a method, arguments)``; both give what there is to see, and ``Plain`` gives a list with one entry
 for each rank.
 """
 

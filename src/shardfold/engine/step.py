@@ -291,6 +291,7 @@ class Stepper:
 
     def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
         """The optimizer's step, with whatever hooks it has around it."""
+        track.follow(("RELEASE",))  # which reads the shards, and may write them: before the second cursor does
         if not self._updater.fused:
             self._handlers.damage.begun = True
             host = self._model.layout.updates_on is Tier.HOST
@@ -298,7 +299,6 @@ class Stepper:
                 whole = self._norms.coefficient if self._runner.orders.meets != "signs" else lambda device: None
                 self._updater.step_whole(self._model.units, used, whole)
         cursor, tracks = self._handlers.cursor, self._runner.orders.tracks
-        track.follow(("RELEASE",))  # which reads the shards, and may write them: before the second cursor does
         with cursor.following(tracks["beside"]):
             track.finish()
         self._model.tiers.forget_spares()
