@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import shardfold as sf
+from shardfold.checkpoint import job
 from shardfold.errors import CheckpointError, ShardfoldError, UsageError
 from shardfold.testing import Ranks
 from tests.support import saving
@@ -271,6 +274,38 @@ def _after_forward(folder: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "hpz"])
 def test_the_next_forward_reads_what_was_loaded(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     ranks.run(_after_forward, str(tmp_path / "a"), layout, world_size=2)
+
+
+def _while_saving(folder: str) -> None:
+    """The file of rank 0 is held back until somebody waits for the save."""
+    engine = sf.Engine(nn.Linear(4, 4), optimizer=partial(torch.optim.SGD, lr=0.1), layout="zero2")
+    engine.backward(engine(torch.ones(2, 4)).mean())
+    engine.step()
+    waited, write, finish = threading.Event(), job.write_file, engine.saver.finish
+
+    def held(*args: Any) -> Any:
+        waited.wait()
+        return write(*args)
+
+    def waits() -> None:
+        waited.set()
+        finish()
+
+    job.write_file = held
+    try:
+        saving = engine.save(f"{folder}/a")
+        engine.saver.finish = waits
+        assert engine.load(f"{folder}/a").step == 1
+        assert saving is not None and saving.done
+    finally:
+        job.write_file, engine.saver.finish = write, finish
+        waited.set()
+    engine.close()
+
+
+def test_a_save_of_this_engine_is_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+    """A load of what the engine still saves finds it."""
+    ranks.run(_while_saving, str(tmp_path), world_size=2)
 
 
 # -- structures that changed -----------------------------------------------------------------------------------------

@@ -82,7 +82,8 @@ TABLES = (
     ONCE, ONCE, 'sf.PRESETS["zero3"].edit("params", over=("inter",))',
     'sf.PRESETS["zero1"].edit("master", "moments", over=("intra",))',
     'sf.PRESETS["zero2"].edit("grads", "master", "moments", over=("intra",))',
-    'sf.PRESETS["zero3"].replace(held=sf.Cell(over=("intra",), dtype="compute"))', 'sf.PRESETS["ddp"].edit("moments", "master", tier="host")',
+    'sf.PRESETS["zero3"].replace(held=sf.Cell(over=("intra",), dtype="compute"))',
+    'sf.PRESETS["ddp"].edit("moments", "master", tier="host")',
     'sf.PRESETS["zero3"].edit("master", "moments", "grads", tier="host")',
 )  # fmt: skip
 EXACT = tuple(name for name in sf.PRESETS if name != "zeropp")
@@ -150,10 +151,18 @@ class Calls:
     """A list that grows by whole steps and by what is done between them."""
 
     def __init__(
-        self, draw: random.Random, blocks: int, accumulate: int, size: int, *, alike: bool, fails: bool
+        self,
+        draw: random.Random,
+        blocks: int,
+        accumulate: int,
+        size: int,
+        *,
+        alike: bool,
+        fails: bool,
+        delayed: bool,
     ) -> None:
         self.draw, self.blocks, self.accumulate, self.size = draw, blocks, accumulate, size
-        self.alike, self.fails = alike, fails
+        self.alike, self.fails, self.delayed = alike, fails, delayed
         self.made: list[Call] = []
         self.saved = False
 
@@ -197,7 +206,7 @@ class Calls:
             return self.add("zero")
         if chance < 0.1:
             return self.add("optimizer_zero")
-        if chance < 0.15 and (self.fails or self.saved):
+        if chance < 0.15 and (self.fails or self.saved) and not self.delayed:
             late = self.saved and (not self.fails or draw.random() < 0.5)
             return self.add("fail_step", **({"late": True} if late else {}))
         if chance < 0.3:
@@ -269,7 +278,8 @@ def make_draw(seed: int) -> Draw:
     optimizer = draw.choice(["", "", "two:"]) + draw.choice(list(ONE_GROUP))
     # A backward in forward is one that all ranks run; where a class does its own update, its first hook is part of it.
     alike, fails = "Inner" in repr(blocks), optimizer.rpartition(":")[2] not in ("adagrad", "rmsprop")
-    calls = Calls(draw, len(blocks), accumulate, size, alike=alike, fails=fails)
+    delayed = "delayed_update" in options.get("overlap", "")
+    calls = Calls(draw, len(blocks), accumulate, size, alike=alike, fails=fails, delayed=delayed)
     for _ in range(draw.randint(3, 6)):
         while draw.random() < 0.45:
             calls.beside()

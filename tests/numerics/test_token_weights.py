@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardfold as sf
+from shardfold.errors import NonFiniteError
 from shardfold.testing import Ranks
 
 IGNORED = -100
@@ -130,3 +131,145 @@ def _mixed() -> str:
 def test_all_weigh_or_none(ranks: Ranks) -> None:
     for said in ranks.run(_mixed, world_size=2):
         assert "1 micro-batches had no weight=" in said
+
+
+# -- what a step leaves to the next ------------------------------------------------------------------------------------
+
+
+WEIGHTS = [3, 4]
+
+
+class _Steps:
+    """An engine in fp64, and plain PyTorch that takes each step's micro-batches of all ranks with their shares."""
+
+    def __init__(self, layout: str, **options: object) -> None:
+        self.plain, model = (_model().double() for _ in range(2))
+        self.update = torch.optim.SGD(self.plain.parameters(), lr=0.5, momentum=0.9)
+        make = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+        self.engine = sf.Engine(model, optimizer=make, layout=layout, **options)  # pyright: ignore[reportArgumentType]
+        self.number = 0
+        self.came: list[tuple[int, bool]] = []  # since the last step: batches, and whether they have weights
+
+    def batch(self, number: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank), dtype=torch.float64)
+
+    def loss(self, of: nn.Module, number: int, rank: int) -> torch.Tensor:
+        return of(self.batch(number, rank)).square().mean()
+
+    def micro(self, how: str, *, times: float = 1.0) -> None:
+        """A backward: with a ``weight``, by the ``engine`` without one, or ``bare``."""
+        self.number += 1
+        rank = self.engine.rank
+        loss = self.engine(self.batch(self.number, rank)).square().mean() * times
+        if how == "weight":
+            self.engine.backward(loss, weight=WEIGHTS[rank] * self.number)
+        elif how == "bare":
+            self.engine.scale(loss).backward()
+        else:
+            self.engine.backward(loss)
+        self.came.append((self.number, how == "weight"))
+
+    def step(self, *hows: str) -> None:
+        for how in hows:
+            self.micro(how)
+        assert self.engine.step().updated
+        total = sum(sum(WEIGHTS) * number for number, weighed in self.came if weighed)
+        for number, weighed in self.came:
+            for rank in range(2):
+                share = WEIGHTS[rank] * number / total if weighed else 1 / (2 * len(self.came))
+                (self.loss(self.plain, number, rank) * share).backward()
+        self.update.step()
+        self.update.zero_grad()
+        self.came.clear()
+
+    def close(self) -> float:
+        state = self.engine.state_dict()
+        off = max((state[name] - value).abs().max().item() for name, value in self.plain.state_dict().items())
+        self.engine.close()
+        return off
+
+
+def _stop(grad: torch.Tensor) -> None:
+    raise ArithmeticError
+
+
+def _after_all_kinds_of_steps(layout: str) -> dict[str, float]:
+    """How far weights are from plain PyTorch's behind steps of which one had weights, and ended in some way."""
+    found: dict[str, float] = {}
+
+    steps = _Steps(layout)
+    for hows in ("weight", "bare", "bare", "weight", "engine", "weight"):
+        steps.step(hows)
+    found["one after the other"] = steps.close()
+
+    steps = _Steps(layout)
+    for again in ("bare", "weight"):  # a backward that fails in the user's own code, and one that cannot begin
+        loss = steps.engine(steps.batch(0, steps.engine.rank)).square().mean()
+        loss.register_hook(_stop)
+        with pytest.raises(ArithmeticError):
+            steps.engine.backward(loss, weight=100.0)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            steps.engine.backward(loss.detach(), weight=1000.0)
+        steps.engine.backward(torch.ones((), dtype=torch.float64, requires_grad=True), weight=1000.0)  # of no weight
+        steps.step(again)
+    found["failed backwards"] = steps.close()
+
+    steps = _Steps(layout, clip=sf.Clip(norm=1e9, error_if_nonfinite=True))
+    steps.micro("weight", times=float("inf"))
+    with pytest.raises(NonFiniteError):
+        steps.engine.step()
+    steps.engine.zero_grad()
+    steps.came.clear()
+    steps.step("bare")
+    steps.step("weight")
+    found["a step that was refused"] = steps.close()
+
+    steps = _Steps(layout, loss_scale=8.0)
+    steps.micro("weight", times=float("inf"))
+    assert steps.engine.step().skipped
+    steps.came.clear()
+    steps.step("bare")
+    found["a skipped step"] = steps.close()
+
+    steps = _Steps(layout, accumulate=3)
+    steps.micro("weight")
+    steps.engine.optimizer.zero_grad()  # pyright: ignore[reportOptionalMemberAccess]
+    steps.came.clear()
+    steps.step("weight", "weight")
+    steps.micro("weight")
+    steps.engine.reset()
+    steps.came.clear()
+    steps.step("bare", "engine", "bare")
+    found["dropped gradients"] = steps.close()
+
+    steps = _Steps(layout, accumulate=3)
+    steps.micro("weight")
+    steps.engine.accumulate = 2
+    steps.step("weight")
+    steps.step("bare", "bare")
+    steps.step("weight", "weight")
+    found["another number of micro-batches"] = steps.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+def test_weights_are_those_of_their_step(ranks: Ranks, layout: str) -> None:
+    """However a step with weights ended, the next one has its own, or none."""
+    for found in ranks.run(_after_all_kinds_of_steps, layout, world_size=2):
+        assert max(found.values()) < 1e-12, found
+
+
+def _bare_among_them() -> str:
+    steps = _Steps("zero2", accumulate=2)
+    steps.micro("weight")
+    steps.micro("bare")
+    with pytest.raises(sf.ShardfoldError) as caught:
+        steps.engine.step()
+    steps.engine.close()
+    return str(caught.value)
+
+
+def test_a_bare_backward_has_no_weight(ranks: Ranks) -> None:
+    """``loss.backward()`` among backwards with weights is refused as ``engine.backward(loss)`` is."""
+    for said in ranks.run(_bare_among_them, world_size=2):
+        assert "2 micro-batches had no weight=" in said

@@ -1,5 +1,5 @@
-"""Units that are gathered once in a step are given back before any update: what forward wrote into them is kept then, and
-what an update writes is not taken for it."""
+"""Units that are gathered once in a step are given back before any update: what forward wrote into them is kept then,
+and what an update writes is not taken for it."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ __all__ = ["ALIKE", "Agreement", "Claim", "Meeting"]
 SLICE = timedelta(seconds=1)
 # Places in a message; MORE holds the section's number + 1. Behind the flags: a hash and its complement, then bits.
 MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 9
+CAUGHT = 2  # of the flags, in front of a backward: a rank has dropped a pass
 CODE = 4  # bytes of the hash
 BITS = HEADER + 2 * CODE
 SHOWN, AHEAD = 8, 8192  # operations that are published, and those that are kept where the host runs ahead
@@ -75,6 +76,20 @@ class Meeting(NamedTuple):
     together: bool
     flags: list[int]
     more: int | None = None
+
+
+class Place(NamedTuple):
+    """Where in a step a rank is.
+
+    Attributes:
+        forwards: in training that it began since the last step.
+        micro_batch: backwards since then whose gradients it has.
+        caught: it has dropped a pass that an exception interrupted, or whatever was there by ``engine.reset()``.
+    """
+
+    forwards: int
+    micro_batch: int
+    caught: bool
 
 
 class Claim(NamedTuple):
@@ -127,7 +142,8 @@ class Agreement:
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=AHEAD if mesh.on_streams else SHOWN)
         self._passed: Any = None  # an event: on streams, behind the collective that was waited for last
         self._detail = ""  # what the last of them is for on this rank
-        self._announced: tuple[str, torch.Tensor, Any] | None = None  # a meeting whose answer is still to be looked at
+        # A meeting whose answer is still to be looked at.
+        self._announced: tuple[str, Place, torch.Tensor, Any] | None = None
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
         self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs; None: of a message
@@ -333,30 +349,34 @@ class Agreement:
             return Meeting(evaluating, said[FLAGS:HEADER])
         raise self._disagree(what)
 
-    def announce(self, what: str) -> None:
+    def announce(self, what: str, place: Place) -> None:
         """As :meth:`meet` where no rank can need help, and without waiting: the others' answer is looked at before this
-        rank's next collective, so that its pass runs while they are still coming to theirs.
+        rank's next collective, so that its pass runs while they are still coming to theirs. ``place``: where this rank
+        is, which all :meth:`compare` if one has dropped something.
 
         Raises:
             OrderError: later, by :meth:`issue`, on every rank, naming what each asked for.
         """
         if self.peers.size > 1:
             with self.uninterrupted():
-                values = self._message([1, 0, 0, 0, 1], what)
-                self._announced = what, values, self._begin(values, what, meets=True)
+                flags = [number == CAUGHT and place.caught for number in range(CAUGHT + 1)]
+                values = self._message([1, 0, 0, 0, 1], what, flags)
+                self._announced = what, place, values, self._begin(values, what, meets=True)
                 self._mesh.meets = True
 
     def _confirm(self) -> None:
         """What was announced is what all ranks do."""
         if self._announced is None:
             return
-        (what, values, work), self._announced = self._announced, None
+        (what, place, values, work), self._announced = self._announced, None
         self.wait(work, control=True)
         self._mesh.meets = False
         said = values.tolist()
         if said[ASKS] or not _alike(said):
             raise self._disagree(what)
-        if any(said[FLAGS:HEADER]):  # which who announces does not set: this rank has begun what cannot be taken back
+        if said[FLAGS + CAUGHT]:
+            self.compare(what, place)
+        if said[HEADER - 1]:  # which who announces does not set: this rank has begun what cannot be taken back
             told = by_rank(dict(self._by_rank(self.exchange(f"refused/{self.sequence}", ""))))
             self._abort(f"{what} was refused on another rank, after others had begun it: {told}.")
 
@@ -408,6 +428,24 @@ class Agreement:
             f"after operation {last} the ranks are about to do different things: {asked}. Every "
             "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
             "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
+        )
+
+    def compare(self, what: str, place: Place) -> None:
+        """All ranks are about to do ``what``, and one has dropped a pass before: the others have to have left the same
+        micro-batch out. Under layouts with whole parameters a forward sends nothing, so that no rank misses one.
+
+        Raises:
+            OrderError: on every rank: they are not at the same place of a step.
+        """
+        said = dict(self._by_rank([Place(*json.loads(text)) for text in self.exchange("caught", json.dumps(place))]))
+        if len({(each.forwards, each.micro_batch) for each in said.values()}) == 1:
+            return
+        dropped = ", ".join(str(rank) for rank, each in said.items() if each.caught)
+        places = _by_text({r: f"{each.forwards} forwards, {each.micro_batch} backwards" for r, each in said.items()})
+        raise self._give_up(
+            f"before {what} the ranks are at different micro-batches: rank {dropped} went on behind an exception that "
+            f"it caught, or called engine.reset(), and others did not (in training, since the last step: {places}). If "
+            "one rank leaves a micro-batch out, all have to: tell the others, as by engine.agree([failed])."
         )
 
     def refuse(self, what: str, error: ShardfoldError | None) -> NoReturn:

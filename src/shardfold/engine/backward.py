@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardfold.engine.arguments import check_loss
 from shardfold.engine.runner import Runner
+from shardfold.errors import ShardfoldError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler, scaled
 from shardfold.numerics.token_weights import Shares
@@ -41,17 +42,22 @@ class Backward:
     def run(self, loss: Tensor, weight: float | None, retain_graph: bool) -> None:
         """See :meth:`Engine.backward`."""
         check_loss("engine.backward()", loss)
+        run, runner = self._model.run, self._runner
+        runner.drop_interrupted()
         if weight != 0:
             self._alarm.note(loss)
-        loss = self._times_scale(self._shares.weighed(loss, weight, first=not self._model.run.micro_batch))
-        self._run(lambda: loss.backward(retain_graph=retain_graph))
+        loss, number = self._shares.weighed(loss, weight, runner.accumulate)
+        loss, before = self._times_scale(loss), run.micro_batch
+        self._run(lambda: loss.backward(retain_graph=retain_graph), number)
+        if runner.inside_batch or run.micro_batch > before:  # a stage's counts in any case
+            self._shares.note(number, runner.accumulate)
 
     def run_from(self, sent: Sequence[Tensor], grads: Sequence[Tensor], weight: float | None, *, counts: bool) -> None:
         """The backward of a stage, from what it sent and the gradients of that, which are scaled as the loss is, and
         times its ``weight``. ``counts``: it is the first one of its micro-batch on this rank."""
         self._renew_scale()
         if counts:
-            self._shares.note(weight, first=not self._model.run.micro_batch)
+            self._shares.note(weight, self._runner.accumulate)
         if sent:
             self._run(lambda: torch.autograd.backward(list(sent), list(grads)))
 
@@ -65,13 +71,17 @@ class Backward:
         finally:
             self._runner.weights = False
 
-    def _run(self, backward: Callable[[], object]) -> None:
+    def _run(self, backward: Callable[[], object], weight: float | None = None) -> None:
         self._runner.scaled = True
         try:
-            backward()
-        except RuntimeError as error:
+            with self._shares.of(weight):
+                backward()
+        except BaseException as error:
+            if not isinstance(error, ShardfoldError):  # which all ranks raise, or what goes on is as it was
+                self._runner.caught = True
             split = any(unit.split for unit in self._model.units)
-            if not split or not any(text in str(error) for text in _READS_FREED):
+            reads_freed = isinstance(error, RuntimeError) and any(text in str(error) for text in _READS_FREED)
+            if not split or not reads_freed:
                 raise
             raise RuntimeError(
                 f"{error} Under a layout that splits parameters this also happens when backward reaches a unit by a "
@@ -90,6 +100,7 @@ class Backward:
         loss, runner = self._times_scale(loss), self._runner
 
         def begin(_: Tensor) -> None:
+            runner.drop_interrupted()  # of a pass before
             runner.scaled = True  # until this backward ends
 
         loss.register_hook(begin)

@@ -448,7 +448,7 @@ class Engine:
 
     def _make_passes(self, table: Layout, accumulate: int, held: ExitStack, *, stashes: bool) -> None:
         """What runs forward, backward and step, and what tells of them."""
-        sharded, precision, shares = self.sharded, self.sharded.rules.default, Shares()
+        sharded, precision, shares = self.sharded, self.sharded.rules.default, Shares(self.sharded.run)
         handlers = Handlers(
             sharded.layout, sharded.comm, sharded.tiers, sharded.units, self._updater, self.clip,
             scale=1.0 / (self.mesh.data_ranks * accumulate), loss_scale=self.loss_scale, shares=shares,
@@ -634,7 +634,8 @@ class Engine:
         try:
             self._replicated.check_inputs((args, kwargs))
             return self.module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            self._hooks.left_by(error)
             if self.sequence is not None:
                 self.sequence.forget()
             raise
@@ -751,8 +752,8 @@ class Engine:
 
     @property
     def micro_batch(self) -> int:
-        """Backwards since the last step."""
-        return self.sharded.run.micro_batch
+        """Backwards since the last step; 0 behind one that an exception has left, as what there was is lost."""
+        return 0 if self._runner.interrupted else self.sharded.run.micro_batch
 
     @property
     def attempt(self) -> int:
@@ -762,7 +763,7 @@ class Engine:
     @property
     def gradients_ready(self) -> bool:
         """Whether the last backward was that before a step: gradients are summed over ranks and micro-batches."""
-        return self.sharded.run.gradients_ready
+        return self.sharded.run.gradients_ready and not self._runner.interrupted
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -787,6 +788,8 @@ class Engine:
         """
         self._gate.refuse_closed("engine.reset()")
         self._runner.reset()
+        if self.sequence is not None:
+            self.sequence.forget()
 
     @contextmanager
     def gathered(self, *names: str, write: bool = False, of: str = "params") -> Iterator[Any]:
@@ -930,7 +933,8 @@ class Engine:
         """Goes on where a checkpoint was written, whatever layout, precision and number of ranks wrote it.
 
         Args:
-            path: a checkpoint, or a folder of checkpoints, whose latest is taken.
+            path: a checkpoint, or a folder of checkpoints, whose latest is taken. A save of this engine that is still
+                under way is waited for.
             weights_only: parameters and buffers only; the optimizer and the rest of the run stay as they are.
             strict: False loads what fits; names and states that do not are in the report. Shapes have to fit anyway.
             rename: from the checkpoint's names to the model's: regular expressions and what they are replaced with, in
@@ -958,6 +962,7 @@ class Engine:
 
         self._gate.meet(f"engine.load(weights_only={weights_only})", follow=True, check=check)
         self._gate.secure()
+        self.saver.finish()  # it may be what is asked for
         self._loads += 1
         self._pipelined.drop()
         report = load(

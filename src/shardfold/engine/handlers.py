@@ -65,6 +65,7 @@ class Handlers:
         updates: how long the host has updated.
         damage: what went wrong with updates.
         used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
+        shares: weights of the micro-batches.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
         lifted: the loss scale that gradients have until they are unscaled.
     """
@@ -78,8 +79,8 @@ class Handlers:
         optimizer: ShardedOptimizer | None,
         clip: Clip | None,
         scale: float,
-        loss_scale: Scaler | None = None,
-        shares: Shares | None = None,
+        loss_scale: Scaler | None,
+        shares: Shares,
     ) -> None:
         self.comm, self.layout, self.tiers = comm, layout, tiers
         self.units = {unit.name: unit for unit in units}
@@ -96,7 +97,7 @@ class Handlers:
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
-        self.scale, self.loss_scale, self._shares = scale, loss_scale, shares
+        self.scale, self.loss_scale, self.shares = scale, loss_scale, shares
         self.lifted = 1.0
         self.set_factors()
 
@@ -385,9 +386,9 @@ class Handlers:
         """Begins to update a unit before its step; not where the weights of micro-batches, which are added up in the
         step, will multiply its gradients."""
         assert self.optimizer is not None
-        unit, shares = self.units[op.unit], self._shares
+        unit, shares = self.units[op.unit], self.shares
         begin = partial(self.optimizer.speculate, unit, str(op))
-        return lambda: None if shares is not None and shares.any else begin()
+        return lambda: None if shares.any else begin()
 
     def withdraw(self, units: Iterable[Unit] | None = None) -> None:
         """Updates before their step are undone (see :meth:`ShardedOptimizer.withdraw`)."""

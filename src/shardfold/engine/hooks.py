@@ -3,13 +3,14 @@
 Hooks do nothing but deliver: which unit is about to run forward, which is about to run backward, which parameter has
 its gradient, when a pass begins and ends. What follows from an event is the engine's business.
 
-    forward  of the model            begin_forward        end_forward (interrupt, if an exception leaves it)
+    forward  of the model            begin_forward        end_forward
     forward  of a unit's module        enter_forward(unit)    leave_forward(unit)
     backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
     backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
     backward by another way            enter_aside(unit)     (a weight it saved is needed; see ``remembers``)
     gradient of a parameter            gradient(unit, place, grad)   (gradient_dropped, if a user's hook took it)
     end of the outermost backward    end_backward
+    an exception leaves either       interrupt
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +128,8 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, tuple[nn.Module, list[int]]] = {}  # modules and the ids of their hooks
         self._accumulators: list[Any] = []  # a parameter refers to its node weakly
-        self._queued = False
+        # What autograd calls when the backward under way is over, and lets go of if an exception ends that.
+        self._queued: ref[Callable[[], None]] | None = None
         self._cast, self._casts, self._autocast = cast, casts, autocast
         self._casting: torch.autocast | None = None  # of the forward under way
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
@@ -193,7 +196,7 @@ class Hooks:
 
     def forget(self) -> None:
         """After an exception: what was under way is no longer, and the final callback of a backward will not come."""
-        self._queued = False
+        self._queued = None
         self._inside.clear()
         for _ in self._pushed:
             pop_saved_hooks()
@@ -288,6 +291,13 @@ class Hooks:
             raise
         self._after_model(self._model, args, output)
         return output
+
+    def left_by(self, error: BaseException) -> None:
+        """An exception has come out of a call of the model. One that is none of ``Exception`` calls no hooks of modules
+        on its way, so that what they began goes on around what the user does next."""
+        if not isinstance(error, Exception) and self._inside and not self.inside():
+            self.forget()
+            self._listener.interrupt()
 
     def inside(self) -> bool:
         """Whether this thread is inside of the model's forward, or of a backward."""
@@ -423,28 +433,41 @@ class Hooks:
 
     def _ensure_backward(self, *, create_graph: bool = False) -> None:
         """The first event of a backward announces it and asks autograd to call back when all of it is done."""
-        if not self._queued:
-            at_end_of_backward(self._done)
-            self._queued = True
-            try:
-                with apart():
-                    self._listener.begin_backward(create_graph=create_graph)
-            except BaseException:
-                self._queued = False  # it was refused: the next one begins anew
-                raise
-            self._queued = True  # what begins may have forgotten an interrupted one
+        if self._queued is not None:
+            return
+        done = partial(self._done)
+        at_end_of_backward(done)
+        queued = self._queued = ref(done, self._let_go)
+        del done  # autograd alone has it
+        try:
+            with apart():
+                self._listener.begin_backward(create_graph=create_graph)
+        except BaseException:
+            self._queued = None  # it was refused: the next one begins anew
+            raise
+        self._queued = queued  # what begins may have forgotten an interrupted one
+
+    def _let_go(self, queued: ref[Callable[[], None]]) -> None:
+        """Autograd has ended a backward and has not called what it was to call then: an exception has left it."""
+        if queued is self._queued:
+            self._queued = None
+            self._listener.interrupt()
 
     def _done(self) -> None:
-        self._queued = False
-        with apart():
-            self._listener.end_backward()
+        self._queued = None
+        try:
+            with apart():
+                self._listener.end_backward()
+        except BaseException:
+            self._listener.interrupt()
+            raise
         if self._replaced is not None:
             self._replaced.end_backward()
 
     def _before_gradient(self, arriving: Sequence[Tensor | None]) -> None:
         """The first gradient of a backward may be all that tells of it: a loss of a method, of a submodule, of weights.
         It has to begin before autograd adds to what ``parameter.grad`` shows."""
-        if not self._queued and arriving[0] is not None:
+        if self._queued is None and arriving[0] is not None:
             self._ensure_backward()
 
     def _on_gradient(

@@ -261,8 +261,9 @@ class Orders:
             self.late |= names
             self.compile()
 
-    def adopt(self, mode: str, run: NegotiatedPass, part: Part | None = None) -> None:
-        """Makes the order of the next passes out of what each rank ran in this one, which was through that part.
+    def adopt(self, mode: str, run: NegotiatedPass, part: Part | None = None, *, whole: bool = True) -> None:
+        """Makes the order of the next passes out of what each rank ran in this one, which was through that part, unless
+        on some rank an exception has left it, so that it is not the ``whole`` of it.
 
         Raises:
             OrderError: on all ranks: two of them contradict each other.
@@ -272,14 +273,16 @@ class Orders:
             return
         agreement = self._comm.agreement
         own = [name for name in run.own if name not in self.roots]
-        mine = json.dumps([own, sorted(self.touched - self.roots)])
+        mine = json.dumps([own, sorted(self.touched - self.roots), whole])
         said = [json.loads(text) for text in agreement.exchange(f"order/{agreement.sequence}", mine)]
-        held = {name for _, touched in said for name in touched}
+        if not all(ended for _, _, ended in said):
+            return
+        held = {name for _, touched, _ in said for name in touched}
         if held:
             names = ", ".join(sorted(held))
             LOG.info("held through each pass from now on, because other modules read their weights: %s", names)
             self.roots |= held
-        orders = [[name for name in order if name not in self.roots] for order, _ in said]
+        orders = [[name for name in order if name not in self.roots] for order, _, _ in said]
         if mode != "backward" and (found := contradiction(orders)) is not None:
             raise OrderError(describe(*found))
         self._seen[mode] += [

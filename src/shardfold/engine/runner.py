@@ -27,6 +27,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from shardfold.comm.agreement import CAUGHT, Place
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.orders import SECTIONS, Orders, mode_of
 from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
@@ -81,6 +82,8 @@ class Runner:
         inside_batch: whether a batch goes through stages, behind its first forward.
         synchronize: False inside ``no_sync()``.
         scaled: whether the backward under way is that of a loss that the engine scaled.
+        interrupted: an exception has left the model's forward or backward, which is not settled yet.
+        caught: an exception has left a pass, or this rank was reset, and the others were not asked about that yet.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Runner:
         self.inside_batch = False
         self.synchronize = True
         self.scaled = False
+        self.interrupted = self.caught = False
         take_part, where = (
             WeakMethod(self._take_part),
             WeakMethod(self._where),
@@ -122,7 +126,7 @@ class Runner:
         self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
         self.bring_back: Callable[..., None] = lambda *states: None  # states that a user let rest elsewhere
         self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
-        self._interrupted = False  # an exception left the model's forward
+        self._forwards = 0  # in training since the last step, those that were dropped too
         self._shared = False  # gradients of what several stages have are summed over them
         self._outer: list[tuple[Pass, str]] = []  # forwards that a backward inside of them interrupts
         self.renew(model.units)
@@ -199,8 +203,9 @@ class Runner:
         return again
 
     @_uninterrupted
-    def _finish(self) -> None:
-        """Ends the pass under way on all ranks; what a negotiated pass found becomes the order of the next."""
+    def _finish(self, *, whole: bool = True) -> None:
+        """Ends the pass under way on all ranks; what a negotiated pass found becomes the order of the next, if it is
+        ``whole`` on all of them."""
         run, section = self._pass, self._section
         assert run is not None
         run.finish()
@@ -209,7 +214,7 @@ class Runner:
         self._own = run.own
         if isinstance(run, NegotiatedPass) and not self._outer:
             self._asked_backward |= mode_of(section) == "backward"
-            self.orders.adopt(mode_of(section), run, self._ran)
+            self.orders.adopt(mode_of(section), run, self._ran, whole=whole)
 
     # -- meetings
 
@@ -250,11 +255,20 @@ class Runner:
         Raises:
             UsageError: the ``refusal``.
             ConfigError: that of another rank.
+            OrderError: on all ranks: one has dropped a micro-batch that others have not.
         """
-        if self.meet(what, flags=[False, False, False, refusal is not None])[3]:  # the first: of buffers
+        said = self.meet(what, flags=[False, False, self.caught, refusal is not None])  # the first: of buffers
+        if said[CAUGHT]:
+            self.agreement.compare(what, self._place())
+        self.caught = False
+        if said[3]:
             if refusal is None:
                 self.visible.show()
             self.agreement.refuse(what, refusal)
+
+    def _place(self) -> Place:
+        """Where in a step this rank is, for the others to compare where some rank has dropped what it did."""
+        return Place(self._forwards, self._state.micro_batch, self.caught)
 
     def _announce(self, what: str, refusal: UsageError | None = None) -> None:
         """[Note: when the answer of a meeting is needed] All ranks are about to do ``what``, which is found out while
@@ -264,7 +278,8 @@ class Runner:
         if refusal is not None or self.buffers.any or any(unit.split for unit in self.units):
             self._meet_or_refuse(what, refusal)
         else:
-            self.agreement.announce(what)
+            self.agreement.announce(what, self._place())
+            self.caught = False
 
     def _take_part(self) -> bool:
         """This rank waits in another engine, and a rank needs more of a pass that this one has ended here."""
@@ -299,7 +314,7 @@ class Runner:
     @property
     def under_way(self) -> bool:
         """Whether a pass runs, or was interrupted and is not settled."""
-        return self._pass is not None or self._interrupted
+        return self._pass is not None or self.interrupted
 
     def settle(self, what: str = "this call") -> None:
         """Ends what an exception interrupted, so that all ranks are where a pass begins.
@@ -314,26 +329,33 @@ class Runner:
         self.reset()
 
     def interrupt(self) -> None:
-        """An exception leaves the model's forward."""
-        self._interrupted = True
+        """An exception leaves the model's forward or backward."""
+        self.interrupted = True
+
+    def drop_interrupted(self) -> None:
+        """Before a backward: what an exception left is ended, as by :meth:`settle`."""
+        if self.interrupted:
+            self.reset()
 
     @_uninterrupted
     def reset(self) -> None:
         """Back to a clean state; gradients since the last step are lost.
 
         The interrupted pass is finished without computing: other ranks may have been further, or may still be in it.
+        What ran of it on this rank is not the order of the next.
         """
-        self._interrupted = self.scaled = False
+        self.interrupted = self.scaled = False
+        self.caught = True
         self.forget()
-        outer, self._outer = self._outer, []
         for unit in self.units:
             unit.running = 0
-        for run, section in [(self._pass, self._section), *reversed(outer)]:
-            if run is not None:
-                if isinstance(run, NegotiatedPass):
-                    run.touched.clear()
-                self._pass, self._section = run, section
-                self._finish()
+        while self._pass is not None or self._outer:
+            if isinstance(self._pass, NegotiatedPass):
+                self._pass.touched.clear()
+            if self._pass is not None:
+                self._finish(whole=False)
+            if self._outer:
+                self._pass, self._section = self._outer.pop()
         self.handlers.detours.clear()
         for unit in self.units:
             if unit.life is Life.GATHERING:
@@ -347,8 +369,7 @@ class Runner:
         """Forgets all gradients since the last step."""
         self._shared = False
         self.handlers.withdraw()
-        self._state.micro_batch, self._state.gradients_ready = 0, False
-        self._state.attempt += 1
+        self._state.end_attempt()
         self.visible.forget()
         for unit in self.units:
             unit.gradients.end_pass(self.agreement.wait)
@@ -361,6 +382,7 @@ class Runner:
         self.settle("optimizer.zero_grad()")
         self.handlers.withdraw()
         self.visible.drop(zero=not set_to_none)
+        self.handlers.shares.forget()
 
     # -- forward events
 
@@ -368,6 +390,7 @@ class Runner:
     def begin_forward(self) -> None:
         if self.under_way:  # of an interrupted pass: the hooks deliver no forward inside of another
             self.reset()
+        self.scaled = False
         self._thread = get_ident()
         self.follow()
         grad = torch.is_grad_enabled()
@@ -389,6 +412,7 @@ class Runner:
             section = "first"
         if grad and self.synchronize:
             self.buffers.trained(alone=local)
+        self._forwards += grad and not local
         self._evaluated |= not grad
         self.comm.meter.begin_forward("first" if first else "forward", self.part)
         self._grad_forward = grad
@@ -449,7 +473,7 @@ class Runner:
     @_uninterrupted
     def touch(self, unit: Unit) -> bool:
         """A freed weight is read outside of its unit's forward: gathers it if a pass is under way."""
-        if self._pass is None or isinstance(self._pass, LocalPass) or not self._in_its_thread():
+        if self._pass is None or self.interrupted or isinstance(self._pass, LocalPass) or not self._in_its_thread():
             return False
         if unit.life is Life.GATHERING:
             self.handlers.finish_gather(unit)
@@ -469,7 +493,7 @@ class Runner:
     @_uninterrupted
     def hold(self, units: Sequence[Unit]) -> bool:
         """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
-        if self._pass is None or self._interrupted or not self._in_its_thread():
+        if self._pass is None or self.interrupted or not self._in_its_thread():
             return False
         for unit in units:
             if unit.life is Life.GATHERING:
@@ -488,8 +512,7 @@ class Runner:
                 "parameters keeps them: run forward and both backwards inside `with engine.gathered():`, or choose a "
                 "layout that keeps parameters whole (ddp, zero1, zero2)."
             )
-        if self._interrupted:
-            self.reset()
+        self.drop_interrupted()
         self.bring_back()
         self.handlers.withdraw()  # of a step that this backward adds to
         self._delivered, self._boundary_before = False, self._state.gradients_ready
@@ -624,6 +647,7 @@ class Runner:
             self.scaled = False
         if self._delivered:
             self._state.micro_batch += 1
+            self.handlers.shares.counted()
         else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
             self._state.gradients_ready = self._boundary_before
         for unit in self.units:
@@ -687,9 +711,9 @@ class Runner:
     def end_step(self, *, skipped: bool = False) -> None:
         """The gradients have been used, or overflowed."""
         self._shared = False
-        self._state.micro_batch, self._state.gradients_ready = 0, False
+        self._state.end_attempt()
+        self._forwards = 0
         self.visible.forget()
-        self._state.attempt += 1
         if skipped:  # what was lost of gradients that no update has seen
             for unit in self.units:
                 unit.gradients.forget_lost()

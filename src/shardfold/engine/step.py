@@ -156,19 +156,21 @@ class Stepper:
         self._replicated.check_gradients()
         if weighed:
             sums = model.comm.control(self._shares.sums(), dist.ReduceOp.SUM, group=True)
-            ranks = model.comm.group.peers.size
-            handlers.set_factors(self._shares.factor(sums, ranks * runner.accumulate))
+            handlers.set_factors(self._shares.factor(sums, model.comm.group.peers.size))
         try:
             self._follow(used)
         except NonFiniteError:
             if not handlers.damage.begun:
                 self._end_round()  # in which it counts as a skipped step does
             raise
+        finally:
+            if weighed:  # what this step's gradients were multiplied by is none of the next one's
+                handlers.set_factors()
         for unit in model.units:
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
         self._changes.updated()
-        if weighed or self.freeze is not None:
+        if self.freeze is not None:
             handlers.set_factors()
         self._end_round()
         runner.end_step()

@@ -8,55 +8,96 @@ arrived, are multiplied once by what makes of that a division by the sum of weig
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError
 from shardfold.plan.checks import described, is_number
+from shardfold.sharding.run_state import RunState
 
 __all__ = ["Shares"]
 
 
 class Shares:
-    """Weights of this rank's micro-batches since the last step."""
+    """Weights of this rank's micro-batches since the last step, of those whose gradients have come.
 
-    def __init__(self) -> None:
+    Args:
+        run: whose steps those are. What was noted is of one attempt, and is forgotten with it, however that ends.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._attempt = run.attempt
         self._given: list[float | None] = []
+        self._divisor: int | None = None  # that the first micro-batch with a weight was divided by
+        self._own = False  # the backward under way is one of the engine's, which says its weight
+        self._coming: float | None = None  # that weight
+
+    def _since(self) -> list[float | None]:
+        """Those of the present attempt."""
+        if self._attempt != self._run.attempt:
+            self._attempt = self._run.attempt
+            self.forget()
+        return self._given
 
     @property
     def any(self) -> bool:
-        """Whether some micro-batch of this rank had a weight."""
-        return any(weight is not None for weight in self._given)
+        """Whether some micro-batch of this rank had a weight, or that of the backward under way has."""
+        return self._coming is not None or any(weight is not None for weight in self._since())
 
-    def weighed(self, loss: Tensor, weight: float | None, *, first: bool) -> Tensor:
-        """The loss times its weight; ``first``: of a step.
+    def forget(self) -> None:
+        """The gradients that have come are dropped."""
+        self._given.clear()
+        self._divisor = None
+
+    def weighed(self, loss: Tensor, weight: float | None, divisor: int) -> tuple[Tensor, float | None]:
+        """The loss times its weight, and that as a number. Gradients will be divided by ``divisor`` micro-batches; what
+        came before in this step may have been by another number.
 
         Raises:
             ConfigError: the weight is no finite number >= 0.
         """
-        if weight is not None:
-            number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
-            if not is_number(number, 0) or math.isinf(number):
-                raise ConfigError(
-                    f"engine.backward(weight={described(number)}): it is a number >= 0, such as a count of tokens."
-                )
-            weight = float(number)
-        self.note(weight, first=first)
-        return loss if weight is None else loss * weight
+        if weight is None:
+            return loss, None
+        number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+        if not is_number(number, 0) or math.isinf(number):
+            raise ConfigError(
+                f"engine.backward(weight={described(number)}): it is a number >= 0, such as a count of tokens."
+            )
+        self._since()
+        number, first = float(number), self._divisor or divisor
+        return loss * (number if divisor == first else number * divisor / first), number
 
-    def note(self, weight: float | None, *, first: bool) -> None:
-        """A micro-batch has this weight; ``first``: of a step."""
-        if first:
-            self._given.clear()
-        self._given.append(weight)
+    @contextmanager
+    def of(self, weight: float | None) -> Iterator[None]:
+        """Inside, a backward of the engine's runs, whose micro-batch has this weight: :meth:`note` it behind that."""
+        self._own, self._coming = True, weight
+        try:
+            yield
+        finally:
+            self._own, self._coming = False, None
+
+    def counted(self) -> None:
+        """A backward counts as a micro-batch; one that is none of the engine's, a bare ``loss.backward()``, has no
+        weight."""
+        if not self._own:
+            self._since().append(None)
+
+    def note(self, weight: float | None, divisor: int) -> None:
+        """A micro-batch of this weight has come, whose gradients were divided by ``divisor`` micro-batches."""
+        self._since().append(weight)
+        if weight is not None and self._divisor is None:
+            self._divisor = divisor
 
     def sums(self) -> list[float]:
         """What ranks add up: the weights, and the micro-batches without one."""
-        return [math.fsum(weight or 0.0 for weight in self._given), float(self._given.count(None))]
+        given = self._since()
+        return [math.fsum(weight or 0.0 for weight in given), float(given.count(None))]
 
-    @staticmethod
-    def factor(sums: list[float], micro_batches: int) -> float:
-        """What gradients that were divided by ``micro_batches`` are to be multiplied by.
+    def factor(self, sums: list[float], ranks: int) -> float:
+        """What gradients are to be multiplied by, that were divided by so many ``ranks`` and by micro-batches.
 
         Raises:
             UsageError: on all ranks, if some micro-batches had a weight and some had none.
@@ -67,4 +108,4 @@ class Shares:
                 f"engine.step(): {without:.0f} micro-batches had no weight= in engine.backward() and others had one: "
                 "give all of a step, on all ranks, one or none; engine.zero_grad() drops what has come."
             )
-        return micro_batches / total if total else 1.0  # without any weight all gradients are 0
+        return ranks * (self._divisor or 1) / total if total else 1.0  # without any weight all gradients are 0

@@ -109,3 +109,8 @@ class RunState:
     signs: Lossy | None = None
     broken: str = ""
     unwritten: StepError | None = None
+
+    def end_attempt(self) -> None:
+        """The gradients since the last step are used, or dropped: from here on those of the next are collected."""
+        self.micro_batch, self.gradients_ready = 0, False
+        self.attempt += 1
