@@ -527,7 +527,9 @@ class Runner:
         else:
             section = "quiet" if nested or not self.synchronize else "last" if ready else "backward"
         refusal = self.visible.try_hide()
-        if self.orders.moves(section):
+        # Inside of `gathered()` a forward is this rank's own, and so is what it takes gradients of in itself.
+        alone = nested and isinstance(self._pass, LocalPass) and all(u.pins or not u.split for u in self.units)
+        if self.orders.moves(section) and not alone:
             count = (
                 f"{self._state.micro_batch + 1} of {self.accumulate}"
                 if self.last is None
@@ -544,7 +546,7 @@ class Runner:
         self.comm.memory.after_compute()  # as before a forward: users may have written to shards since then
         for unit in self.units:
             unit.gradients.seen.clear()
-        self._pass = self._start(section, nested=nested)
+        self._pass = LocalPass() if alone else self._start(section, nested=nested)
         self._pass.begin()
         if isinstance(self._pass, NegotiatedPass):
             for name in sorted(self._of_pass(self.orders.touched - self.roots)):
