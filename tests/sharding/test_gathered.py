@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -599,3 +600,42 @@ def test_ranks_generate_unequal_lengths_after_one_gather_and_train_on(ranks: Ran
     for wrong, calls in ranks.run(_generate, layout, world_size=world_of(layout)):
         assert not wrong
         assert calls == bool(sf.PRESETS[layout].rest.over)
+
+
+class TakesAGradient(nn.Module):
+    """In its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(torch.tanh(self.linear(inner)).sum(), inner)
+        return x + self.linear(x) + 0.1 * grad
+
+
+def on_one_rank_alone(layout: str) -> list[float]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(TakesAGradient(), TakesAGradient()).double()
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = sf.Engine(copy.deepcopy(plain), optimizer=sgd, layout=layout, units=[TakesAGradient], desync_timeout=3)
+    update, off, x = sgd(plain.parameters()), [0.0], torch.ones(2, 6, dtype=torch.float64)
+    for _ in range(2):
+        plain(x).square().mean().backward()
+        update.step()
+        update.zero_grad()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        with engine.gathered(), torch.no_grad():
+            for _ in range(2 if engine.rank == 0 else 0):
+                off.append(float((engine(x) - plain(x)).abs().max()))
+    engine.close()
+    return off
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "zero3"])
+def test_inside_a_rank_alone_runs_a_forward_that_takes_gradients_itself(ranks: Ranks, layout: str) -> None:
+    for off in ranks.run(on_one_rank_alone, layout, world_size=2):
+        assert max(off) < 1e-12

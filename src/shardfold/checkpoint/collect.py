@@ -60,7 +60,7 @@ def collect(
     for name, tensor in tensors.items():
         parts.append(_whole("rank", "", name, tensor, rank=model.rank))
     if model.leads and not group:
-        for name, (buffer, _) in buffers_of(model.module).items():
+        for name, (buffer, _) in _buffers(model):
             parts.append(_whole("buffer", "", name, buffer))
         if model.rank:  # of another stage than rank 0's, which the header tells of
             _describe(model, index, left_out, {})
@@ -109,9 +109,15 @@ def _describe(model: ShardedModel, index: Index, left_out: Mapping[str, str], te
     index.parameters.sort(key=lambda p: order.get(p.name, len(order)))
     index.buffers = [
         Parameter(name, tuple(b.shape), NAMES[b.dtype], others)
-        for name, (b, others) in buffers_of(model.module).items()
+        for name, (b, others) in _buffers(model)
     ]
     index.optimizer = _optimizer(model, tensors)
+
+
+def _buffers(model: ShardedModel) -> list[tuple[str, tuple[Tensor, tuple[str, ...]]]]:
+    """Those that this rank tells of."""
+    untold = model.whole.untold if model.whole is not None else frozenset[str]()
+    return [entry for entry in buffers_of(model.module).items() if entry[0] not in untold]
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -273,7 +273,8 @@ class Comm:
         with self.job.uninterrupted():
             self.job.aside(what)
             group = self.mesh.among(places)
-            self.job.wait(dist.broadcast(values, group_src=0, group=group, async_op=True))
+            first = sorted(places).index(places[0])
+            self.job.wait(dist.broadcast(values, group_src=first, group=group, async_op=True))
 
     def close(self) -> None:
         """Nothing is sent any more; mesh and agreement end as :func:`joined` says."""

@@ -369,7 +369,7 @@ class DataMesh:
         """Makes groups of ranks at some places along the stages, for what those have together; all ranks call it."""
         for places in sorted({tuple(places) for places in groups}):
             for row in self.sizes.rows(self.sizes.stages):
-                ranks = [row[place] for place in places]
+                ranks = sorted(row[place] for place in places)
                 group = self._new_group(ranks, self._timeout)
                 if self.rank in ranks:
                     self._among[places] = group

@@ -66,10 +66,16 @@ class PassGate:
                 check()
         except ShardfoldError as raised:
             error = raised
-        if self._runner.meet_all(what, flags=[error is not None])[0]:
+        buffers = self._runner.buffers
+        changed, refused = self._runner.meet_all(what, flags=[buffers.changed(), error is not None])[:2]
+        if refused:
             self._model.comm.job.refuse(what, error)
+        buffers.synchronize(bool(changed), forward=False)
         if follow or settle:
             self.settle()
+
+    def went_apart(self) -> None:
+        self._runner.buffers.asks = self._runner.buffers.any
 
     def follow(self) -> None:
         if needed(self._changes):

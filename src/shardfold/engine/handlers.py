@@ -35,6 +35,7 @@ from shardfold.plan.program import MARKERS, Op
 from shardfold.plan.report import TierSeconds
 from shardfold.sharding.gradients import Sums
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.slices import shared_number
 from shardfold.sharding.unit import Life, Unit
 from shardfold.tiers.host import HostTier
 from shardfold.tiers.tiers import Tiers
@@ -299,7 +300,7 @@ class Handlers:
         return partial(gradients.send, sends, scatter=op.verb == "REDUCE_SCATTER")
 
     def bind_share(self, op: Op) -> Call:
-        segments = [s for s in self.units[op.unit].trainable if s.spec.places]
+        segments = [segment for _, _, segment in _shared(op.among(self.units))]
 
         def share() -> None:
             for segment in segments:
@@ -310,12 +311,10 @@ class Handlers:
 
     def _agree_on_shared(self) -> None:
         """What any stage has used of what several have, all of them have; where no gradient came they are zero."""
-        for unit in self.units.values():
-            for number, segment in enumerate(unit.trainable):
-                if segment.spec.places:
-                    mine = torch.tensor(unit.gradients.used[number], dtype=torch.uint8)
-                    self.comm.sum_among(mine, segment.spec.places, f"the agreement on {unit.name}")
-                    unit.gradients.used[number] = [bool(flag) for flag in mine.tolist()]
+        for unit, number, segment in _shared(self.units.values()):
+            mine = torch.tensor(unit.gradients.used[number], dtype=torch.uint8)
+            self.comm.sum_among(mine, segment.spec.places, f"the agreement on {unit.name}")
+            unit.gradients.used[number] = [bool(flag) for flag in mine.tolist()]
 
     def bind_wait(self, op: Op) -> Call:
         units, waiter = op.among(self.units), self.comm.agreement.wait
@@ -492,6 +491,13 @@ class Handlers:
         late = [unit for unit in units if next(bit)]
         said = [*bit, bool(late)]
         return used, late, said if self.comm.group is self.comm.agreement else self.comm.anyone(said, what)
+
+
+def _shared(units: Iterable[Unit]) -> list[tuple[Unit, int, Segment]]:
+    """What several stages have of these units and is trained, each with its number in its unit, in the order in which
+    all of these stages have it."""
+    found = [(unit, i, s) for unit in units for i, s in enumerate(unit.trainable) if s.spec.places]
+    return sorted(found, key=lambda entry: shared_number(entry[2].parameters[0]))
 
 
 HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {

@@ -49,6 +49,10 @@ def _title(section: str) -> str:
             "quiet": "backward in no_sync", "last_weights": "weights, last"}.get(section, section)  # fmt: skip
 
 
+def _key(mode: str, part: Part | None) -> tuple[str, frozenset[str] | None]:
+    return mode, None if part is None else part.units
+
+
 def _repeated(order: Sequence[str]) -> set[str]:
     return {name for name, count in Counter(order).items() if count > 1}
 
@@ -113,7 +117,7 @@ class Orders:
         self.roots = (self.roots & names) | {unit.name for unit in units if unit.spec.root}
         self.found: dict[str, list[str] | None] = dict.fromkeys(("train", "eval", "backward"))
         self._seen: dict[str, list[list[str]]] = {"train": [], "eval": [], "backward": []}
-        self._recordings = dict.fromkeys(self.found, 0)
+        self._recordings: Counter[tuple[str, frozenset[str] | None]] = Counter()
         self.late &= names
         self.touched &= names
         self.compile()
@@ -232,10 +236,11 @@ class Orders:
         at = {name: i for i, name in enumerate(order)}
         return {id(p): at.get(unit.name, len(at)) for unit in self.units for _, p in unit.parameters()}
 
-    def known(self, section: str) -> bool:
-        """Whether the section has an order that is worth following."""
+    def known(self, section: str, part: Part | None = None) -> bool:
+        """Whether the section has an order that is worth following. Of each stage of a rank a pass is asked for: which
+        weights its other modules read is found only there."""
         mode = mode_of(section)
-        return self.found[mode] is not None and self._recordings[mode] <= RECORDINGS
+        return self.found[mode] is not None and 0 < self._recordings[_key(mode, part)] <= RECORDINGS
 
     def forward(self) -> list[str]:
         """Roots, then the others as they run in training."""
@@ -256,9 +261,9 @@ class Orders:
             self.late |= names
             self.compile()
 
-    def adopt(self, mode: str, run: NegotiatedPass, *, whole: bool = True) -> None:
-        """Makes the order of the next passes out of what each rank ran in this one, unless on some rank an exception
-        has left it, so that it is not the ``whole`` of it.
+    def adopt(self, mode: str, run: NegotiatedPass, part: Part | None = None, *, whole: bool = True) -> None:
+        """Makes the order of the next passes out of what each rank ran in this one, which was through that part, unless
+        on some rank an exception has left it, so that it is not the ``whole`` of it.
 
         Raises:
             OrderError: on all ranks: two of them contradict each other.
@@ -286,5 +291,5 @@ class Orders:
         known = [unit.name for unit in self.units]
         merged = merge_orders(self._seen[mode], known if mode != "backward" else known[::-1])
         self.found[mode] = merged if merged is not None else run.record
-        self._recordings[mode] += 1
+        self._recordings[_key(mode, part)] += 1
         self.compile()

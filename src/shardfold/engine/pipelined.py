@@ -138,7 +138,7 @@ class Pipelined:
             span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)})"
             lines.append(f"  stage {stage:<3} rank {self.place(stage):<3} {span}{'  <-- here' * (stage in stages.own)}")
         for name, places in stages.shared.items():
-            lines.append(f"  {name} is on the ranks {', '.join(map(str, places))}, which sum its gradients")
+            lines.append(f"  {name} is on the ranks {', '.join(map(str, sorted(places)))}, which sum its gradients")
         lines += [f"slots, where a backward takes two: bubble {line.bubble:.1%}", *drawn(line, self._ranks)]
         kept = ", ".join(map(str, line.kept))
         lines.append(f"micro-batches of stages that wait for their backward, at most, by rank: {kept}")
@@ -390,6 +390,8 @@ class Pipelined:
             raise
         finally:
             self._runner.inside_batch, self._runner.part = False, None
+            if self.stages is not None:
+                self.stages.around.forget()
             if self._under.stash is not None:
                 self._runner.last = None
 

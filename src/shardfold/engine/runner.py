@@ -94,7 +94,7 @@ class Runner:
         self.comm, self.agreement = model.comm, model.comm.agreement
         self.orders = Orders(model.layout, model.comm, handlers, overlap, clip=clip, stashes=stashes)
         self.visible = VisibleGradients(model)
-        self.buffers = Buffers(model.module, model.comm)
+        self.buffers = Buffers(model.module, model.comm, always=model.tiers.device.debug)
         self._state = model.run
         self._boundary_before = False
         self.last: bool | None = None
@@ -117,6 +117,7 @@ class Runner:
         self._grad_forward = True
         self._pass: Pass | None = None  # of the pass under way
         self._section = ""
+        self._ran: Part | None = None  # what of the model the pass under way, or else the one before, goes through
         self._between: Section | None = None  # of the program, that runs between passes
         self._thread = get_ident()  # that runs forward
         self._full: set[str] = set()  # units that a forward found full: of two forwards before one backward
@@ -153,9 +154,10 @@ class Runner:
         verb = "B" if mode_of(section) == "backward" else "F"
         if not self.orders.moves(section):
             return LocalPass()
-        # Gradients of weights need no values of these.
-        roots = [unit for unit in self.units if unit.name in self.roots and not self.weights]
-        if not nested and (self.orders.known(section) or self.weights):
+        self._ran = self.part
+        held = self._of_pass(self.roots) if not self.weights else ()  # gradients of weights need no values of these
+        roots = [unit for unit in self.units if unit.name in held]
+        if not nested and (self.orders.known(section, self.part) or self.weights):
             return ReplayedPass(
                 verb,
                 self.orders.track(section, self.part),
@@ -166,11 +168,17 @@ class Runner:
             )
         return self._asked(section, nested=nested)
 
+    def _of_pass(self, names: set[str]) -> set[str]:
+        """Those of the units that the pass under way goes through. A pass through one of several stages has no
+        operation that frees what is of another, so it must not gather that either: behind an update that would still
+        have the old values."""
+        return set(names) if self._ran is None else names & (self._ran.units | self._ran.common)
+
     def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> NegotiatedPass:
         verb = "B" if mode_of(section) == "backward" else "F"
         gathers = "first" if self.orders.program.first else "train"
         return NegotiatedPass(
-            verb, self.orders.unordered(section, self.part), self.by_name, set(self.roots), self.agreement,
+            verb, self.orders.unordered(section, self._ran), self.by_name, self._of_pass(self.roots), self.agreement,
             self.handlers, refill=self.orders.unordered(gathers), own=own, nested=nested,
         )  # fmt: skip
 
@@ -206,7 +214,7 @@ class Runner:
         self._own = run.own
         if isinstance(run, NegotiatedPass) and not self._outer:
             self._asked_backward |= mode_of(section) == "backward"
-            self.orders.adopt(mode_of(section), run, whole=whole)
+            self.orders.adopt(mode_of(section), run, self._ran, whole=whole)
 
     # -- meetings
 
@@ -393,7 +401,7 @@ class Runner:
         if (
             self.agreement.peers.size > 1
             and not local
-            and (self.orders.moves(section) or self.orders.program.first or (self.buffers.due and follows))
+            and (self.orders.moves(section) or self.orders.program.first or (self.buffers.asks and follows))
         ):
             what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
             said = self.meet(what, evaluating=not grad, flags=[follows and self.buffers.changed(), first])
@@ -402,8 +410,8 @@ class Runner:
                 self.buffers.synchronize(changed)
         if first:
             section = "first"
-        if grad and self.synchronize and not local:
-            self.buffers.due = self.buffers.any
+        if grad and self.synchronize:
+            self.buffers.trained(alone=local)
         self._forwards += grad and not local
         self._evaluated |= not grad
         self.comm.meter.begin_forward("first" if first else "forward", self.part)
@@ -519,7 +527,9 @@ class Runner:
         else:
             section = "quiet" if nested or not self.synchronize else "last" if ready else "backward"
         refusal = self.visible.try_hide()
-        if self.orders.moves(section):
+        # Inside of `gathered()` a forward is this rank's own, and so is what it takes gradients of in itself.
+        alone = nested and isinstance(self._pass, LocalPass) and all(u.pins or not u.split for u in self.units)
+        if self.orders.moves(section) and not alone:
             count = (
                 f"{self._state.micro_batch + 1} of {self.accumulate}"
                 if self.last is None
@@ -536,10 +546,10 @@ class Runner:
         self.comm.memory.after_compute()  # as before a forward: users may have written to shards since then
         for unit in self.units:
             unit.gradients.seen.clear()
-        self._pass = self._start(section, nested=nested)
+        self._pass = LocalPass() if alone else self._start(section, nested=nested)
         self._pass.begin()
         if isinstance(self._pass, NegotiatedPass):
-            for name in sorted(self.orders.touched - self.roots):
+            for name in sorted(self._of_pass(self.orders.touched - self.roots)):
                 self._pass.touch(self.by_name[name])
 
     @_uninterrupted

@@ -293,6 +293,7 @@ class Stepper:
 
     def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
         """The optimizer's step, with whatever hooks it has around it."""
+        track.follow(("RELEASE",))  # which reads the shards, and may write them: before the second cursor does
         if not self._updater.fused:
             self._handlers.damage.begun = True
             host = self._model.layout.updates_on is Tier.HOST

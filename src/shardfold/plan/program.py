@@ -649,9 +649,9 @@ class _Lowering:
 
     def shared(self) -> Iterator[Op]:
         """Sums of gradients of what several stages have."""
-        for unit in self._units:
-            if any(segment.places and segment.trainable for segment in unit.segments):
-                yield Op("SHARE", unit.name, self._mesh.stages)
+        found = [u.name for u in self._units if any(s.places and s.trainable for s in u.segments)]
+        if found:  # of several units at once, as ranks of other stages may have them in another order
+            yield Op("SHARE", RANGE.join(dict.fromkeys((found[0], found[-1]))), self._mesh.stages)
 
     def outer(self, section: str) -> Iterator[Op]:
         """What a section of a round of outer steps does, fragment by fragment."""

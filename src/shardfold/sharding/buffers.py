@@ -3,11 +3,20 @@
 DDP broadcasts all buffers before each forward that follows a training forward. The same values come out of sending them
 only when some rank changed one (the statistics of a batch normalization change in every training forward, rotary
 tables and masks never do), and that costs nothing to find out: the meeting before a forward carries one flag for it.
+What is done between passes (``gathered()``, a state dict, a save) begins with a meeting too, and finds buffers equal.
+
+``[Note: what changed]`` A buffer that is replaced is another object, and one that is written has another version. What
+PyTorch's kernels or ``buffer.data`` write leaves no such trace (``F.batch_norm`` with statistics of a module's own), so
+that values are compared besides. On the CPU that is done each time. Where it would stop the host it is done behind the
+first training forward, and what changed without a trace in that counts as changed by each one from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +31,40 @@ from shardfold.torch_internals import set_versions
 __all__ = ["Buffers", "take_first_rank"]
 
 
+class _Seen(NamedTuple):
+    """A buffer as it was; an object whose number another has since is not that other."""
+
+    buffer: ReferenceType[Tensor]
+    version: int
+    digest: int | None  # of the values; None: they were not looked at
+
+    def left_trace(self, now: Tensor) -> bool:
+        """Whether what is there now is another, or was written in a way that shows."""
+        return self.buffer() is not now or self.version != _version(now)
+
+    def other_values(self, now: Tensor) -> bool:
+        return self.digest is not None and self.digest != _digest(now)
+
+
 class Buffers:
     """The buffers of a model on this rank.
 
+    Args:
+        always: whether values are compared each time also where that stops the host.
+
     Attributes:
         any: whether there are any.
-        due: whether the forward before this one was one of training, so that they may differ between ranks.
+        due: whether a forward of training came since ranks last looked, so that they may differ between ranks.
+        asks: whether ranks meet before the next forward because of that; all ranks say the same.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, *, always: bool = False) -> None:
         self._comm = comm
-        self.due = False
+        self._alone = comm.mesh.parts(comm.mesh.sizes.alike) == 1
+        self._always = always or not accelerator.has_streams(comm.memory.device)
+        self._looks = True  # whether values are still to be compared once
+        self._silent = False  # whether that found any that change without a trace
+        self.due = self.asks = False
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
@@ -41,40 +73,60 @@ class Buffers:
         modules = list(model.modules())
         self._places = [(module, name) for module in modules for name, b in module._buffers.items() if b is not None]
         self.any = bool(self._places)
-        self._known = [] if changed else self._state()
+        self._known: list[_Seen] | None = None if changed else self._state()
+
+    def trained(self, *, alone: bool) -> None:
+        """A forward of training begins; ``alone``: other ranks may run none."""
+        self.due = self.any
+        self.asks = self.any and (self.asks or not alone)
 
     def changed(self) -> bool:
         """Whether this rank changed one since they were last equal."""
-        return self.due and self._state() != self._known
+        if not self.due or self._alone:
+            return False
+        known, now = self._known, self._present()
+        if known is None or len(known) != len(now):
+            return True
+        traces = [seen.left_trace(buffer) for seen, buffer in zip(known, now, strict=True)]
+        if self._always:
+            return any(traces) or any(seen.other_values(buffer) for seen, buffer in zip(known, now, strict=True))
+        if self._looks:
+            self._looks = False
+            others = [seen.other_values(buffer) for seen, buffer in zip(known, now, strict=True)]
+            self._silent = any(other and not trace for other, trace in zip(others, traces, strict=True))
+        return self._silent or any(traces)
 
-    def synchronize(self, changed: bool) -> None:
-        """Gives every rank rank 0's values if any rank changed one."""
-        self.due = False
-        if not changed or self._comm.mesh.parts(self._comm.mesh.sizes.alike) == 1:
-            return
-        known = set(self._known)
-        unchanged = {identity for identity, version in self._state() if (identity, version) in known}
-        take_first_rank(self._comm, self._present(), "the broadcast of buffers", unchanged=unchanged)
-        self._known = self._state()
+    def synchronize(self, changed: bool, *, forward: bool = True) -> None:
+        """Gives every rank rank 0's values if any rank changed one. What is no ``forward`` leaves the next one to look
+        as it would have done: users may change one in between."""
+        if forward:
+            self.due = self.asks = False
+        if changed and not self._alone:
+            take_first_rank(self._comm, self._present(), "the broadcast of buffers")
+            self._known = self._state()
 
     def _present(self) -> list[Tensor]:
         found = (module._buffers.get(name) for module, name in self._places)
         return [buffer for buffer in found if buffer is not None]
 
-    def _state(self) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for buffer in self._present()]
+    def _state(self) -> list[_Seen]:
+        looks = not self._alone and (self._always or self._looks)
+        return [_Seen(ref(each), _version(each), _digest(each) if looks else None) for each in self._present()]
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _digest(buffer: Tensor) -> int:
+    return crc32(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def take_first_rank(
-    comm: Comm, buffers: Sequence[Tensor], what: str, detail: str = "", unchanged: Collection[int] = (),
-    over: Axes | None = None,
-) -> None:  # fmt: skip
+    comm: Comm, buffers: Sequence[Tensor], what: str, detail: str = "", over: Axes | None = None
+) -> None:
     """Buffers get the values of the first rank along the axes ``over`` (None: of the group) on all of them, at most
-    64 MiB, or one, in a broadcast; autograd, which may have kept one, does not see what has them already as written.
-
-    ``what`` and ``detail`` are for messages; ``unchanged``: ids of buffers that this rank has not changed since they
-    were equal.
-    """
+    64 MiB, or one, in a broadcast. ``what`` and ``detail`` are for messages."""
     over = comm.mesh.sizes.alike if over is None else over
     if comm.mesh.parts(over) == 1:
         return
@@ -85,21 +137,26 @@ def take_first_rank(
             comm.broadcast(flat, what, over=over, detail=detail)
             if shard_index(over, comm.mesh.sizes, comm.mesh.coords):
                 for buffer, part in zip(batch, flat.split([b.numel() * b.itemsize for b in batch]), strict=True):
-                    value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
-                    _take(buffer, value, unchanged=id(buffer) in unchanged)
+                    _take(
+                        buffer, part.clone().view(buffer.dtype).view(buffer.shape)
+                    )  # a clone is aligned for its dtype
 
 
-def _take(buffer: Tensor, value: Tensor, *, unchanged: bool) -> None:
-    if not accelerator.has_streams(buffer.device):
-        if not torch.equal(value, buffer):
-            buffer.copy_(value)
+def _take(buffer: Tensor, value: Tensor) -> None:
+    """Writes without a trace, as DDP does. Autograd may have kept the buffer: the statistics of a normalization, which
+    their backward does not read in training, or a table, which has the same values as before. What users write, on
+    whatever rank, has a version of its own, which stays."""
+    target = buffer
+    for dim, (step, size) in enumerate(zip(buffer.stride(), buffer.shape, strict=True)):
+        if not step and size > 1:  # of an expanded buffer: once where elements share memory
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    if buffer.is_inference():
+        with torch.inference_mode():
+            target.copy_(value)
         return
-    # Here to compare would stop the host, once for each buffer and forward. What this rank has not changed is written
-    # without a trace: nearly always it is what is there already, as rotary tables and masks are.
     version = buffer._version
-    buffer.copy_(value)
-    if unchanged:
-        set_versions((buffer,), (version,))
+    target.copy_(value)
+    set_versions((buffer,), (version,))
 
 
 def _batches(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:

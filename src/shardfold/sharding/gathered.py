@@ -125,6 +125,8 @@ def gathered(
     finally:
         model.loans.remove(loan)
         lent.close()
+        if of == "params":
+            model.gate.went_apart()
 
 
 def _write_back(model: ShardedModel, lent: Lent, loan: Loan, homes: Sequence[Home], source: int, strict: bool) -> None:

@@ -44,7 +44,11 @@ class Gate(Protocol):
     ) -> None:
         """All ranks are about to do ``what`` between passes, or all raise, also where ``check`` raises on one only: it
         sends nothing. ``follow`` the model first if it changed. To follow, or to ``settle``, what the last step began
-        is finished."""
+        is finished. Buffers are rank 0's from then on."""
+        ...
+
+    def went_apart(self) -> None:
+        """Ranks may each have run forwards of their own: before the next of all they look whether buffers differ."""
         ...
 
     def follow(self) -> None:
@@ -125,10 +129,13 @@ class Whole:
     Attributes:
         names: of all parameters and persistent buffers.
         also: further names of parameters, by the first.
+        untold: names of persistent buffers that this rank has and another tells of: that of the last stage that has
+            them, which runs the most of the model's code.
     """
 
     names: frozenset[str]
     also: Mapping[str, tuple[str, ...]]
+    untold: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)

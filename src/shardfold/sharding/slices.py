@@ -21,7 +21,10 @@ from shardfold.plan.placement import UnitSpec
 from shardfold.sharding.partitioned import early_shard
 from shardfold.sharding.registry import model_of
 
-__all__ = ["Slice", "check_early", "check_reach", "mark_shared", "mark_slice", "marked_on", "places_of", "slices_on"]
+__all__ = [
+    "Slice", "check_early", "check_reach", "mark_shared", "mark_slice", "marked_on", "places_of",
+    "shared_number", "slices_on",
+]  # fmt: skip
 
 _MARKS, _PLACES = "_shardfold_slices", "_shardfold_places"
 INSIDE = " It has none: give the layer inside that owns it."
@@ -48,14 +51,21 @@ class _Mark(NamedTuple):
     blocks: int = 1
 
 
-def mark_shared(parameter: nn.Parameter, places: Sequence[int]) -> None:
-    """The ranks at these places along the stages of a pipeline have the same parameter."""
-    vars(parameter)[_PLACES] = tuple(places)
+def mark_shared(parameter: nn.Parameter, places: Sequence[int], number: int) -> None:
+    """The ranks at these places along the stages of a pipeline have the same parameter, which has that number among all
+    such on each of them."""
+    vars(parameter)[_PLACES] = tuple(places), number
 
 
 def places_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """The same, of a parameter that is marked; of another: none."""
-    return vars(parameter).get(_PLACES, ())
+    return vars(parameter).get(_PLACES, ((), 0))[0]
+
+
+def shared_number(parameter: nn.Parameter) -> int:
+    """In which order ranks go through what they share: each defines only a part of the model's modules, in which the
+    same parameters may come in another order."""
+    return vars(parameter)[_PLACES][1]
 
 
 @known_arguments

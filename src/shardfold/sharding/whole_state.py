@@ -52,7 +52,8 @@ def state_dict(model: ShardedModel, frozen: str) -> dict[str, Tensor]:
 def _of_all_stages(model: ShardedModel, whole: Whole, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dicts of all stages in one, on every rank."""
     comm, axes = model.comm, model.comm.mesh.sizes.stages
-    mine = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in state.items()}
+    told = {name: value for name, value in state.items() if name not in whole.untold}
+    mine = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in told.items()}
     said = [json.loads(text) for text in comm.job.exchange("the state of a stage", json.dumps(mine))]
     row = next(row for row in comm.mesh.sizes.rows(axes) if model.rank in row)
     found: dict[str, Tensor] = {}

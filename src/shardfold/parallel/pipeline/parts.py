@@ -27,10 +27,12 @@ def parts_of(
     Raises:
         ConfigError: a unit that is no root has parts in several stages.
     """
-    homes = {id(m): stage for piece, stage in zip(stages.pieces, stages.stage_of, strict=True)
-             for m in piece.module.modules()}  # fmt: skip
+    homes: dict[int, set[int]] = {}  # of modules, which pieces may have together
+    for piece, stage in zip(stages.pieces, stages.stage_of, strict=True):
+        for module in piece.module.modules() if stage in stages.own else ():
+            homes.setdefault(id(module), set()).add(stage)
     found = {
-        name: {homes[id(m)] for module in modules for m in module.modules() if id(m) in homes}
+        name: {stage for module in modules for m in module.modules() for stage in homes.get(id(m), ())}
         for name, modules in units.items()
     }
     common = frozenset(name for name, of in found.items() if len(of) != 1)

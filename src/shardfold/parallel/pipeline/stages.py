@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardfold.comm.comm import Comm
 from shardfold.errors import ConfigError, ModelError, UsageError
+from shardfold.parallel.pipeline.around import Around
 from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.pipeline.pieces import cost_of, cut_by_cost, cut_by_names, find_pieces
 from shardfold.parallel.pipeline.trace import Constant, Made, Origin, Passed, Skeleton, Trace, placeholder
@@ -94,7 +95,8 @@ class Stages:
         stage_of: that of each piece.
         names: of parameters and buffers, all that each has, by stage.
         places: where along the axis each stage is.
-        shared: the places along the axis of each parameter that several have, by its first name.
+        shared: the places along the axis of each parameter that several have, by its first name, which is its first
+            on the first of these places.
         mine: the parameters of this rank.
         whole: the names of all of the model.
         skeleton: of it.
@@ -120,21 +122,26 @@ class Stages:
         )
         by_stage = self._by_stage(model)
         parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
-        self.whole = Whole(frozenset([*parameters, *every_buffer(model)]), names_of(model))
         self.names = [{*names, *self._buffers_of(stage)} for stage, names in enumerate(by_stage)]
         self.places = list(range(count) if places is None else places)
-        self.shared = _shared(by_stage, self.places)
+        names = frozenset([*parameters, *every_buffer(model)])
+        self.whole = Whole(names, names_of(model), self._untold(model))
+        self.shared = self._shared(model, by_stage)
         parameters = {name: p for names in by_stage for name, p in names.items()}
         self.mine = {id(p): p for stage in self.own for p in by_stage[stage].values()}
         self.shared_here = [self.mine.get(id(parameters[name])) for name in self.shared]
-        for name, stages in self.shared.items():
-            mark_shared(parameters[name], stages)
+        for number, (name, stages) in enumerate(self.shared.items()):
+            mark_shared(parameters[name], stages, number)
         self.skeleton = Skeleton(model, self.pieces, device)
         self._traces: dict[Any, Borders] = {}
         self.latest: Borders | None = None
         self._run: Run | None = None
+        self.around = Around(model, self.own)
         self._closers: list[Callable[[], object]] = []
         self._dropped: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
+        self._ids = {stage: {id(p) for p in by_stage[stage].values()} for stage in self.own}
+        self._tied: list[tuple[nn.Module, str, Tensor]] = []  # of dropped ones those that a stage of this rank has, too
+        self._read: dict[int, list[tuple[nn.Module, str, Tensor]]] = {}
         self._early = [p for p in model.parameters() if early_shard(p) is not None]
 
     def _by_stage(self, model: nn.Module) -> list[dict[str, nn.Parameter]]:
@@ -145,6 +152,31 @@ class Stages:
                 holders.setdefault(id(parameter), set()).add(stage)
         named = list(model.named_parameters(remove_duplicate=False))
         return [{name: p for name, p in named if stage in holders[id(p)]} for stage in range(self.count)]
+
+    def _shared(self, model: nn.Module, by_stage: Sequence[Mapping[str, nn.Parameter]]) -> dict[str, list[int]]:
+        homes: dict[int, int] = {}  # of modules
+        for piece, stage in zip(self.pieces, self.stage_of, strict=True):
+            for module in piece.module.modules():
+                homes.setdefault(id(module), stage)
+        found: dict[str, list[int]] = {}
+        for name, p in model.named_parameters():
+            stages = (stage for stage, names in enumerate(by_stage) if name in names and names[name] is p)
+            home = self.places[homes[id(model.get_submodule(name.rpartition(".")[0]))]]
+            others = {self.places[stage] for stage in stages} - {home}
+            if others:
+                found[name] = [home, *sorted(others)]
+        return found
+
+    def _untold(self, model: nn.Module) -> frozenset[str]:
+        last: dict[int, int] = {}  # by module, of pieces; every stage has those around them
+        for piece, stage in zip(self.pieces, self.stage_of, strict=True):
+            last.update(dict.fromkeys(map(id, piece.module.modules()), stage))
+        here, found = self.places[self.own[0]], set[str]()
+        for name in every_buffer(model):
+            stage = last.get(id(model.get_submodule(name.rpartition(".")[0])), self.count - 1)
+            if self.places[stage] != here:
+                found.add(name)
+        return frozenset(found)
 
     def _buffers_of(self, stage: int) -> list[str]:
         mine = (piece for piece, at in zip(self.pieces, self.stage_of, strict=True) if at == stage)
@@ -175,6 +207,8 @@ class Stages:
                             vars(module)[name] = placeholder(_made(tensor), self._device)
                             held[name] = None
                             self._dropped.append((module, held, name, tensor))
+                            if id(tensor) in self.mine:
+                                self._tied.append((module, name, tensor))
         return self.put_back
 
     def keep_mine(self, comm: Comm) -> None:
@@ -193,9 +227,12 @@ class Stages:
             del vars(module)[name]
             held[name] = tensor
         self._dropped.clear()
+        self._tied.clear()
 
     def attach(self) -> None:
         """From now on pieces are watched, and those of other ranks stand for what they give."""
+        if len(self.own) > 1 and self.skeleton.around:
+            self._closers.append(self.around.attach())
         for number, (piece, stage) in enumerate(zip(self.pieces, self.stage_of, strict=True)):
             if stage in self.own:
                 handle = piece.module.register_forward_hook(partial(self._after, number), prepend=True)
@@ -277,7 +314,8 @@ class Stages:
 
     @contextmanager
     def running(self, run: Run) -> Any:
-        """Inside, a forward of the model is that of one stage; pieces of other stages of this rank stand in, too."""
+        """Inside, a forward of the model is that of one stage; pieces of other stages of this rank stand in, too, and
+        code around the pieces reads of all others what :meth:`_read_in` says."""
         idle = [
             (number, piece.module)
             for number, (piece, stage) in enumerate(zip(self.pieces, self.stage_of, strict=True))
@@ -285,12 +323,42 @@ class Stages:
         ]
         self._run = run
         before = [call_instead(module, partial(self._stand_in, number)) for number, module in idle]
+        read = [(vars(module), name, tensor) for module, name, tensor in self._read_in(run.stage)]
+        held = [names.get(name) for names, name, _ in read]
+        for names, name, tensor in read:
+            names[name] = tensor
         try:
-            yield
+            with self.around.of(run.stage, run.borders.trace.written):
+                yield
         finally:
             self._run = None
+            for (names, name, _), tensor in zip(read, held, strict=True):
+                if tensor is None:
+                    del names[name]
+                else:
+                    names[name] = tensor
             for (_, module), own in zip(idle, before, strict=True):
                 call_instead(module, own)
+
+    def _read_in(self, stage: int) -> list[tuple[nn.Module, str, Tensor]]:
+        """What parameters of pieces of other stages are in a forward of this one. Of what it has itself, under a tied
+        name, the parameter; of what another stage of this rank has a placeholder, as of what another rank has: its
+        values may not be gathered, and nothing that this stage gives can depend on them."""
+        if stage not in self._read:
+            mine = [piece.module for piece, at in zip(self.pieces, self.stage_of, strict=True) if at == stage]
+            seen = {id(module) for piece in mine for module in piece.modules()}
+            found = [entry for entry in self._tied if id(entry[2]) in self._ids[stage]]
+            for piece, at in zip(self.pieces, self.stage_of, strict=True):
+                for module in piece.module.modules() if at in self.own and at != stage else ():
+                    if id(module) in seen:
+                        continue
+                    seen.add(id(module))
+                    found += [
+                        (module, name, placeholder(_made(p), self._device)) for name, p in module._parameters.items()
+                        if p is not None and id(p) not in self._ids[stage]
+                    ]  # fmt: skip
+            self._read[stage] = found
+        return self._read[stage]
 
     def _next(self, number: int) -> tuple[Run, int]:
         """The run under way, and the number of this call of a piece.
@@ -370,16 +438,6 @@ class Stages:
                 assert isinstance(known, Made)
                 leaves.append(placeholder(known, self._device, writes=writes))
         return tree_unflatten(leaves, call.spec)
-
-
-def _shared(by_stage: Sequence[Mapping[str, nn.Parameter]], at: Sequence[int]) -> dict[str, list[int]]:
-    found: dict[int, tuple[str, list[int]]] = {}
-    for stage, names in enumerate(by_stage):
-        for name, p in names.items():
-            places = found.setdefault(id(p), (name, []))[1]
-            if at[stage] not in places:
-                places.append(at[stage])
-    return {name: sorted(places) for name, places in found.values() if len(places) > 1}
 
 
 def _made(tensor: Tensor) -> Made:

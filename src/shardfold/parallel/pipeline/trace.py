@@ -119,12 +119,14 @@ class Trace:
         result: what the value at the end is.
         end: what the value at the end was made of.
         writes: whether what pieces give is written into: placeholders then have memory of their own.
+        written: names of the buffers around the pieces that are written.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
     result: Result | None = None
     end: frozenset[Origin] = frozenset()
     writes: bool = False
+    written: tuple[str, ...] = ()
 
     def made(self, origin: Origin) -> Made:
         leaf = self.calls[origin.call].leaves[origin.leaf]
@@ -157,6 +159,7 @@ class Skeleton:
 
     Attributes:
         names: of parameters, and behind them of the buffers in pieces.
+        around: names of the buffers outside of pieces.
         heard: is told behind each call of a piece its number and its arguments, without values.
 
     Raises:
@@ -185,6 +188,7 @@ class Skeleton:
             module.forward = partial(self._call, number, piece.path, module.forward)
         buffers = [name for name, buffer in model.named_buffers() if id(buffer) in inside]
         self.names = [*(name for name, _ in model.named_parameters()), *buffers]
+        self.around = [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
         self.heard: Callable[[int, Any, Any], object] = lambda number, args, kwargs: None
         self._trace = Trace()
         self._origins = _Origins()
@@ -203,6 +207,7 @@ class Skeleton:
         """
         self.module.train(training)
         made: Any = None
+        around = self._buffers_around()
         try:
             for writes in (False, True):
                 self._trace, self._origins = Trace(writes=writes), _Origins()
@@ -225,9 +230,33 @@ class Skeleton:
                 f"{at} ({type(error).__name__}: {error}): code between pieces, and that of the "
                 "loss, cannot ask for values of what pieces give, and pieces run on the meta device."
             ) from error
+        finally:
+            self._trace.written = self._put_back(around)
         self._trace.end, self._trace.result = self._origins.of(_tensors(made)), _result(made)
         trace, self._trace, self._origins = self._trace, Trace(), _Origins()
         return trace
+
+    def _buffers_around(self) -> list[tuple[str, Any, Tensor, Tensor, int]]:
+        """Buffers around the pieces, which are the model's own: name, place, object, values and version."""
+        found: list[tuple[str, Any, Tensor, Tensor, int]] = []
+        for name in self.around:
+            place, _, own = name.rpartition(".")
+            held = self.module.get_submodule(place)._buffers
+            if (buffer := held.get(own)) is not None:
+                found.append((name, held, buffer, buffer.clone(), buffer._version))
+        return found
+
+    def _put_back(self, around: Sequence[tuple[str, Any, Tensor, Tensor, int]]) -> tuple[str, ...]:
+        """A run that finds shapes leaves no trace in the model; gives the names of what it has written."""
+        written: list[str] = []
+        for name, held, buffer, values, version in around:
+            own = name.rpartition(".")[2]
+            if held.get(own) is not buffer or buffer._version != version:
+                written.append(name)
+                held[own] = buffer
+                with torch.no_grad():
+                    buffer.copy_(values)
+        return tuple(written)
 
     def _call(self, number: int, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inside:  # a piece inside of another, which shares it
@@ -357,7 +386,7 @@ class _Origins(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.off:
-            return func(*args, **kwargs)
+            return _on_shapes(func, args, kwargs)
         found = self.of(_tensors((args, kwargs)))
         out = func(*args, **kwargs)
         if found and isinstance(out, (bool, int, float, complex)):  # item(), bool(), torch.equal and what calls them
@@ -369,6 +398,31 @@ class _Origins(DispatchMode):
                 if place.alias_info is not None and place.alias_info.is_write and isinstance(value, Tensor):
                     self._note(value, found)
         return out
+
+
+def _on_shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """[Note: kernels for shapes] An operation inside of a piece, on the meta device. There some take fewer dtypes than
+    with values, as ``aten._grouped_mm`` takes bf16 alone, and shapes do not depend on that: what refuses the one
+    floating dtype of its arguments is asked in bf16."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        leaves, spec = tree_flatten((args, kwargs))
+        floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+        dtypes = {x.dtype for x in floats}
+        if len(dtypes) != 1 or dtypes == {torch.bfloat16} or func._schema.is_mutable:
+            raise
+        (dtype,) = dtypes
+        narrow = {id(x): x.to(torch.bfloat16) for x in floats} | {id(dtype): torch.bfloat16}
+        args, kwargs = tree_unflatten([narrow.get(id(x), x) for x in leaves], spec)
+        try:
+            made, form = tree_flatten(func(*args, **kwargs))
+        except RuntimeError:
+            made = None
+        if made is None:
+            raise
+        gives = [isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in made]
+        return tree_unflatten([x.to(dtype) if wide else x for x, wide in zip(made, gives, strict=True)], form)
 
 
 class _Reads(TorchFunctionMode):
