@@ -366,7 +366,8 @@ def _seen(block: One, x: Tensor) -> Tensor:
 def _forgotten() -> list[bool]:
     found = []
     for mode, counts in [("host", False), ("keep", True), ("select", False), ("fit:1GiB", False)]:
-        model = nn.Sequential(One(_seen), One(_seen))
+        blocks = [One(_seen), One(_seen)]
+        model = nn.Sequential(*blocks)
         engine = sf.Engine(model, layout="ddp", activations=mode, units=[Block])
         gc.collect()
         gc.disable()
@@ -375,7 +376,7 @@ def _forgotten() -> list[bool]:
                 engine(torch.zeros(2, LENGTH, WIDTH)).mean()
         else:
             engine(torch.zeros(2, LENGTH, WIDTH)).mean()
-        found += [model.get_submodule(str(i)).kept() is None for i in range(2)]
+        found += [block.kept() is None for block in blocks]
         gc.enable()
         engine.close()
     return found
