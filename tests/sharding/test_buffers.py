@@ -137,7 +137,7 @@ def _programs(layout: str, debug: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
 def test_ranks_train_evaluate_lend_and_keep_with_rank_0s_as_under_ddp(ranks: Ranks, layout: str) -> None:
-    """One and two forwards before a backward, an evaluation in between, buffers that change with and without a trace."""
+    """One and two forwards before a backward, an evaluation between, buffers that change with and without a trace."""
     for found in ranks.run(_programs, layout, layout == "zero2", world_size=2):
         assert len(found) == 5 and all(off < EXACT for off in found.values()), found
 
