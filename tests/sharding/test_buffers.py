@@ -222,3 +222,38 @@ def test_what_users_write_into_a_buffer_that_backward_needs_is_told_and_what_ran
     assert ranks.run(_written, "nobody", world_size=2) == ["0.0", "0.0"]
     for said in ranks.run(_written, "users", world_size=2):
         assert "modified by an inplace operation" in said
+
+
+class Hidden(nn.Module):
+    """Keeps an average that autograd sees nothing of, and a version neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.average: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.training:
+            self.average.data.mul_(0.5).add_(x.detach().mean(0))
+        return x
+
+
+def _unseen(device: str) -> list[float]:
+    torch.manual_seed(0)
+    engine = sf.Engine(Hidden().double(), optimizer=SGD, layout="zero2", device=device, desync_timeout=5)
+    apart: list[float] = []
+    for step in range(3):
+        engine.backward((engine(_batch(step).to(device)) - 1).square().mean())
+        engine.step()
+        engine.mean(torch.tensor(1.0))
+        buffers = {name: value.cpu() for name, value in engine.module.named_buffers()}
+        apart.append(_apart(buffers, _of_first(buffers)))
+    engine.close()
+    return apart
+
+
+def test_what_changes_without_a_trace_is_found_where_values_are_compared_once(sim_ranks: Ranks) -> None:
+    """On a device with streams, where to compare stops the host."""
+    assert sim_ranks.run(_unseen, "sim", world_size=2) == [[0.0] * 3] * 2
