@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from threading import Event, Thread, get_ident
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.engine.cursor import Cursor
@@ -186,6 +187,59 @@ def test_a_unit_is_gathered_while_the_next_is_updated(ranks: Ranks) -> None:
     for log in ranks.run(_overlapping, world_size=2):
         assert [line.split()[0] for line in log] == ["updated", "gathered"] * (len(log) // 2)
         assert len(log) >= 6 and all(a.split()[1] == b.split()[1] for a, b in zip(log[::2], log[1::2], strict=True))
+
+
+class _Clamped(nn.Module):
+    """Writes into a weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.weight.clamp_(-0.2, 0.2)
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+def _given_back() -> list[tuple[float, int]]:
+    """By case, how far weights are from plain PyTorch's, and how many updates began while a unit was still kept."""
+    found: list[tuple[float, int]] = []
+    once = sf.PRESETS["zero3"].replace(held=sf.Cell(dtype="compute", until="step"))
+    options: list[dict[str, Any]] = [{}, {"accumulate": 2, "debug": True}]
+    for case in [*options, {"debug": True, "overlap": Overlap(update_thread=True, reduce_once=True)}]:
+        torch.manual_seed(0)
+        plain = _Clamped().double()
+        optimizer = ADAMW(plain.parameters())
+        engine = sf.Engine(
+            deepcopy(plain), optimizer=ADAMW, units=["*"], layout=once, desync_timeout=5, **{"overlap": BESIDE, **case}
+        )
+        kept, cursor = list[bool](), engine._runner.handlers.cursor
+
+        def begin(track: Track, engine: sf.Engine = engine, kept: list[bool] = kept, real: Any = cursor.begin) -> None:
+            kept += [unit.kept for unit in engine.units]
+            real(track)
+
+        cursor.begin = begin  # type: ignore[method-assign]
+        for step in range(4):
+            rows = torch.randn(4 * engine.accumulate, 6, generator=torch.Generator().manual_seed(step)).double()
+            for part in rows.chunk(2 * engine.accumulate):
+                (plain(part) / (2 * engine.accumulate)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for micro in range(engine.accumulate):
+                engine.backward(engine(rows.chunk(2 * engine.accumulate)[2 * micro + engine.rank]))
+                engine.step()
+        state = engine.state_dict()
+        found.append((max((state[n] - p).abs().max().item() for n, p in plain.state_dict().items()), sum(kept)))
+        engine.close()
+    return found
+
+
+def test_what_was_gathered_once_is_given_back_before_an_update_writes(ranks: Ranks) -> None:
+    """Under ``debug=True`` what is given back is compared with shards, and what forward wrote goes there."""
+    for found in ranks.run(_given_back, world_size=2):
+        assert len(found) == 3 and all(off < 1e-12 and kept == 0 for off, kept in found)
 
 
 def track(**calls: Callable[[], None]) -> Track:

@@ -34,6 +34,8 @@ class Kept(nn.Module):
         self.register_buffer("hidden", torch.ones(WIDTH))  # by way of .data
         self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
         self.register_buffer("wide", torch.ones(3, WIDTH))  # elements may share memory
+        self.mean: Tensor
+        self.var: Tensor
         self.average: Tensor
         self.hidden: Tensor
 
@@ -137,7 +139,7 @@ def _programs(layout: str, debug: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
 def test_ranks_train_evaluate_lend_and_keep_with_rank_0s_as_under_ddp(ranks: Ranks, layout: str) -> None:
-    """One and two forwards before a backward, an evaluation in between, buffers that change with and without a trace."""
+    """One and two forwards before a backward, an evaluation between, buffers that change with and without a trace."""
     for found in ranks.run(_programs, layout, layout == "zero2", world_size=2):
         assert len(found) == 5 and all(off < EXACT for off in found.values()), found
 
@@ -184,6 +186,8 @@ class Scaled(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
         self.register_buffer("last", torch.zeros(WIDTH), persistent=False)
+        self.scale: Tensor
+        self.last: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x) * self.scale
@@ -222,3 +226,39 @@ def test_what_users_write_into_a_buffer_that_backward_needs_is_told_and_what_ran
     assert ranks.run(_written, "nobody", world_size=2) == ["0.0", "0.0"]
     for said in ranks.run(_written, "users", world_size=2):
         assert "modified by an inplace operation" in said
+
+
+class Hidden(nn.Module):
+    """Keeps an average that autograd sees nothing of, and a version neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.average: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.training:
+            self.average.data.mul_(0.5).add_(x.detach().mean(0))
+        return x
+
+
+def _unseen(device: str) -> list[float]:
+    torch.manual_seed(0)
+    engine = sf.Engine(Hidden().double(), optimizer=SGD, layout="zero2", device=device, desync_timeout=5)
+    apart: list[float] = []
+    for step in range(3):
+        engine.backward((engine(_batch(step).to(device)) - 1).square().mean())
+        engine.step()
+        engine.mean(torch.tensor(1.0))
+        buffers = {name: value.cpu() for name, value in engine.module.named_buffers()}
+        apart.append(_apart(buffers, _of_first(buffers)))
+    engine.close()
+    return apart
+
+
+def test_what_changes_without_a_trace_is_found(ranks: Ranks, sim_ranks: Ranks) -> None:
+    """By its values: each time, or once, where to compare stops the host of a device with streams."""
+    assert ranks.run(_unseen, "cpu", world_size=2) == [[0.0] * 3] * 2
+    assert sim_ranks.run(_unseen, "sim", world_size=2) == [[0.0] * 3] * 2

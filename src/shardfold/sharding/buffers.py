@@ -119,7 +119,7 @@ def _version(buffer: Tensor) -> int:
 
 
 def _digest(buffer: Tensor) -> int:
-    return crc32(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return crc32(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def take_first_rank(
