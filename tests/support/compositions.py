@@ -1,7 +1,7 @@
 """Random compositions of stages: a model, an order, a layout and a sequence of calls, made of one number.
 
-:func:`check` runs one on each rank beside plain PyTorch, in fp64. What a construction refuses on all ranks is given back
-as a sentence.
+:func:`check` runs one on each rank beside plain PyTorch, in fp64. What making an engine refuses on all ranks is given
+back as a sentence.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError, ModelError, OrderError
-from shardfold.parallel.pipeline.order import ORDERS
 from shardfold.parallel.pipeline.ahead import AHEAD
+from shardfold.parallel.pipeline.order import ORDERS
 
 WIDTH, VOCAB, TIME = 4, 6, 3
 TOLERANCE = 1e-12
@@ -45,7 +45,8 @@ class Form:
         alike: numbers of two blocks that have one inner weight; or none.
         shared: numbers of two blocks that have one inner module; or none.
         buffers: blocks count their calls and keep a mean.
-        counts: the model counts its forwards in a buffer of its own.
+        counts: the model counts in buffers of its own its forwards as they begin, which it computes with, and as they
+            end.
         skip: the first block's output goes to the last one, too.
         again: the number of a block that is called twice; -1: none.
         frozen: names' beginnings of parameters that are not trained.
@@ -135,6 +136,7 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         if form.counts:
             self.register_buffer("count", torch.zeros((), dtype=torch.long))
+            self.register_buffer("ends", torch.zeros((), dtype=torch.long))
         blocks: Any = self.blocks
         if form.tied:
             self.head.weight = self.embedding.weight
@@ -149,6 +151,8 @@ class Model(nn.Module):
                 self.count.add_(1)
         early = self.head.weight.T * 1.0 if self.form.head == "early" else None
         x = kept = self.embedding(tokens)
+        if self.form.counts:
+            x = x * (1 + 0.01 * self.count)
         for number, block in enumerate(self.blocks):
             if number == len(self.blocks) - 1 and self.form.skip:
                 x = x + 0.5 * kept
@@ -162,6 +166,9 @@ class Model(nn.Module):
             x = self.head(x)
         else:
             x = x @ (self.head.weight.T if early is None else early)
+        if self.form.counts and self.training:
+            with torch.no_grad():
+                self.ends.add_(1)
         if targets is None:
             return x
         loss = nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten())
