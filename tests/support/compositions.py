@@ -50,7 +50,7 @@ class Form:
         skip: the first block's output goes to the last one, too.
         again: the number of a block that is called twice; -1: none.
         frozen: names' beginnings of parameters that are not trained.
-        branches: blocks take another module, by the rank and the step.
+        branches: blocks read another module's weight, or do not, by the rank and the step.
         functional: blocks read the weight of a module of theirs instead of calling it.
     """
 
@@ -117,11 +117,10 @@ class Block(nn.Module):
             self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        other = self.form.branches and (HERE.rank + HERE.step) % 3 == 2  # on no rank in the first step
-        up = self.other(x) if other else self.up(x)
+        up = self.up(x)
         y = torch.tanh(up) @ self.down.weight.T if self.form.functional else self.down(torch.tanh(up))
-        if other:  # a layer that the others are done with
-            y = y + self.up(y)
+        if self.form.branches and (HERE.rank + HERE.step) % 3 == 2:  # on no rank in the first step
+            y = y + self.other.weight.square().mean()
         if self.form.buffers:
             if self.training:
                 with torch.no_grad():
