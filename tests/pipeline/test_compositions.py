@@ -16,8 +16,8 @@ from shardfold.errors import ConfigError, OrderError
 from shardfold.testing import Ranks
 from tests.support.compositions import Composition, Form, check, make_engine, run
 
-CALLS = (("train", 0), ("train", 1), ("eval", 2), ("state", 3))
-SAVES = (("train", 0), ("save_load", 1), ("train", 2), ("save_load", 4), ("train", 5))
+CALLS = (("train", 0), ("train", 1), ("eval", 2))
+SAVES = (("train", 0), ("save_load", 1), ("train", 2), ("eval", 3))
 LAYERS = [nn.Linear, nn.Embedding]
 
 
@@ -94,15 +94,15 @@ class _Groups(nn.Module):
 
 
 def _multiplies() -> None:
-    for dtype in (torch.float32, torch.float16):
+    for precision, tolerance in (("fp32", 1e-5), ("fp16", 1e-2)):
         torch.manual_seed(0)
-        plain = nn.Sequential(*(_Groups() for _ in range(3))).to(dtype)
+        plain = nn.Sequential(*(_Groups() for _ in range(3)))
         torch.manual_seed(0)
-        model = nn.Sequential(*(_Groups() for _ in range(3))).to(dtype)
-        engine = sf.Engine(model, layout="ddp", mesh={"pipeline": 2}, precision="fp32")
-        x = torch.randn(8, 8, dtype=dtype)
+        model = nn.Sequential(*(_Groups() for _ in range(3)))
+        engine = sf.Engine(model, layout="ddp", mesh={"pipeline": 2}, precision=precision)
+        x = torch.randn(8, 8)
         loss = engine.eval_batch(x, lambda model, x: model(x).float().square().mean())
-        torch.testing.assert_close(loss.item(), plain(x).float().square().mean().item(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(loss.item(), plain(x).square().mean().item(), rtol=tolerance, atol=0)
         engine.close()
 
 

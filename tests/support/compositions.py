@@ -1,7 +1,7 @@
 """Random compositions of stages: a model, an order, a layout and a sequence of calls, made of one number.
 
-:func:`check` runs one on each rank beside plain PyTorch, in fp64. What a construction refuses on all ranks is given back
-as a sentence.
+:func:`check` runs one on each rank beside plain PyTorch, in fp64. What making an engine refuses on all ranks is given
+back as a sentence.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError, ModelError, OrderError
-from shardfold.parallel.pipeline.order import ORDERS
 from shardfold.parallel.pipeline.ahead import AHEAD
+from shardfold.parallel.pipeline.order import ORDERS
 
 WIDTH, VOCAB, TIME = 4, 6, 3
 TOLERANCE = 1e-12
@@ -45,11 +45,12 @@ class Form:
         alike: numbers of two blocks that have one inner weight; or none.
         shared: numbers of two blocks that have one inner module; or none.
         buffers: blocks count their calls and keep a mean.
-        counts: the model counts its forwards in a buffer of its own.
+        counts: the model counts in buffers of its own its forwards as they begin, which it computes with, and as they
+            end.
         skip: the first block's output goes to the last one, too.
         again: the number of a block that is called twice; -1: none.
         frozen: names' beginnings of parameters that are not trained.
-        branches: blocks take another module, by the rank and the step.
+        branches: blocks read another module's weight, or do not, by the rank and the step.
         functional: blocks read the weight of a module of theirs instead of calling it.
     """
 
@@ -102,6 +103,9 @@ class Composition:
 
 
 class Block(nn.Module):
+    mean: Tensor
+    calls: Tensor
+
     def __init__(self, form: Form) -> None:
         super().__init__()
         self.form = form
@@ -113,9 +117,10 @@ class Block(nn.Module):
             self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        other = self.form.branches and (HERE.rank + HERE.step) % 3 == 1
-        up = self.other(x) if other else self.up(x)
+        up = self.up(x)
         y = torch.tanh(up) @ self.down.weight.T if self.form.functional else self.down(torch.tanh(up))
+        if self.form.branches and (HERE.rank + HERE.step) % 3 == 2:  # on no rank in the first step
+            y = y + self.other.weight.square().mean()
         if self.form.buffers:
             if self.training:
                 with torch.no_grad():
@@ -127,6 +132,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    count: Tensor
+    ends: Tensor
+
     def __init__(self, form: Form) -> None:
         super().__init__()
         self.form = form
@@ -135,7 +143,8 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         if form.counts:
             self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        blocks: Any = self.blocks
+            self.register_buffer("ends", torch.zeros((), dtype=torch.long))
+        blocks: Any = list(self.blocks)
         if form.tied:
             self.head.weight = self.embedding.weight
         if form.alike:
@@ -149,6 +158,8 @@ class Model(nn.Module):
                 self.count.add_(1)
         early = self.head.weight.T * 1.0 if self.form.head == "early" else None
         x = kept = self.embedding(tokens)
+        if self.form.counts:
+            x = x * (1 + 0.01 * self.count)
         for number, block in enumerate(self.blocks):
             if number == len(self.blocks) - 1 and self.form.skip:
                 x = x + 0.5 * kept
@@ -162,6 +173,9 @@ class Model(nn.Module):
             x = self.head(x)
         else:
             x = x @ (self.head.weight.T if early is None else early)
+        if self.form.counts and self.training:
+            with torch.no_grad():
+                self.ends.add_(1)
         if targets is None:
             return x
         loss = nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten())
@@ -220,9 +234,10 @@ def compose(seed: int, ranks: int) -> Composition:
     if draw.random() < 0.3:
         options["activations"] = draw.choice(("recompute", "select"))
     if draw.random() < 0.4:
-        options["overlap"] = sf.Overlap(**draw.choice((
-            {"prefetch": 0}, {"prefetch": 2}, {"reduce_once": True}, {"order": "any"}, {"order": "any", "prefetch": 2},
-        )))  # fmt: skip
+        options["overlap"] = draw.choice((
+            sf.Overlap(prefetch=0), sf.Overlap(prefetch=2), sf.Overlap(reduce_once=True), sf.Overlap(order="any"),
+            sf.Overlap(order="any", prefetch=2),
+        ))  # fmt: skip
     if draw.random() < 0.3:
         options["units"] = draw.choice(([nn.Linear, nn.Embedding], [Block], []))
     return Composition(
@@ -450,8 +465,7 @@ def check(seeds: list[int], ranks: int) -> list[str]:
                 try:
                     run(work, paths[0])
                 except Exception as error:
-                    error.add_note(f"composition {work}")
-                    raise
+                    raise AssertionError(f"composition {work}") from error
                 found.append("")
             finally:
                 dist.barrier()

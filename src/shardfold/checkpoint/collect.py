@@ -107,10 +107,7 @@ def _describe(model: ShardedModel, index: Index, left_out: Mapping[str, str], te
         index.parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name)))
     order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
     index.parameters.sort(key=lambda p: order.get(p.name, len(order)))
-    index.buffers = [
-        Parameter(name, tuple(b.shape), NAMES[b.dtype], others)
-        for name, (b, others) in _buffers(model)
-    ]
+    index.buffers = [Parameter(name, tuple(b.shape), NAMES[b.dtype], others) for name, (b, others) in _buffers(model)]
     index.optimizer = _optimizer(model, tensors)
 
 

@@ -1,6 +1,6 @@
 """Buffers of the modules around the pieces, which forward writes.
 
-Every stage runs the code around the pieces, on each micro-batch up to its own last piece. A rank that has several stages
+Every stage runs the code around the pieces, on each micro-batch up to its own last piece. A rank with several stages
 would write there once for each of them. So each has values of its own of what is written, that go from micro-batch to
 micro-batch as the whole model's do; those of a rank's last stage, which runs the most of the code, are what stays.
 """

@@ -418,7 +418,7 @@ def _on_shapes(func: Any, args: Any, kwargs: Any) -> Any:
         try:
             made, form = tree_flatten(func(*args, **kwargs))
         except RuntimeError:
-            made = None
+            made, form = None, None
         if made is None:
             raise
         gives = [isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in made]
