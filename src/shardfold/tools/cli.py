@@ -278,7 +278,10 @@ def bench(
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
     ranks: Annotated[int | None, typer.Option(help="Processes per contender (default 2; 1 for units).")] = None,
     threads: Annotated[int, typer.Option(help="Threads of each process.")] = 1,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16 (default fp32; bf16 for offload).")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32 or bf16 (default fp32; bf16 for offload, unless the CPU multiplies slower in it)."),
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw (fused) or sgd.")] = "adamw",
     clip_norm: Annotated[float, typer.Option(help="Largest gradient norm; 0: nobody clips.")] = 0.0,
     folder: Annotated[
@@ -313,7 +316,7 @@ def bench(
     if ranks is None:
         ranks = 4 if link is not None else 1 if job == "units" else 2
     if precision is None:
-        precision = "bf16" if job == "offload" else "fp32"
+        precision = command.usual_precision(job, device)
     settings = Settings(
         job=job, params=params, rows=rows, context=context, ranks=ranks, threads=threads,
         precision=precision, optimizer=optimizer, clip_norm=clip_norm, folder=folder, device=device, rounds=rounds,
