@@ -52,7 +52,7 @@ def show_version(asked: bool) -> None:
 
 
 NEXT = """\
-shardfold demo                      train a small language model here, on two local processes, in four minutes
+shardfold demo                      train a small language model here, on two local processes, in a few minutes
 shardfold train --help              the same with your text, size, layout and number of processes
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
@@ -77,7 +77,7 @@ def common(
 
 @app.command(epilog="For example: shardfold demo")
 def demo(invocation: typer.Context) -> None:
-    """Train a small language model on Python's own sources, on two local processes, in about four minutes."""
+    """Train a small language model on Python's own sources, on two local processes, in a few minutes."""
     train(invocation, optimizer="muon")
 
 
