@@ -44,6 +44,47 @@ def test_on_the_cpu_there_are_no_streams() -> None:
         accelerator.synchronize(CPU)
 
 
+@pytest.mark.parametrize(
+    ("known", "limit", "dtype"),
+    [
+        ({}, None, torch.float32),
+        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, None, torch.float32),
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": False}, None, torch.float32),  # it would be emulated
+        ({"avx512_bf16": True}, None, torch.bfloat16),
+        ({"amx_bf16": True}, "AVX512_CORE_AMX", torch.bfloat16),
+        ({"avx512_bf16": True}, "avx512_core_bf16", torch.bfloat16),
+        ({"avx512_bf16": True}, "DEFAULT", torch.bfloat16),
+        ({"avx512_bf16": True, "amx_bf16": True}, "AVX2", torch.float32),
+        ({"avx512_bf16": True, "amx_bf16": True}, "AVX512_CORE_VNNI", torch.float32),
+        ({"neon": True, "bf16": True}, None, torch.bfloat16),
+        ({"neon": True, "bf16": False}, None, torch.float32),
+    ],
+)
+def test_products_are_in_bf16_where_the_cpu_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, known: dict[str, bool], limit: str | None, dtype: torch.dtype
+) -> None:
+    """On x86 and ARM, unless oneDNN is told to leave them alone; fp32 without oneDNN, and where PyTorch does not tell
+    what a CPU has."""
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    found = [accelerator._cpu_multiplies_bf16.__wrapped__()]
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    found.append(accelerator._cpu_multiplies_bf16.__wrapped__())
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    found.append(accelerator._cpu_multiplies_bf16.__wrapped__())
+    assert found == [dtype is torch.bfloat16, False, False]
+
+
+def test_products_of_the_cpu_here_are_decided_once() -> None:
+    """It is equal in each process of a machine, and one of two dtypes; meta tensors are traced for the CPU."""
+    assert accelerator.product_dtype(CPU) in (torch.float32, torch.bfloat16)
+    assert accelerator.product_dtype(CPU) is accelerator.product_dtype(torch.device("meta"))
+
+
 def test_a_seed_holds_inside_only() -> None:
     """Numbers inside follow from the seed; behind it the generator goes on as if nothing had been drawn."""
     torch.manual_seed(3)

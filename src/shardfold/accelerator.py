@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "new_stream",
     "on",
     "peak",
+    "product_dtype",
     "reset_peak",
     "rng_state",
     "seeded",
@@ -274,6 +276,35 @@ def _seed(device: torch.device, seed: int) -> None:
         module.set_device(device)  # a module seeds the current one
         module.manual_seed(seed)
         module.set_device(index)
+
+
+# -- products of matrices
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """In which dtype the device multiplies matrices where 16 bits are enough: bf16 if it has instructions for such
+    products, else fp32.
+
+    It goes by what the device is and not by a measurement, which could fall out otherwise in the next process. A CPU
+    without them takes 20 to 60 times as long in bf16 as in fp32. Devices of one job may differ: where replicas have to
+    compute alike, an engine asks all ranks (``optim.link``).
+    """
+    if not has_streams(device):
+        return torch.bfloat16 if _cpu_multiplies_bf16() else torch.float32
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
+    ask = getattr(_module(device), "is_bf16_supported", None)  # what cannot be asked is newer than those that lack it
+    return torch.bfloat16 if ask is None or ask(including_emulation=False) else torch.float32
+
+
+@cache
+def _cpu_multiplies_bf16() -> bool:
+    """Whether the CPU has instructions for it and PyTorch's library for products, oneDNN, uses them."""
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # of PyTorch 2.11 too; one that does not tell: fp32
+    found = any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # the last: of ARM
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "ALL"
+    allowed = any(word in limit.upper() for word in ("ALL", "DEFAULT", "BF16", "FP16", "AMX", "AVX10"))
+    return found and allowed and torch.backends.mkldnn.is_available()
 
 
 def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardfold as sf
+from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks, same_training
 from tests.support import models
@@ -61,7 +63,7 @@ def test_an_element_wise_optimizer_updates_shards_as_whole_parameters(ranks: Ran
     )  # fmt: skip
 
 
-def muon(parameters: Iterable[nn.Parameter], ns_dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+def muon(parameters: Iterable[nn.Parameter], ns_dtype: torch.dtype | None = torch.float32) -> torch.optim.Optimizer:
     """In fp32: in bf16, rounding of the gradients decides about bits that the iteration carries on."""
     every = list(parameters)
     hidden = [p for p in every if p.dim() == 2 and p.shape[0] != models.VOCAB]
@@ -113,6 +115,44 @@ def test_a_hundred_steps_of_ours(ranks: Ranks, name: str, world: int) -> None:
         exactly(name, models.small), models.batches(20), layout="zero3", world_size=world, optimizer=make, steps=100,
         tol=5e-6, parameter_tol=10 * tolerance, ranks=ranks,
     )  # fmt: skip
+
+
+def _on_unlike_ranks(layout: str, fast: list[torch.dtype]) -> tuple[Any, list[torch.Tensor], int, str]:
+    """Three steps of Muon with the dtype left open, on ranks whose devices are fast in dtypes of their own: in what
+    they multiply, the parameters, bytes that the exchange of matrices sent, and what a checkpoint would have."""
+    before = accelerator.product_dtype
+    accelerator.product_dtype = lambda device: fast[dist.get_rank()]  # as ranks on CPUs of several kinds
+    try:
+        torch.manual_seed(0)
+        engine = sf.Engine(models.small(), optimizer=partial(muon, ns_dtype=None), layout=layout)
+        for batch in models.batches(3):
+            engine.backward(engine(*(each.chunk(engine.world_size)[engine.rank] for each in batch)))
+            engine.step()
+        optimizer = engine.optimizer
+        assert isinstance(optimizer, sf.optim.Muon)
+        sent = sum(row.sent for row in engine.traffic().rows if row.purpose == "update")
+        weights = list(engine.state_dict().values())
+        kept = str(optimizer.param_groups[0]["ns_dtype"])
+        engine.close()
+        return optimizer.products, weights, sent, kept
+    finally:
+        accelerator.product_dtype = before
+
+
+def test_ranks_with_unlike_devices_multiply_in_one_dtype(ranks: Ranks) -> None:
+    """If one rank is not fast in bf16, all multiply in fp32: replicas that each updates for itself (``ddp``) stay equal
+    bit for bit. Matrices travel in 2 bytes either way, and what is saved leaves the dtype open for other machines."""
+    wide, narrow = torch.float32, torch.bfloat16
+    for layout in ("ddp", "zero3"):
+        found = {}
+        for fast in ((wide, wide), (narrow, wide), (narrow, narrow)):
+            said = found[fast] = ranks.run(_on_unlike_ranks, layout, list(fast), world_size=2)
+            products = narrow if wide not in fast else wide
+            assert [(each[0], each[3]) for each in said] == [(products, "None")] * 2
+            assert all(map(torch.equal, said[0][1], said[1][1]))
+        one, mixed, other = (found[fast][0][1] for fast in found)
+        assert all(map(torch.equal, one, mixed)) and not all(map(torch.equal, one, other))
+        assert len({tuple(each[2] for each in said) for said in found.values()}) == 1
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], f
         of_parameters(partial(sf.optim.Adafactor, weight_decay=0.1)),
         of_parameters(partial(torch.optim.Adafactor, weight_decay=0.1, foreach=False)), 2e-5,
     ),
-    "Muon": (groups, of_parameters(Two), 1e-7),
+    "Muon": (partial(groups, ns_dtype=torch.bfloat16), of_parameters(Two), 1e-7),
     "AdamW8bit": (
         of_parameters(partial(sf.optim.AdamW8bit, block=64, min_8bit_size=256)),
         of_parameters(partial(FromPaper, rule=adamw_8bit)), 2e-3,
@@ -274,6 +274,33 @@ def test_muon_groups_sort_the_parameters_of_hidden_layers() -> None:
     assert (hidden["lr"], rest["lr"], rest["adamw"], rest["betas"]) == (0.1, 0.2, True, (0.5, 0.6))
 
 
+def _direction(matrix: Tensor) -> Tensor:
+    """Newton-Schulz as its author has it, in the dtype that it is given."""
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+@pytest.mark.parametrize("fast", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("given", [None, torch.bfloat16, torch.float32])
+def test_muon_multiplies_in_what_the_device_is_fast_in(
+    monkeypatch: pytest.MonkeyPatch, fast: torch.dtype, given: torch.dtype | None
+) -> None:
+    """Where no dtype is given; what is given is kept. Matrices are rounded to bf16 either way, as they travel in it."""
+    monkeypatch.setattr("shardfold.accelerator.product_dtype", lambda device: fast)
+    weight = nn.Parameter(torch.zeros(24, 16, dtype=torch.float64))
+    weight.grad = torch.randn(24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sf.optim.Muon([weight], lr=1.0, weight_decay=0.0, nesterov=False, momentum=0.0, ns_dtype=given).step()
+    travels, products = given or torch.bfloat16, given or fast
+    expected = _direction(weight.grad.to(travels).double()) * 1.5**0.5
+    far = ((weight.detach() + expected).abs().max() / expected.abs().max()).item()
+    rounded = 2.0**-8 if travels is torch.bfloat16 else 1e-5  # of what comes back; bf16 products are off by more
+    assert far < 0.2 and (far <= rounded) == (products is torch.float32)
+
+
 def test_owners_share_the_cost() -> None:
     """No owner has more than the mean and one thing besides, whatever the things are."""
     draw = torch.Generator().manual_seed(0)
@@ -296,6 +323,7 @@ def test_owners_share_the_cost() -> None:
         (lambda p: sf.optim.Muon(p), "shape .*muon_groups"),
         (lambda p: sf.optim.Muon(p, adamw=True, adjust_lr_fn="orginal"), "Did you mean 'original'"),
         (lambda p: sf.optim.Muon(p, ns_steps=0), "ns_steps=0.*1 to 99"),
+        (lambda p: sf.optim.Muon(p, ns_dtype="bf16"), "ns_dtype='bf16'.*floating dtype, as torch.float32, or None"),
         (lambda p: sf.optim.AdamW8bit(p, block=100), "block=100.*power of 2"),
     ],
 )

@@ -165,6 +165,22 @@ def test_devices_without_units_for_bf16_are_said() -> None:
     assert notes([], [], cluster("1xA100-40G"), "bf16") == ""
 
 
+@pytest.mark.parametrize(
+    ("flops", "said"),
+    [
+        ({"fp32": 9e10, "bf16": 3e9, "fp16": 4e9}, "in fp32 (--precision fp32) they are 30 times as fast"),
+        ({"fp32": 6e13, "bf16": 7.0e14, "fp16": 7.3e14}, ""),  # of an H100, as measured
+        ({"fp32": 9e10, "bf16": 3e11, "fp16": 4e9}, ""),  # of a CPU with matrix units
+        ({"fp32": 9e10}, ""),
+    ],
+)
+def test_a_measured_device_is_said_to_be_faster_in_what_it_is_faster_in(flops: dict[str, float], said: str) -> None:
+    """A CPU without instructions for bf16 multiplies faster in fp32; what a measurement is off by is no reason."""
+    where = cluster("1xV100-16G")
+    found = notes([], [], replace(where, device=replace(where.device, name="here", flops=flops)), "bf16")
+    assert (said in found and found.startswith("Note: a here has no units")) if said else not found
+
+
 def test_products_of_two_dtypes_are_refused_without_values() -> None:
     """Tensors without values may be multiplied by what PyTorch does not multiply them by."""
     with pytest.raises(ModelError, match="multiplies int64 by float32"):

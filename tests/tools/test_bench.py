@@ -13,11 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from shardfold.errors import ConfigError
 from shardfold.launch.namespaces import why_not
 from shardfold.tools import cli
 from shardfold.tools.bench import contenders, results, show, traces
+from shardfold.tools.bench.command import usual_precision
 from shardfold.tools.bench.results import Measured, Turn
 from shardfold.tools.bench.rounds import Callbacks, compare
 from shardfold.tools.bench.settings import Settings, gpt_shape
@@ -65,6 +67,14 @@ def test_a_benchmark_measures_time_memory_and_bytes(tmp_path: Path):
 
 
 @pytest.mark.soak
+def test_offload_is_in_bf16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has no instructions for it would only show how slow they are."""
+    for fast, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        monkeypatch.setattr("shardfold.accelerator.product_dtype", lambda device, fast=fast: fast)
+        assert usual_precision("offload", "cpu") == name
+        assert (usual_precision("gpt", "cpu"), usual_precision("offload", "cuda")) == ("fp32", "bf16")
+
+
 def test_offloading_is_measured_beside_the_bytes_that_it_moves():
     """Two ranks of ours: what is counted is the program's, gradients down in fp32 and parameters up in bf16; moments on
     disk go up and down; nothing of ``zero2`` moves."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.comm.comm import Comm
 from shardfold.plan.cost import Sent
 from shardfold.plan.layout import Axes
@@ -36,6 +38,15 @@ class RankLink:
     def join(self, axes: Axes) -> None:
         """Makes :meth:`exchange` possible of these ranks and those along more axes; all ranks call it."""
         self._comm.mesh.add_group(self.beside(axes)._over)
+
+    def product_dtype(self) -> torch.dtype:
+        """In which dtype all ranks of the program multiply matrices fast; all of them call it.
+
+        Ranks whose CPUs or GPUs differ would choose otherwise each, and replicas that each updates for itself would
+        drift apart: if one has to take fp32, all do.
+        """
+        own = accelerator.product_dtype(self._comm.memory.device)
+        return torch.float32 if self._comm.any_rank([own is torch.float32], "dtypes of products")[0] else own
 
     def sum(self, numbers: Tensor) -> None:
         if self.ranks > 1:

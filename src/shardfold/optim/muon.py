@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfold import accelerator
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.optim.adamw import adamw_
 from shardfold.optim.owners import balanced, exchanged, on_owners
@@ -21,6 +22,8 @@ from shardfold.plan.cost import Sent
 __all__ = ["Muon", "muon_groups"]
 
 SCALES = ("original", "match_rms_adamw")
+TRAVELS = torch.bfloat16
+"""In which matrices travel where no ``ns_dtype`` is given, whatever they are multiplied in: all devices send alike."""
 
 
 @known_arguments
@@ -29,15 +32,16 @@ class Muon(PartOptimizer):
     the numbers of ``torch.optim.Muon``, and AdamW (arXiv 1711.05101) for groups with ``adamw=True``.
 
     Newton-Schulz needs whole matrices. Momentum is element-wise and stays split; what is to be orthogonalized goes to
-    one rank per matrix and its result comes back, both in ``ns_dtype``, so that a rank sends about
-    ``2 * ns_dtype.itemsize`` bytes per element of its own. State: 1 value per element (AdamW's groups: 2).
+    one rank per matrix and its result comes back, both in bf16 or what ``ns_dtype`` says, so that a rank sends about
+    4 bytes per element of its own, or twice that dtype's. State: 1 value per element (AdamW's groups: 2).
 
     Args:
         params: groups, as :func:`muon_groups` makes them; all parameters of a group without ``adamw`` are matrices.
         lr, weight_decay: of every group that has none of its own.
         momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as in ``torch.optim.Muon``.
         eps: least norm that a matrix is divided by.
-        ns_dtype: in which matrices travel and are orthogonalized.
+        ns_dtype: in which matrices travel and are orthogonalized. None: they travel in bf16, and are orthogonalized in
+            it too if all ranks of the engine have devices that multiply it fast, else in fp32. (PyTorch's takes bf16.)
         adamw: whether a group is AdamW's.
         betas, adamw_eps: of AdamW.
 
@@ -52,6 +56,7 @@ class Muon(PartOptimizer):
 
     per_element = ("momentum_buffer", "exp_avg", "exp_avg_sq")
     exchanges = True
+    multiplies = True
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class Muon(PartOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: torch.dtype | None = None,
         adamw: bool = False,
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
@@ -76,6 +81,8 @@ class Muon(PartOptimizer):
             raise ConfigError(
                 f"Muon(adjust_lr_fn={adjust_lr_fn!r}) is unknown.{did_you_mean(str(adjust_lr_fn), SCALES)}"
             )
+        if ns_dtype is not None and not (isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point):
+            raise ConfigError(f"Muon(ns_dtype={ns_dtype!r}): it is a floating dtype, as torch.float32, or None.")
         super().__init__(params, dict(
             lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
             eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, ns_dtype=ns_dtype, adamw=adamw, betas=betas,
@@ -120,7 +127,7 @@ class Muon(PartOptimizer):
                        use.group, use.group["adamw_eps"])  # fmt: skip
         matrices = [use for use in uses if not use.group["adamw"]]
         for dtype in dict.fromkeys(use.group["ns_dtype"] for use in matrices):
-            self._orthogonalize([use for use in matrices if use.group["ns_dtype"] is dtype], dtype)
+            self._orthogonalize([use for use in matrices if use.group["ns_dtype"] is dtype], dtype or TRAVELS)
 
     def _orthogonalize(self, uses: list[Use], dtype: torch.dtype) -> None:
         parts: list[Tensor] = []
@@ -138,9 +145,12 @@ class Muon(PartOptimizer):
         places = [_joined(use.place, link) for use in uses]
         owners = balanced([_cost(use.place, use.group) for use in uses], link.ranks)
         boxes = [use.place for use in uses]
-        for i, part in on_owners(
-            parts, places, owners, link, lambda i, x: _whole_equalized(x, boxes[i], uses[i].group)
-        ):
+
+        def equalized(i: int, matrix: Tensor) -> Tensor:
+            products = uses[i].group["ns_dtype"] or self.products or accelerator.product_dtype(matrix.device)
+            return _whole_equalized(matrix.to(products), boxes[i], uses[i].group).to(matrix.dtype)
+
+        for i, part in on_owners(parts, places, owners, link, equalized):
             group, tensor = uses[i].group, uses[i].tensor
             lr = float(group["lr"])
             tensor.mul_(1 - lr * group["weight_decay"])
@@ -158,7 +168,7 @@ class Muon(PartOptimizer):
             link = self.link.beside(axes)
             some = [(g, place) for g, place in matrices if g["ns_dtype"] is dtype and place.axes == axes]
             owners = balanced([_cost(place, group) for group, place in some], link.ranks)
-            more = exchanged([_joined(place, link) for _, place in some], owners, dtype.itemsize, link)
+            more = exchanged([_joined(place, link) for _, place in some], owners, (dtype or TRAVELS).itemsize, link)
             calls, sent = found.get(link.kind, (0, 0))
             if more[0]:
                 found[link.kind] = calls + more[0], sent + more[1]

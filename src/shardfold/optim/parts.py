@@ -143,6 +143,8 @@ class PartOptimizer(Optimizer):
         per_parameter: names of the states that a parameter has once; equal on all ranks.
         elementwise: whether it reads nothing but the elements it updates, so that it asks no other rank.
         exchanges: whether it asks the link for more than sums.
+        multiplies: whether it multiplies matrices in a dtype that it takes by what devices are fast in.
+        products: that dtype, the same on all ranks that compute alike; None: nobody has asked them.
         places: of parts; what is not in it is a whole parameter.
     """
 
@@ -150,6 +152,8 @@ class PartOptimizer(Optimizer):
     per_parameter: ClassVar[tuple[str, ...]] = ("step",)
     elementwise: ClassVar[bool] = False
     exchanges: ClassVar[bool] = False
+    multiplies: ClassVar[bool] = False
+    products: torch.dtype | None = None
     link: Link = Alone()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:

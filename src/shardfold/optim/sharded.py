@@ -294,6 +294,8 @@ class ShardedOptimizer:
         parameters may be cut; all ranks call it."""
         if self._ours is not None:
             self._ours.link = link
+            if self._ours.multiplies:
+                self._ours.products = link.product_dtype()
             for axis in axes if self._ours.exchanges else ():
                 link.join((axis,))
 

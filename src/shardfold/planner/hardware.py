@@ -27,8 +27,7 @@ RESERVE = 0.75 * GIB
 """Bytes that a process's context and libraries take of the memory that a driver reports."""
 MATH = 0.6
 """Part of a printed rate that large products reach, where nothing was measured."""
-
-
+MUCH = 1.5  # times; rates of one dtype are off by less
 LAUNCH = 20e-6
 """Seconds that PyTorch takes the host for an operation, views among them, where nothing was measured: beside an H200 it
 was 15 to 26 us in steps of six models."""
@@ -110,9 +109,12 @@ class Device:
                 return self.flops[name]
         return next(iter(self.flops.values()))
 
-    def slower(self, dtype: str) -> float:
-        """How many times faster products in fp16 are than those of that dtype."""
-        return self.rate("fp16") / self.rate(dtype)
+    def faster(self, dtype: str) -> tuple[str, float]:
+        """The dtype whose products are the fastest, and how many times as fast as those of that dtype; rates are
+        measured, so it is that dtype itself unless another is much faster."""
+        best = max((dtype, "fp32", "fp16"), key=self.rate)
+        times = self.rate(best) / self.rate(dtype)
+        return (best, times) if times > MUCH else (dtype, 1.0)
 
     @property
     def usable(self) -> float:

@@ -52,7 +52,7 @@ def show_version(asked: bool) -> None:
 
 
 NEXT = """\
-shardfold demo                      train a small language model here, on two local processes, in four minutes
+shardfold demo                      train a small language model here, on two local processes, in a few minutes
 shardfold train --help              the same with your text, size, layout and number of processes
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
@@ -77,7 +77,7 @@ def common(
 
 @app.command(epilog="For example: shardfold demo")
 def demo(invocation: typer.Context) -> None:
-    """Train a small language model on Python's own sources, on two local processes, in about four minutes."""
+    """Train a small language model on Python's own sources, on two local processes, in a few minutes."""
     train(invocation, optimizer="muon")
 
 
@@ -278,7 +278,10 @@ def bench(
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
     ranks: Annotated[int | None, typer.Option(help="Processes per contender (default 2; 1 for units).")] = None,
     threads: Annotated[int, typer.Option(help="Threads of each process.")] = 1,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16 (default fp32; bf16 for offload).")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32 or bf16 (default fp32; bf16 for offload, unless the CPU multiplies slower in it)."),
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw (fused) or sgd.")] = "adamw",
     clip_norm: Annotated[float, typer.Option(help="Largest gradient norm; 0: nobody clips.")] = 0.0,
     folder: Annotated[
@@ -313,7 +316,7 @@ def bench(
     if ranks is None:
         ranks = 4 if link is not None else 1 if job == "units" else 2
     if precision is None:
-        precision = "bf16" if job == "offload" else "fp32"
+        precision = command.usual_precision(job, device)
     settings = Settings(
         job=job, params=params, rows=rows, context=context, ranks=ranks, threads=threads,
         precision=precision, optimizer=optimizer, clip_norm=clip_norm, folder=folder, device=device, rounds=rounds,

@@ -10,7 +10,7 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.tools.bench import contenders, results, rounds, show
 from shardfold.tools.bench.settings import Settings
 
-__all__ = ["bench", "draw_timeline", "words"]
+__all__ = ["bench", "draw_timeline", "usual_precision", "words"]
 
 LOSS_TOLERANCE = 1e-3  # relative, fp32: beyond it somebody trains something else
 
@@ -18,6 +18,20 @@ LOSS_TOLERANCE = 1e-3  # relative, fp32: beyond it somebody trains something els
 def words(given: Sequence[str] | None) -> list[str]:
     """Names from options that may be repeated and may hold several, with commas."""
     return [word.strip() for each in given or () for word in each.split(",") if word.strip()]
+
+
+def usual_precision(job: str, device: str) -> str:
+    """In what a job is computed where nobody says: offload in bf16, as its states are, unless it is on a CPU that takes
+    many times as long for that."""
+    if job != "offload":
+        return "fp32"
+    if device == "cpu":
+        import torch
+
+        from shardfold import accelerator
+
+        return "bf16" if accelerator.product_dtype(torch.device("cpu")) is torch.bfloat16 else "fp32"
+    return "bf16"
 
 
 def bench(

@@ -70,18 +70,15 @@ def notes(zeros: Iterable[str], losses: Iterable[str] = (), where: Cluster | Non
         for what in dict.fromkeys(losses)
         if what
     ]
-    if where is not None and (times := _slower(where, precision)) > 1:
-        said.append(
-            f"Note: a {where.device.name} has no units for products in bf16, which run at the rate of fp32: in fp16 "
-            f"(--precision fp16) they are {times:.2g} times as fast."
-        )
+    policy = Precision.named(precision) if where is not None else Precision()
+    if where is not None and "bf16" in (policy.compute, policy.autocast):
+        best, times = where.device.faster("bf16")
+        if best != "bf16":
+            said.append(
+                f"Note: a {where.device.name} has no units for products in bf16: in {best} (--precision {best}) they "
+                f"are {times:.2g} times as fast."
+            )
     return "\n".join(said)
-
-
-def _slower(where: Cluster, precision: str) -> float:
-    """How many times faster products in fp16 are than those of a policy in bf16; 1: it is not in bf16."""
-    policy = Precision.named(precision)
-    return where.device.slower("bf16") if "bf16" in (policy.compute, policy.autocast) else 1.0
 
 
 def _divided(model: Planned, mesh: Mesh | None) -> str:
