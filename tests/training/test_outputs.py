@@ -255,15 +255,19 @@ def test_ranks_say_the_same(ranks: Ranks) -> None:
 
 
 def whole_model_in_a_checkpoint() -> None:
-    x, y = batches()[0]
+    (x, y), mixed = batches()[0], torch.eye(CLASSES) + 0.1
     for precision in ("bf16", "bf16-autocast"):
         found = []
         for way in (None, False, True):
             engine = sf.Engine(made(), optimizer=SGD, layout="zero3", precision=precision)
+
+            def loss_of(given: Tensor, engine: Any = engine) -> Tensor:
+                return F.cross_entropy(engine(given) @ mixed, y)  # in fp32, outside of autocast
+
             given = x.clone().requires_grad_(way is not None)
-            out = engine(given) if way is None else checkpoint(engine, given, use_reentrant=way)
-            assert out.dtype == torch.float32
-            engine.backward(F.cross_entropy(out, y))
+            loss = loss_of(given) if way is None else checkpoint(loss_of, given, use_reentrant=way)
+            assert loss.dtype == torch.float32
+            engine.backward(loss)
             with engine.gathered(of="grads") as grads:
                 found.append([grad.clone() for grad in grads.values()])
             assert not torch.is_autocast_enabled("cpu")
@@ -314,11 +318,13 @@ def test_engines_one_behind_the_other_and_one_inside_of_the_other() -> None:
     assert torch.equal(loss, expected)
     with one.gathered(of="grads") as grads:
         assert all(torch.equal(grads[name], p.grad.float()) for name, p in plain.named_parameters())
-    one.close(), two.close()
+    for engine in (one, two):
+        engine.close()
     inner = sf.Engine(made(), precision=AS_GIVEN)
     outer = sf.Engine(Around(inner), optimizer=SGD, precision="bf16")
     assert outer(x).dtype == torch.float32
-    outer.close(), inner.close()
+    for engine in (outer, inner):
+        engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
