@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +291,8 @@ def test_reading_imports_no_torch():
     ],
 )  # fmt: skip
 def test_precision(stage: int, sections: dict[str, Any], wanted: Precision):
-    assert read(nested("zero_optimization.stage", stage, **sections)).precision == wanted
+    """And outputs keep the dtype that they have, as DeepSpeed casts none."""
+    assert read(nested("zero_optimization.stage", stage, **sections)).precision == replace(wanted, outputs="compute")
 
 
 @pytest.mark.parametrize(

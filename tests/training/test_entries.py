@@ -115,21 +115,21 @@ def test_registered_methods_train_on_one_rank(layout: str) -> None:
     assert worst < TOLERANCE and counted == len(PROGRAMS)
 
 
-def _sixteen() -> tuple[torch.dtype, float]:
+def _sixteen() -> tuple[torch.dtype, bool, float]:
     model: Any = Coder()
     sf.register_forward(model, "encode")
     engine = sf.Engine(model, optimizer=SGD, layout="zero3", precision="bf16")
     x = torch.ones(2, WIDTH)
     with torch.no_grad():
         same = float((model.encode(x) - model.encode(x.bfloat16())).abs().max())
-    dtype = model.encode(x).dtype
+    out = model.encode(x)
     engine.close()
-    return dtype, same
+    return out.dtype, torch.equal(out, out.bfloat16().float()), same
 
 
 def test_inputs_of_a_registered_method_follow_the_precision(ranks: Ranks) -> None:
-    """As those of forward, they are cast to the compute dtype."""
-    assert ranks.run(_sixteen, world_size=2) == [(torch.bfloat16, 0.0)] * 2
+    """As those of forward, they are cast to the compute dtype, in which it computes, and what it gives to fp32."""
+    assert ranks.run(_sixteen, world_size=2) == [(torch.float32, True, 0.0)] * 2
 
 
 def _errors() -> list[str]:

@@ -46,7 +46,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         self.seen["activations"] = x.dtype
-        return x.float().square().mean()
+        return x
 
 
 def live(layout: str, precision: str, loaded: torch.dtype) -> dict[str, set[torch.dtype]]:
@@ -68,11 +68,12 @@ def live(layout: str, precision: str, loaded: torch.dtype) -> dict[str, set[torc
 
         unit.gradients.make = record  # type: ignore[method-assign]
         sent.update(flat.dtype for flat in unit.shown.resting_flats())
-    engine.backward(engine(torch.ones(2, 8)))
+    out = engine(torch.ones(2, 8))
+    engine.backward(out.square().mean())
     engine.step()
     segments = [segment for unit in engine.units for segment in unit.trainable]
     found["parameters"] = {parameter.dtype for parameter in model.parameters()}
-    found["activations"] = {model.seen["activations"]}
+    found["activations"], found["outputs"] = {model.seen["activations"]}, {out.dtype}
     found["autograd's gradients"] = seen
     found["gradients sent"] = sent
     found["gradients accumulated"] = {segment.master_grads.dtype for segment in segments}

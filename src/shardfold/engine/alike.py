@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardfold.comm.agreement import ALIKE, Claim
 from shardfold.plan.axes import Mesh
-from shardfold.plan.layout import Layout
+from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.passes import Overlap
 from shardfold.plan.placement import UnitSpec
 from shardfold.sharding.compared import PARTS, SLICES, UNEQUAL, parts, slices
@@ -21,6 +21,7 @@ __all__ = ["given"]
 
 def given(
     layout: Layout,
+    precisions: Sequence[Precision],
     units: Sequence[UnitSpec | None],
     mesh: Mesh,
     optimizer: Optimizer | None,
@@ -37,7 +38,7 @@ def given(
     """
     groups = [] if optimizer is None else [_settings(group) for group in optimizer.param_groups]
     return {
-        "the layout or the precision": Claim(_entries(layout)),
+        "the layout or the precision": Claim([*_entries(layout), *_besides(precisions)]),
         SLICES: slices(units, mesh),
         PARTS: Claim(parts(units), hint=ALIKE + (UNEQUAL if _sliced(units) else "")),
         "the optimizer": type(optimizer).__name__ if optimizer is not None else "none",
@@ -57,6 +58,12 @@ def _entries(layout: Layout) -> list[str]:
     entries = {each.name: getattr(layout, each.name) for each in fields(layout) if each.name != "activations"}
     cells = {state: replace(cell, folder=None) for state, cell in layout.cells().items()}
     return [f"{name}={value}" for name, value in {**entries, **cells}.items()]
+
+
+def _besides(precisions: Sequence[Precision]) -> list[str]:
+    """A text for each part of the precision, of every rule, that is no dtype of a table."""
+    names = ("autocast", "buffers", "outputs", "rounding")
+    return [f"precision.{name}={', '.join(str(getattr(each, name)) for each in precisions)}" for name in names]
 
 
 def _sliced(units: Sequence[UnitSpec | None]) -> bool:

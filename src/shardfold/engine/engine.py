@@ -394,8 +394,9 @@ class Engine:
             clamps = self.clip is not None and self.clip.value is not None
             check_speculation(sharded.optimizer, sharded.layout, clamps=clamps)
         alike = given(
-            sharded.layout, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer, sharded.run.lr_schedule,
-            accumulate, self.clip, self.loss_scale.rule if self.loss_scale is not None else None, self.overlap,
+            sharded.layout, sharded.rules.precisions, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer,
+            sharded.run.lr_schedule, accumulate, self.clip,
+            self.loss_scale.rule if self.loss_scale is not None else None, self.overlap,
         )  # fmt: skip
         values = Weights(readable(weights), model, sharded.whole) if weights is not None else None
         (comm.job if comm.mesh.sizes.rare else agreement).same(alike)
@@ -469,7 +470,7 @@ class Engine:
         autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
         self._hooks = Hooks(
             sharded.module, sharded.units, runner, cast=narrow, casts=sharded.rules.mixed, autocast=autocast,
-            replaced=self._replaced,
+            replaced=self._replaced, widens=sharded.rules.widens,
         )  # fmt: skip
         held.callback(self._hooks.remove)
         gate = self._gate = PassGate(runner, self._hooks, self._changes)

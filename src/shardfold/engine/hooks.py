@@ -30,7 +30,7 @@ from shardfold.parallel.pipeline.stages import StageDone
 from shardfold.sharding.autograd import Kept, hear, inside_checkpoint, keep, tensors_in
 from shardfold.sharding.freed import apart
 from shardfold.sharding.pickling import copy_alone, copy_without_hooks, forget_hooks
-from shardfold.sharding.tree import cast_floats
+from shardfold.sharding.tree import cast_floats, widened
 from shardfold.sharding.unit import Life, Unit
 from shardfold.torch_internals import (
     at_end_of_backward,
@@ -112,6 +112,7 @@ class Hooks:
             parts of the model compute in several.
         autocast: dtype and type of device of the ``torch.autocast`` that forward runs under; None: without.
         replaced: follows the units.
+        widens: whether what the model gives in 16 bits is cast to fp32.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Hooks:
         casts: bool = False,
         autocast: tuple[torch.dtype, str] | None = None,
         replaced: Replaced | None = None,
+        widens: bool = False,
     ) -> None:
         self._listener, self._model, self._replaced = listener, model, replaced
         self._handles: list[RemovableHandle] = []
@@ -130,8 +132,9 @@ class Hooks:
         self._accumulators: list[Any] = []  # a parameter refers to its node weakly
         # What autograd calls when the backward under way is over, and lets go of if an exception ends that.
         self._queued: ref[Callable[[], None]] | None = None
-        self._cast, self._casts, self._autocast = cast, casts, autocast
+        self._cast, self._casts, self._autocast, self._widens = cast, casts, autocast, widens
         self._casting: torch.autocast | None = None  # of the forward under way
+        self._again = 0  # forwards of the model under way in a backward: it calls itself
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
         self._pushed: list[nn.Module] = []  # those of them that remember what they save for backward
         self._early = False  # the last forward of the model ended behind the pieces of a stage
@@ -201,6 +204,7 @@ class Hooks:
         for _ in self._pushed:
             pop_saved_hooks()
         self._pushed.clear()
+        self._again = 0
         self._stop_casting()
 
     def _stop_casting(self) -> None:
@@ -229,7 +233,8 @@ class Hooks:
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward():  # a checkpoint around the whole model runs it again, before any gradient came
             self._ensure_backward()
-            return None
+            self._again += 1
+            return self._begin_casting(args, kwargs) if self._again == 1 else None
         self._stay_last(module)
         if self._calls(2):  # the model calls itself: a part of the pass that is under way
             self._inside.append((module, sys.exc_info()[1]))
@@ -244,6 +249,9 @@ class Hooks:
             if looks and self._replaced is not None:
                 push_saved_hooks(*self._replaced.look())
                 self._pushed.append(module)
+        return self._begin_casting(args, kwargs)
+
+    def _begin_casting(self, args: Any, kwargs: Any) -> Any:
         if self._autocast is not None:
             # No cache of cast weights: it would keep all of them, also of units that are freed, until forward ends.
             dtype, device = self._autocast
@@ -253,23 +261,38 @@ class Hooks:
             return None
         return cast_floats(args, self._cast), cast_floats(kwargs, self._cast)
 
-    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward() or (left := self._leave(module)) is None:
-            return
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """What the model gives from then on; None: what it gave."""
+        if in_backward():
+            return self._leave_again(output)
+        if (left := self._leave(module)) is None:
+            return None
         if any(other is module for other, _ in self._inside):
-            return
+            return None
         self._stop_casting()
         self._early = _is_early()
         if self._early:
-            return
+            return None
         if not left:
             self._listener.interrupt()
-            return
-        self._watch(output, self._model_backward)
+            return None
+        given = widened(output) if self._widens else output
+        self._watch(given, self._model_backward)
         if self._replaced is not None and torch.is_grad_enabled():
-            self._replaced.end_forward(output)
+            self._replaced.end_forward(given)
         with apart():
             self._listener.end_forward()
+        return given
+
+    def _leave_again(self, output: Any) -> Any:
+        """The model has run in a backward, as :meth:`_after_model` has it."""
+        if not self._again:
+            return None
+        self._again -= 1
+        if self._again:
+            return None
+        self._stop_casting()
+        return widened(output) if self._widens else None
 
     def end_early(self, sent: Sequence[Tensor]) -> None:
         """The forward of a stage is over, which has given ``sent``: if it left the model's by a :class:`StageDone`,
@@ -289,8 +312,8 @@ class Hooks:
         except BaseException:
             self._after_model(self._model, args, None)
             raise
-        self._after_model(self._model, args, output)
-        return output
+        given = self._after_model(self._model, args, output)
+        return output if given is None else given
 
     def left_by(self, error: BaseException) -> None:
         """An exception has come out of a call of the model. One that is none of ``Exception`` calls no hooks of modules

@@ -42,7 +42,7 @@ from shardfold.plan.rules import Rules
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partition import main_dtypes, rule_numbers
 from shardfold.sharding.segment import TORCH_DTYPES
-from shardfold.sharding.tree import cast_floats
+from shardfold.sharding.tree import cast_floats, widened
 from shardfold.torch_internals import call_instead, in_backward, tree_flatten, tree_unflatten
 
 __all__ = ["Pipelined", "dress"]
@@ -609,9 +609,8 @@ def dress(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if narrow is not None:
             args, kwargs = cast_floats(args, narrow, UP_TO_32), cast_floats(kwargs, narrow, UP_TO_32)
-        if autocast is None:
-            return inner(*args, **kwargs)
-        with torch.autocast(autocast[1], autocast[0], cache_enabled=False):
-            return inner(*args, **kwargs)
+        with torch.autocast(autocast[1], autocast[0], cache_enabled=False) if autocast else nullcontext():
+            given = inner(*args, **kwargs)
+        return widened(given) if rules.widens else given
 
     module.forward = forward

@@ -95,6 +95,8 @@ class Precision:
         autocast: forward runs under ``torch.autocast`` with this dtype (``bf16`` or ``fp16``); None: without.
         buffers: ``"own"``: buffers keep their dtype. ``"compute"``: floating ones, but for fp64, follow ``compute``, as
             some models read them together with activations and do not cast.
+        outputs: ``"fp32"``: what the model gives in 16 bits comes back in fp32, so that a loss that is computed from it
+            is; its gradients enter the model in 16 bits again. ``"compute"``: it stays as the model gives it.
         rounding: of a bf16 master and its moments after each update: ``"nearest"``, or ``"stochastic"``, which moves
             weights also where an update is smaller than half of their last digit (arXiv 2010.06192).
         tf32: whether matrix products and convolutions of fp32 tensors may round their inputs to TF32 (10 bits) on
@@ -114,6 +116,7 @@ class Precision:
     moments: str = "fp32"
     autocast: str | None = None
     buffers: str = "own"
+    outputs: str = "fp32"
     rounding: str = "nearest"
     tf32: bool | None = None
 
@@ -121,6 +124,16 @@ class Precision:
     def dtypes(self) -> dict[str, str]:
         """The dtype name of each role of a table."""
         return {role: getattr(self, role) for role in ROLES}
+
+    @property
+    def narrow(self) -> bool:
+        """Whether forward computes in 16 bits."""
+        return self.autocast is not None or self.compute in ("bf16", "fp16")
+
+    @property
+    def widens(self) -> bool:
+        """Whether what the model gives in 16 bits is cast to fp32."""
+        return self.narrow and self.outputs == "fp32"
 
     def __post_init__(self) -> None:
         floats = ("bf16", "fp16", "fp32", "fp64")
@@ -137,6 +150,11 @@ class Precision:
         if self.buffers not in ("own", "compute"):
             near = did_you_mean(str(self.buffers), ("own", "compute"))
             raise LayoutError(f"Precision.buffers is {self.buffers!r}, which is unknown.{near}")
+        if self.outputs not in ("fp32", "compute"):
+            raise LayoutError(
+                f"Precision.outputs is {self.outputs!r}: it is 'fp32', or 'compute' for what the model gives in 16 "
+                "bits to stay so."
+            )
         if self.rounding not in ("nearest", "stochastic") or (self.rounding != "nearest" and self.master != "bf16"):
             raise LayoutError(
                 f"Precision.rounding is {self.rounding!r} with a master in {self.master}: it is 'nearest', or "

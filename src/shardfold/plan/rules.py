@@ -108,6 +108,7 @@ class Rules(Patterns):
             ("autocast", {p.autocast for p in self.precisions}),
             ("tf32", {p.tf32 for p in self.precisions}),
             ("rounding", {p.rounding for p in self.precisions if p.master == "bf16"}),
+            ("outputs", {p.outputs for p in self.precisions if p.narrow}),
         ):
             if len(values) > 1:
                 raise LayoutError(
@@ -132,6 +133,11 @@ class Rules(Patterns):
     def stochastic(self) -> bool:
         """Whether a bf16 master is rounded stochastically."""
         return any(precision.rounding == "stochastic" for precision in self.precisions)
+
+    @property
+    def widens(self) -> bool:
+        """Whether what the model gives in 16 bits is cast to fp32."""
+        return any(precision.widens for precision in self.precisions)
 
     @property
     def mixed(self) -> bool:

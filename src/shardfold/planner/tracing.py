@@ -30,7 +30,7 @@ from shardfold.planner.trace import BATCH, SMALL, Event, Lane, Sends, Trace, Wor
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.segment import TORCH_DTYPES, dtype_name
-from shardfold.sharding.tree import cast_floats
+from shardfold.sharding.tree import cast_floats, widened
 from shardfold.torch_internals import (
     SELECTS,
     FakeMode,
@@ -217,14 +217,13 @@ def _trace(
         dtypes |= {n: compute_dtype for n, b in model.named_buffers() if b.is_floating_point()}
     made = hollow(model, make, dtypes)
     listener = _Listener(made, cuts)
-    narrow = compute_dtype if precision.compute in ("bf16", "fp16") else None
     with ExitStack() as held:
         if connect is not None:
             batch, undo = connect(made, batch, listener.sent)
             held.callback(undo)
         values = hollow_values(batch, make)
         held.enter_context(fake)
-        held.enter_context(listener.hooked(mode, narrow, precision.autocast, moving))
+        held.enter_context(listener.hooked(mode, precision, moving))
         listener.run(compute, values)
     return Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*made.buffers()]), mode=mode,
@@ -254,7 +253,6 @@ def trace_stage(
             return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
 
     fill(model, make)
-    narrow = _narrow(precision)
     listener = _Listener(model, cuts)
     with ExitStack() as held:
         batch, undo = connect(model, batch, listener.sent)
@@ -265,7 +263,7 @@ def trace_stage(
         held.callback(stages.close)
         values = hollow_values(batch, make)
         held.enter_context(fake)
-        held.enter_context(listener.hooked(mode, narrow, precision.autocast, HERE))
+        held.enter_context(listener.hooked(mode, precision, HERE))
         listener.run_stage(stage, compute, values, split=lane.split)
     found = Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*model.buffers()]), mode=mode,
@@ -287,7 +285,12 @@ def _borders(
         with _autocast(precision):
             narrow = _narrow(precision)
             given = cast_floats(values, narrow) if narrow is not None else values
-            return stages.borders("plan", lambda skeleton: compute(skeleton, given), dict, training=True)
+            skeleton = stages.skeleton.module
+            wide = skeleton.register_forward_hook(partial(_wide, precision))
+            try:
+                return stages.borders("plan", lambda skeleton: compute(skeleton, given), dict, training=True)
+            finally:
+                wide.remove()
 
     try:
         with silent(), fake:
@@ -299,6 +302,11 @@ def _borders(
 def _narrow(precision: Precision) -> torch.dtype | None:
     """What inputs are cast to."""
     return TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
+
+
+def _wide(precision: Precision, module: nn.Module, args: Any, output: Any) -> Any:
+    """What the engine makes of what a model gives: a hook."""
+    return widened(output) if precision.widens else output
 
 
 def _autocast(precision: Precision) -> AbstractContextManager[Any]:
@@ -488,14 +496,15 @@ class _Listener:
         self.note("end")
 
     @contextmanager
-    def hooked(self, mode: str, narrow: torch.dtype | None, autocast: str | None, moving: Moving) -> Iterator[None]:
+    def hooked(self, mode: str, precision: Precision, moving: Moving) -> Iterator[None]:
         model = self._model
         if mode in MOVED:
             self._movers = PaperMovers(
                 model, mode, streams=moving.streams, smallest=int(moving.smallest), quiet=self._unseen
             )
-        model.register_forward_pre_hook(partial(self._before_model, narrow), with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._after_model)
+        before = partial(self._before_model, _narrow(precision))
+        model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(partial(self._after_model, precision))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for c in self._cuts:
             assert c.spec is not None
@@ -509,8 +518,14 @@ class _Listener:
                 self._owners |= {storage_key(parameters[name].untyped_storage()): c.name for name in every}
                 self._running[c.name] = 0
                 self._hook_unit(c.name, self._modules[c.name], mode, inside=bool(c.spec.inside))
-        with torch.autocast("cpu", TORCH_DTYPES[autocast], cache_enabled=False) if autocast else nullcontext():
-            yield
+        forward = model.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:  # the loss is computed outside, as it is with an engine
+            with _autocast(precision):
+                return forward(*args, **kwargs)
+
+        model.forward = run
+        yield
 
     @contextmanager
     def _again_in(self) -> Iterator[None]:
@@ -550,10 +565,12 @@ class _Listener:
             self.note("begin")
         return None if narrow is None else (cast_floats(args, narrow), cast_floats(kwargs, narrow))
 
-    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_model(self, precision: Precision, module: nn.Module, args: Any, output: Any) -> Any:
         self._lossless = _own_loss(output) is None
-        self._hear([tensor for tensor in tensors_in(output) if tensor.requires_grad])
+        given = _wide(precision, module, args, output)
+        self._hear([tensor for tensor in tensors_in(given) if tensor.requires_grad])
         self.note("end_forward")
+        return given
 
     def _begin_backward(self) -> None:
         if not self._in_backward:

@@ -64,7 +64,7 @@ def precision_of(get: Get, given: Mapping[str, Any], stage: int, notes: list[Not
     grads, reduce = _travel(given, stage, notes, narrow=master)
     return Precision(
         compute=compute, grads=grads, reduce=reduce, master=master, moments=master, autocast=autocast,
-        buffers=_buffers(get, compute, notes),
+        buffers=_buffers(get, compute, notes), outputs="compute",
     )  # fmt: skip
 
 
