@@ -458,10 +458,11 @@ class Sharded:
             return copied((name, values.get(name)) for name, _ in self.model.named_parameters())
 
     def state(self) -> Any:
+        self.engine.mean(0.0)  # behind what ranks do together buffers are rank 0's
         return self.engine.state_dict()
 
     def load_state(self, factor: float) -> Any:
-        state = self.engine.state_dict()
+        state = self.state()
         self.engine.load_state_dict({k: v * factor if v.is_floating_point() else v for k, v in state.items()})
 
     def save(self, wait: bool = True) -> Any:

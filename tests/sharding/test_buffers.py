@@ -122,7 +122,7 @@ def _programs(layout: str, debug: bool) -> dict[str, float]:
         note("training", *zip(_train(engine, engine.module, step, number), wanted, strict=True))
         right = _of_first(reference.module.state_dict())
         if number in (1, 5):
-            note("state_dict()", (_apart(engine.state_dict(), right), 0.0))
+            note("state_dict()", (_apart(engine.state_dict(), reference.module.state_dict()), 0.0))
         if number in (2, 3):
             with engine.gathered(*["out.weight"] * (number - 2)):
                 kept = {name: value for name, value in engine.module.named_buffers() if name in right}

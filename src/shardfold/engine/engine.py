@@ -827,9 +827,10 @@ class Engine:
     def state_dict(self, *, frozen: str = "keep") -> dict[str, Tensor]:
         """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank.
 
-        Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have.
+        Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have. Buffers that training
+        changes are this rank's own until the next forward, as under DDP; what is saved is rank 0's.
         """
-        self._gate.meet(f"engine.state_dict(frozen={frozen!r})", follow=True)
+        self._gate.meet(f"engine.state_dict(frozen={frozen!r})", follow=True, buffers=False)
         self._gate.secure()
         return state_dict(self.sharded, frozen)
 

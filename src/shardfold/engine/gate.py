@@ -53,8 +53,9 @@ class PassGate:
             raise UsageError(f"{call}: {self._model.run.broken}: load a checkpoint before going on.")
 
     def meet(
-        self, what: str, *, follow: bool = False, settle: bool = False, check: Callable[[], None] | None = None
-    ) -> None:
+        self, what: str, *, follow: bool = False, settle: bool = False, buffers: bool = True,
+        check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.refuse_closed(what)
         self._runner.settle(what)
         self._runner.bring_back("params")  # they may be gathered
@@ -66,11 +67,11 @@ class PassGate:
                 check()
         except ShardfoldError as raised:
             error = raised
-        buffers = self._runner.buffers
-        changed, refused = self._runner.meet_all(what, flags=[buffers.changed(), error is not None])[:2]
+        apart = buffers and self._runner.buffers.changed()
+        changed, refused = self._runner.meet_all(what, flags=[apart, error is not None])[:2]
         if refused:
             self._model.comm.job.refuse(what, error)
-        buffers.synchronize(bool(changed), forward=False)
+        self._runner.buffers.synchronize(bool(changed), forward=False)
         if follow or settle:
             self.settle()
 

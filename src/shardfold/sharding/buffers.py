@@ -3,7 +3,8 @@
 DDP broadcasts all buffers before each forward that follows a training forward. The same values come out of sending them
 only when some rank changed one (the statistics of a batch normalization change in every training forward, rotary
 tables and masks never do), and that costs nothing to find out: the meeting before a forward carries one flag for it.
-What is done between passes (``gathered()``, a state dict, a save) begins with a meeting too, and finds buffers equal.
+What is done between passes (``gathered()``, a save) begins with a meeting too, and finds buffers equal; a state dict is
+each rank's own, as DDP's is.
 
 ``[Note: what changed]`` A buffer that is replaced is another object, and one that is written has another version. What
 PyTorch's kernels or ``buffer.data`` write leaves no such trace (``F.batch_norm`` with statistics of a module's own), so
@@ -16,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from weakref import ReferenceType, ref
-from zlib import crc32
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from shardfold import accelerator
@@ -119,7 +120,7 @@ def _version(buffer: Tensor) -> int:
 
 
 def _digest(buffer: Tensor) -> int:
-    return crc32(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_intdigest(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def take_first_rank(
@@ -137,9 +138,8 @@ def take_first_rank(
             comm.broadcast(flat, what, over=over, detail=detail)
             if shard_index(over, comm.mesh.sizes, comm.mesh.coords):
                 for buffer, part in zip(batch, flat.split([b.numel() * b.itemsize for b in batch]), strict=True):
-                    _take(
-                        buffer, part.clone().view(buffer.dtype).view(buffer.shape)
-                    )  # a clone is aligned for its dtype
+                    aligned = part.clone()  # for its dtype
+                    _take(buffer, aligned.view(buffer.dtype).view(buffer.shape))
 
 
 def _take(buffer: Tensor, value: Tensor) -> None:

@@ -40,11 +40,12 @@ class Gate(Protocol):
         ...
 
     def meet(
-        self, what: str, *, follow: bool = False, settle: bool = False, check: Callable[[], None] | None = None
-    ) -> None:
+        self, what: str, *, follow: bool = False, settle: bool = False, buffers: bool = True,
+        check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """All ranks are about to do ``what`` between passes, or all raise, also where ``check`` raises on one only: it
         sends nothing. ``follow`` the model first if it changed. To follow, or to ``settle``, what the last step began
-        is finished. Buffers are rank 0's from then on."""
+        is finished. ``buffers``: they are rank 0's from then on."""
         ...
 
     def went_apart(self) -> None:
