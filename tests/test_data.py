@@ -99,6 +99,7 @@ def test_neighbours_do_not_stay_together():
 # -- the position
 
 
+@pytest.mark.soak
 @COMPUTED
 @given(length=st.integers(1, 40), legs=st.lists(LEG, max_size=5), fill=st.booleans(), seed=st.integers(0, 5))
 def test_each_sample_once_per_epoch_over_any_change_of_ranks(
@@ -114,6 +115,7 @@ def test_each_sample_once_per_epoch_over_any_change_of_ranks(
         assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.soak
 @COMPUTED
 @given(length=st.integers(30, 60), legs=st.lists(LEG, max_size=5))
 def test_drop_last_leaves_out_less_than_a_global_batch(length: int, legs: list[tuple[int, int, int]]):
@@ -202,6 +204,7 @@ def _read(folder: Path, number: int) -> tuple[list[list[int]], dict[str, Any]]:
     return batches, sampler.state_dict()
 
 
+@pytest.mark.soak
 def test_a_checkpoint_goes_on_with_the_next_sample(ranks: Ranks, tmp_path: Path):
     """50 samples, begun on 2 ranks, continued on 3, ended on 1."""
     seen, state = [], {}

@@ -241,6 +241,9 @@ INTERNALS: tuple[Internal, ...] = (
 
 ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch.Tensor._version", "whether values were changed", _NOTHING),
+    Internal(
+        "torch.Tensor._is_view", "copies of a storage that several views share", "activations= on the host or disk"
+    ),
     Internal("torch.Tensor._backward_hooks", "whether a hook wants a gradient", "gathers of layers before a copy"),
     Internal("torch.nn.Module._parameters", "parameters as a module has them", _NOTHING),
     Internal("torch.nn.Module._buffers", "buffers as a module has them", _NOTHING),

@@ -93,7 +93,7 @@ def _own_loss(name: str, batch: dict[str, Any], output: Any) -> Tensor:
     return zoo.loss(name, output, batch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["gpt2_tied", "llama", "bert", "t5_tied", "vit", "mixtral"])
 def test_a_budget_is_kept(ranks: Ranks, name: str) -> None:
     """To within 3 %, as measured and as predicted; losses are those of kept activations, to the bit."""
@@ -141,6 +141,7 @@ def _on_ranks(layout: str, precision: str, share: float) -> list[Any]:
     return [same, modes]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "precision"), [("zero3", "fp32"), ("ddp", "bf16")])
 def test_ranks_have_one_plan_and_train_the_same(ranks: Ranks, layout: str, precision: str) -> None:
     """With dropout, two micro-batches per step, evaluation between steps, and other rows on each rank."""
@@ -251,6 +252,7 @@ def _together() -> list[int]:
     return found
 
 
+@pytest.mark.soak
 def test_forwards_that_share_a_backward_share_the_budget(ranks: Ranks) -> None:
     kept, fitted = ranks.run(_together, world_size=1)[0]
     assert fitted <= TOLERANCE * 0.8 * kept
@@ -269,6 +271,7 @@ def _rebuilt() -> list[Any]:
     return [*found, any("forward" in vars(module) for module in engine.module.modules())]
 
 
+@pytest.mark.soak
 def test_a_block_that_is_replaced_is_measured(ranks: Ranks) -> None:
     assert ranks.run(_rebuilt, world_size=2) == [[True, 4, False, False]] * 2
 
@@ -319,6 +322,7 @@ def test_explain_shows_the_choice(ranks: Ranks) -> None:
     assert "activations='fit:2MiB': measuring; until then units are recomputed" in begun
 
 
+@pytest.mark.soak
 def test_a_budget_that_nothing_keeps_is_refused_with_the_least(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match=r"takes at least [0-9.]+ KiB \([0-9]+ bytes\) on the device") as failed:
         ranks.run(_explained, "fit:1KiB", world_size=2)

@@ -87,6 +87,7 @@ def test_recomputation_takes_the_inputs_and_one_unit(ranks: Ranks) -> None:
     assert made["backward"] - gradients <= 1.1 * (sum(inputs) + one)
 
 
+@pytest.mark.soak
 def test_formulas_of_a_gpt(ranks: Ranks) -> None:
     """Of a block each storage once, in multiples of one value per token and channel: 3 of each norm, 5 of projected and
     turned queries, keys and values, 2 of attention, 4f of a feed-forward layer that is f times as wide."""
@@ -117,6 +118,7 @@ def test_selection_keeps_products(ranks: Ranks) -> None:
     assert made["after"] == pytest.approx(sum(row.device for row in made["rows"]) - ROWS * 64 * 4, rel=0.01)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["host", "disk"])
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_two_units_at_a_time_are_on_the_device(ranks: Ranks, layout: str, mode: str) -> None:
@@ -159,7 +161,7 @@ def _held(layout: str, mode: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_memory_shows_what_autograd_holds_by_unit(ranks: Ranks, layout: str, mode: str) -> None:

@@ -71,6 +71,7 @@ def _own_checkpoints(layout: str, own: str) -> tuple[list[int], str]:
     return [block.count for block in engine.module.blocks], explained
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("own", ["", "new", "reentrant"])
 def test_a_models_own_checkpoints_are_not_doubled(ranks: Ranks, own: str) -> None:
     for counts, explained in ranks.run(_own_checkpoints, "zero3", own, world_size=2):
@@ -88,6 +89,7 @@ def _of_transformers() -> list[str]:
     return differences(expected, found)
 
 
+@pytest.mark.soak
 def test_gradient_checkpointing_of_transformers_keeps_working(ranks: Ranks) -> None:
     assert ranks.run(_of_transformers, world_size=2) == [[], []]
 
@@ -112,6 +114,7 @@ def _filled_cache() -> list[str]:
     return [key for other in found[1:] for key in differences(found[0], other)]
 
 
+@pytest.mark.soak
 def test_a_cache_that_holds_something_is_seen(ranks: Ranks) -> None:
     assert ranks.run(_filled_cache, world_size=2) == [[], []]
 
@@ -175,6 +178,7 @@ def _copies(mode: str) -> list[str]:
     return problems
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", CHANGED)
 def test_copies_and_closed_models_are_plain(ranks: Ranks, mode: str) -> None:
     assert ranks.run(_copies, mode, world_size=2) == [[], []]
@@ -191,6 +195,7 @@ def _compiled(layout: str, mode: str) -> list[str]:
     return differences(again(), again(activations=as_mode(mode)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.product
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("mode", CHANGED)
@@ -211,7 +216,7 @@ def _loop(loop: Callable[[Any], list[Any]], mode: str) -> list[dict[str, Tensor]
     return states
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mode", CHANGED)
 @pytest.mark.parametrize(
     "loop",
@@ -259,6 +264,7 @@ def _after_an_exception(mode: str) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", CHANGED)
 def test_an_exception_in_forward_leaves_nothing_behind(ranks: Ranks, mode: str) -> None:
     for plain, failed in ranks.run(_after_an_exception, mode, world_size=2):
@@ -308,6 +314,7 @@ def test_rules_choose_by_path_and_class(ranks: Ranks, activations: Any, expected
     assert ranks.run(_explained, activations, world_size=1) == [lines]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("activations", "message"),
     [

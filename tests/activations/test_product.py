@@ -169,7 +169,7 @@ def test_the_selection_has_every_pair_of_values() -> None:
     assert len(SOME) < 0.03 * len(EVERY)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.soak if name in ("hsdp", "fsdp2") else ()) for name in sf.PRESETS]
 )

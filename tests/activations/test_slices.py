@@ -257,6 +257,7 @@ MODES: list[sf.Activations | str] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2, 4])
 def test_trains_as_with_whole_inputs(ranks: Ranks, size: int) -> None:
     """Losses and parameters are those of recomputation with whole inputs, to the bit, with dropout, under ``zero3``

@@ -53,6 +53,7 @@ def _gradients(mesh: dict[str, int], layout: str, outside: str) -> dict[str, Any
     return {"worst": max(errors.values()), "held": saved.device}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "layout", "outside"),
     [

@@ -245,6 +245,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("stage, ranks, options", CASES)
 def test_every_element_of_weights_and_moments(tmp_path: Path, stage: int, ranks: int, options: dict[str, Any]):
     """fp32 weights and both moments are bitwise those of the run, whatever the stage, the ranks and the padding."""
@@ -323,6 +324,7 @@ def continued(path: Path, layout: str, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage, layout, world_size", [(2, "zero3", 2), (3, "zero1", 1), (3, "zero2", 4)])
 def test_the_run_goes_on(ranks: Ranks, tmp_path: Path, stage: int, layout: str, world_size: int):
     """Losses under any layout and number of ranks are those of the run had it gone on in plain PyTorch."""

@@ -92,6 +92,7 @@ def continued(path: Path, layout: str, precision: str) -> tuple[list[float], obj
     return losses, report.state
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage, layout", [(1, "zero3"), (2, "zero1"), (3, "zero2")])
 def test_their_run_goes_on(ranks: Ranks, tmp_path: Path, stage: int, layout: str) -> None:
     """The losses of the three steps behind the checkpoint are those that DeepSpeed had. In bf16 both round sums of few

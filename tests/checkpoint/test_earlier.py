@@ -14,6 +14,7 @@ from tests.support.earlier import CASES, FOLDER, RANKS, expected, go_on
 SUMS = 1e-6
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_was_written_then_loads_and_goes_on(ranks: Ranks, name: str) -> None:
     """Weights, moments and averages are those that the run had, to the last bit, and two steps later those that it

@@ -93,6 +93,7 @@ def _no_threads_for_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.usefixtures("_no_threads_for_bars")
 def test_transformers_reads_an_export(build: Build, tmp_path: Path):
@@ -235,6 +236,7 @@ def small() -> nn.Module:
     return Small(tied=True)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", ["numbers", "names", "dcp numbers", "dcp names", "dcp flat"])
 def test_training_goes_on_from_others(form: str, tmp_path: Path, ranks: Ranks):
     """The optimizer's state comes along, by number or by name: the next step is that of the training that was saved."""
@@ -329,6 +331,7 @@ def test_load_model_says_what_does_not_fit(tmp_path: Path):
         sf.load_model(tmp_path / "step", model)
 
 
+@pytest.mark.soak
 def test_load_model_needs_no_engine(tmp_path: Path):
     """Inference does without the engine's modules and without a process group."""
     trained(Mixed, tmp_path / "step")

@@ -153,6 +153,7 @@ SAID = {
 }
 
 
+@pytest.mark.soak
 def test_every_rank_says_why_and_the_checkpoint_before_stays(ranks: Ranks, tmp_path: Path) -> None:
     """Whatever fails on one rank: both raise one sentence with the reason, and nothing of the attempt is left."""
     root = tmp_path / "run"
@@ -304,6 +305,7 @@ print("the script has ended")
 """
 
 
+@pytest.mark.soak
 def test_the_interpreter_ends_after_the_save(tmp_path: Path) -> None:
     """A script that ends while a save is under way leaves it complete; also where rank 0 serves the store itself."""
     root = tmp_path / "run"

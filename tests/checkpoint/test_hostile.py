@@ -168,7 +168,7 @@ INDEXES: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(42)
 @pytest.mark.parametrize("name", INDEXES)
 def test_an_index_says_what_can_not_be(saved: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With a right checksum: each command says in one sentence what is wrong, and nothing is written."""
@@ -239,6 +239,7 @@ def a_circle(path: Path) -> str:
     return "Too many levels of symbolic links"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", [a_pipe, a_socket, a_folder, a_device, a_link, a_circle])
 def test_a_file_that_is_none(saved: Path, place: Callable[[Path], str], capsys: pytest.CaptureFixture[str]) -> None:
     """A verification names it, an export refuses it and writes nothing; neither waits for it."""
@@ -285,6 +286,7 @@ LATEST: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", LATEST)
 def test_the_latest_of_a_folder_leads_elsewhere(saved: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One short sentence; no file outside of the folder is looked at."""

@@ -55,7 +55,7 @@ def test_another_host_answers_with_its_checkpoints_own_files_only(ranks: Ranks, 
     assert got == {name: f"{name}: rank 1, whose host has it, cannot read it ({why})." for name in STRANGE}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", ["index", "link", "draft"])
 def test_a_host_that_means_harm_is_refused_on_all(ranks: Ranks, tmp_path: Path, how: str) -> None:
     """The index of the second host names `../secret`; its file is a link to one; a draft of it has a pipe for an index.

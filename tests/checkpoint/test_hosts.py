@@ -73,6 +73,7 @@ def read(folder: str, layout: str, ranks_per_host: int, name: str = "") -> dict[
             "read": report.num_bytes, "moments": moments}  # fmt: skip
 
 
+@pytest.mark.soak
 def test_each_host_keeps_a_part_and_every_layout_loads_them(ranks: Ranks, tmp_path: Path) -> None:
     """4 ranks on 2 hosts write; the same hosts load under the same and under another layout, element for element. With
     the same layout no rank needs a byte of another host's weights."""
@@ -89,6 +90,7 @@ def test_each_host_keeps_a_part_and_every_layout_loads_them(ranks: Ranks, tmp_pa
             assert found["fetched"] < found["read"]
 
 
+@pytest.mark.soak
 def test_other_hosts_and_numbers_of_ranks_load_it(ranks: Ranks, tmp_path: Path) -> None:
     """A rank per host, three hosts of which one has nothing, all ranks on the first host beside one on the second."""
     ranks.run(write, str(tmp_path), "zero2", world_size=WORLD)
@@ -103,6 +105,7 @@ def pruned(folder: str) -> list[str]:
     return write(folder, "zero3", keep=2)
 
 
+@pytest.mark.soak
 def test_keep_holds_on_every_host(ranks: Ranks, tmp_path: Path) -> None:
     """`keep=2` leaves the same two on both hosts, and nothing else."""
     assert ranks.run(pruned, str(tmp_path), world_size=WORLD) == [["latest", "step-2", "step-3"]] * WORLD
@@ -110,6 +113,7 @@ def test_keep_holds_on_every_host(ranks: Ranks, tmp_path: Path) -> None:
         assert left_over(tmp_path / f"host{host}" / "run") == []
 
 
+@pytest.mark.soak
 def test_the_folders_copied_together_are_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """What two hosts wrote, in one folder: it verifies, and one rank loads it."""
     ranks.run(write, str(tmp_path), "zero3", world_size=WORLD)
@@ -123,6 +127,7 @@ def test_the_folders_copied_together_are_a_checkpoint(ranks: Ranks, tmp_path: Pa
     trained.close()
 
 
+@pytest.mark.soak
 def test_a_part_alone_says_what_is_missing_and_where_it_is(ranks: Ranks, tmp_path: Path) -> None:
     """Loading, reading and verifying the folder of one host name the files that lack, who wrote them, and where."""
     ranks.run(write, str(tmp_path), "zero3", world_size=WORLD)
@@ -186,6 +191,7 @@ def found_out(folder: str) -> tuple[list[str], list[str], list[str]]:
     return said, logged, there
 
 
+@pytest.mark.soak
 def test_it_is_found_out_whether_hosts_share_a_folder(ranks: Ranks, tmp_path: Path) -> None:
     """One path that is another disk on another host is seen as that: refused if the folder is to be shared, else each
     host keeps its part, with one warning. Paths that differ without a word are a mistake."""
@@ -242,6 +248,7 @@ def broken_hosts(folder: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.soak
 def test_what_fails_on_one_host_fails_on_all(ranks: Ranks, tmp_path: Path) -> None:
     """A disk that is full, or broken, on the second host: the first takes back what it had put into its place. It stays
     only when all have put it there; a host that cannot move its `latest` finds it all the same."""
@@ -258,6 +265,7 @@ def test_what_fails_on_one_host_fails_on_all(ranks: Ranks, tmp_path: Path) -> No
                 assert f"was not written: rank {who}: " in text, (name, text)
 
 
+@pytest.mark.soak
 def test_hosts_that_were_broken_off_at_different_moments(ranks: Ranks, tmp_path: Path) -> None:
     """Power fails while `a` is replaced: one host has the new one in its place and the old one beside it, the other the
     old one. What both have is loaded; a save under another name keeps it until that is complete."""
@@ -381,7 +389,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("moment", CHOSEN, ids=str)
 def test_ranks_are_killed_in_a_save_of_several_hosts(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: tuple

@@ -158,7 +158,7 @@ def killed(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment
     check(tmp_path, root, failed.value, moment[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("moment", CHOSEN, ids=str)
 def test_a_rank_is_killed_in_a_save(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: tuple
@@ -167,6 +167,7 @@ def test_a_rank_is_killed_in_a_save(
     killed(ranks, tmp_path, monkeypatch, moment)
 
 
+@pytest.mark.soak
 def test_rank_0_is_killed_and_the_store_with_it(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rank 0 serves the key-value store, the others end as well, and say that it is gone."""
     with socket.socket() as bound:

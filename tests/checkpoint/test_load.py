@@ -72,6 +72,7 @@ def _read(folder: str, setting: Setting) -> None:
         assert sum(p.numel for p in weights) == sum(p.numel for p in checkpoint.parameters.values())  # tied ones once
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", [Setting("hsdp", 4), Setting("hpz", 3, "bf16")], ids=lambda s: s.name)
 def test_everything_is_read_without_an_engine(ranks: Ranks, tmp_path: Path, setting: Setting) -> None:
     ranks.run(_read, str(tmp_path / "a"), setting, world_size=setting.ranks)
@@ -107,6 +108,7 @@ _adam = torch.optim.AdamW
 _adagrad = torch.optim.Adagrad
 
 
+@pytest.mark.soak
 def test_another_precision_takes_the_same_values_rounded_to_its_dtypes(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_precisions, str(tmp_path), world_size=2)
 
@@ -165,6 +167,7 @@ def _eight_bits(folder: str) -> None:
     again.close()
 
 
+@pytest.mark.soak
 def test_moments_in_8_bits_become_wide_ones_and_back(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_eight_bits, str(tmp_path), world_size=2)
 
@@ -192,6 +195,7 @@ def _nothing_of_before(folder: str, optimizer: str) -> None:
     first.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["adamw", "Adagrad", "LAMB"])
 def test_nothing_is_left_of_the_run_before(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
     ranks.run(_nothing_of_before, str(tmp_path), optimizer, world_size=2)
@@ -244,6 +248,7 @@ def _same_again(folder: str) -> None:
         two.close()
 
 
+@pytest.mark.soak
 def test_loaded_and_saved_is_the_same_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_same_again, str(tmp_path), world_size=2)
 
@@ -271,6 +276,7 @@ def _after_forward(folder: str, layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "hpz"])
 def test_the_next_forward_reads_what_was_loaded(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     ranks.run(_after_forward, str(tmp_path / "a"), layout, world_size=2)
@@ -354,6 +360,7 @@ def _unfrozen(folder: str) -> None:
     late.close()
 
 
+@pytest.mark.soak
 def test_unfreezing_survives_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_unfrozen, str(tmp_path), world_size=2)
 
@@ -388,6 +395,7 @@ def _adapters(folder: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 def test_adapters_that_came_since_keep_their_values(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_adapters, str(tmp_path), world_size=2)
 
@@ -484,6 +492,7 @@ def _raises(name: str) -> str:
     raise KeyError("a mistake")
 
 
+@pytest.mark.soak
 def test_what_does_not_fit_is_refused_on_all_ranks_and_nothing_changed(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_refusals, str(tmp_path), world_size=2)
 

@@ -105,7 +105,7 @@ def _same(found: Values, expected: Values) -> None:
         assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("world", "layout"), [(2, "zero3"), (2, "ddp"), (4, "zero1"), (4, "zero2"), (4, "zero3")])
 def test_slices_are_saved_as_one_parameter_and_loaded_anywhere(
     ranks: Ranks, tmp_path: Path, world: int, layout: str
@@ -130,6 +130,7 @@ def test_slices_are_saved_as_one_parameter_and_loaded_anywhere(
     _same(_whole(ranks.run(_load, folder, "zero3", TENSOR, world_size=6 - world), 1), saved)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "layout"), [(1, "zero3"), (2, "zero2")])
 def test_a_whole_model_is_loaded_into_slices_and_back(ranks: Ranks, tmp_path: Path, world: int, layout: str) -> None:
     """Out of a run without slices, by one or two ranks of data, into two slices; they save it, and one rank has what

@@ -72,7 +72,7 @@ def _is_rounded(found: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         assert torch.equal(value, state[name].to(value.dtype)), name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_dicts_are_whole_or_refused(ranks: Ranks, layout: str, precision: str) -> None:
@@ -170,6 +170,7 @@ def _adapters(folder: str, layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", [pytest.param("zero2", marks=pytest.mark.soak), "zero3"])
 def test_adapters_are_saved_without_their_base_and_know_it(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     ranks.run(_adapters, str(tmp_path), layout, world_size=2)
@@ -314,6 +315,7 @@ def _written_in_place(layout: str, precision: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])
 def test_what_is_written_into_whole_parameters_stays(ranks: Ranks, layout: str, precision: str) -> None:

@@ -95,6 +95,7 @@ def _contradict(engine: sf.Engine) -> None:
     _train(engine, [1, 0] if engine.rank else [0, 1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", SPLIT)
 def test_contradicting_orders_raise_on_every_rank(ranks: Ranks, layout: str) -> None:
     answers = ranks.run(_raised, _contradict, layout, world_size=4 if layout in ("hsdp", "hpz") else 2, timeout=60)
@@ -132,6 +133,7 @@ def _contradict_at_once(layout: str, order: str) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["zero3", "fsdp2"])
 def test_contradicting_orders_in_the_first_step_raise_on_every_rank_unless_any_order_is_allowed(
     ranks: Ranks, layout: str
@@ -185,6 +187,7 @@ def _alone_in_state_dict(engine: sf.Engine) -> None:
         _train(engine, [0, 1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", SPLIT)
 def test_a_rank_alone_in_evaluation_raises_on_every_rank(ranks: Ranks, layout: str) -> None:
     world = 4 if layout in ("hsdp", "hpz") else 2
@@ -192,6 +195,7 @@ def test_a_rank_alone_in_evaluation_raises_on_every_rank(ranks: Ranks, layout: s
     _check(answers, "OrderError", "a forward pass in evaluation", "a forward pass in training", "rank 0")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", [_alone_in_gathered, _one_step_less, _alone_in_state_dict])
 def test_ranks_about_to_do_different_things_raise_on_every_rank(ranks: Ranks, body: Any) -> None:
     _check(ranks.run(_raised, body, world_size=2, timeout=60), "about to do different things", "rank 0", "rank 1")
@@ -358,6 +362,7 @@ def _value(model: Any, i: int) -> float:
     return model(torch.full((1, WIDTH), float(i)), [0] if i == 3 else [0, 2]).sum().item()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 def test_ranks_may_evaluate_different_numbers_of_batches(ranks: Ranks, layout: str) -> None:
     expected, after = _unequal_plain()

@@ -95,6 +95,7 @@ def _compare() -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_what_is_read_is_bit_for_bit_what_gloo_brings(ranks: Ranks, world_size: int) -> None:
     assert ranks.run(_compare, world_size=world_size) == [[]] * world_size
@@ -136,6 +137,7 @@ def _many() -> bool:
     return right
 
 
+@pytest.mark.soak
 def test_a_board_has_room_for_any_number_of_collectives(ranks: Ranks) -> None:
     assert ranks.run(_many, world_size=3) == [True] * 3
 
@@ -340,7 +342,7 @@ def _losses(off: tuple[int, ...], layout: str, precision: str) -> tuple[list[flo
     return losses, used
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2", "hsdp", "hpz"])
 def test_training_is_the_same_to_the_bit_over_either_wire(ranks: Ranks, layout: str) -> None:
     """In bf16; where all-reduces send gradients, which Gloo adds in a dtype of its own if they are in bf16, in fp32: of

@@ -70,6 +70,7 @@ def _operations() -> list[int]:
     return counts
 
 
+@pytest.mark.soak
 def test_operations_of_the_store_do_not_grow_with_the_ranks(ranks: Ranks) -> None:
     # 7, one more of the rank that is first, as it makes the entries of all, and one more of the one that comes last.
     for counts in (*ranks.run(_operations, world_size=2), *ranks.run(_operations, world_size=4)):

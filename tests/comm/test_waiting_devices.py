@@ -76,6 +76,7 @@ def _train(mode: str, then: str) -> str:
             engine.close()
 
 
+@pytest.mark.sampled(2)
 @MODES
 def test_a_rank_that_raised_and_goes_on_ends_the_others_wait(mode: str) -> None:
     """It is behind by a part of a pass: every rank raises what each was about to do, with nobody left in a kernel."""
@@ -84,6 +85,7 @@ def test_a_rank_that_raised_and_goes_on_ends_the_others_wait(mode: str) -> None:
         assert "operation" in said and "forward" in said
 
 
+@pytest.mark.sampled(2)
 @MODES
 def test_a_rank_that_left_ends_the_others_wait(mode: str) -> None:
     """The others hear which one left, and after which operation, while their host waits for the device."""
@@ -92,6 +94,7 @@ def test_a_rank_that_left_ends_the_others_wait(mode: str) -> None:
     assert "rank 0 " in said and "has closed its engine" in said, said
 
 
+@pytest.mark.soak
 def test_a_device_that_waits_for_a_rank_that_ended_is_woken() -> None:
     """The host of the other rank is in ``loss.item()``, where no exception can reach it: the watchdog ends what the
     device waits in, and the sentence is raised there."""
@@ -119,6 +122,7 @@ def _starts(path: str, shared: bool) -> str:
             engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared", [False, True])
 def test_ranks_with_a_device_each_are_told_from_ranks_that_share_one(shared: bool, tmp_path: Path) -> None:
     """By what identifies a device: its number is the same where each process sees only its own."""

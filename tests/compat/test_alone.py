@@ -58,6 +58,7 @@ def failures(modules: list[str]) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in (1, 2))])
 def test_every_module_is_imported_first_and_alone(part: int):
     """And so is each of its public names asked for."""
@@ -65,7 +66,7 @@ def test_every_module_is_imported_first_and_alone(part: int):
     assert failures(MODULES[part::3]) == {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["runtime.zero.partition_parameters", "zero", "utils.zero_to_fp32", "runtime.engine"])
 def test_an_interpreter_begins_with_a_module(name: str):
     """Nothing is loaded before, torch included."""

@@ -48,6 +48,7 @@ def test_a_module_does_what_deepspeed_s_does(path: str):
     assert not differ, "\n".join(differ)
 
 
+@pytest.mark.soak
 def test_the_page_of_names_is_what_differs():
     """Modules, names, kinds, values, parameters and members beside those recorded of DeepSpeed, each with a reason."""
     names = script("deepspeed_names")

@@ -71,6 +71,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(229)
 @pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.type != "any"])
 def test_a_wrong_type_names_key_value_and_type(path: str):
     key = KEYS[path]
@@ -106,6 +107,7 @@ def test_a_key_under_two_names_is_an_error():
     refused(config, "two names")
 
 
+@pytest.mark.sampled(127)
 @pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.kind == NOTED])
 def test_keys_without_effect_are_listed_with_the_reason(path: str):
     key = KEYS[path]

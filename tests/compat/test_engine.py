@@ -65,6 +65,7 @@ def train_all(stage: int) -> dict[tuple[int, str], Any]:
     return {(k, dtype): train(stage, k, dtype) for k in (1, 2) for dtype in DTYPES}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_losses_norms_and_weights_are_those_of_plain_pytorch(ranks: Ranks, stage: int):
     """At every stage, in fp32 and bf16, with one and two micro-batches per step."""
@@ -135,6 +136,7 @@ def train_ways() -> dict[tuple[str, int], list[Tensor]]:
     return {(way, stage): train_by(way, stage) for way, stages in WAYS.items() for stage in stages}
 
 
+@pytest.mark.soak
 def test_other_ways_to_the_same_gradients(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
     """Losses that are divided already, PyTorch's own backward, boundaries that the caller sets before the backward or
     behind it, and reductions that are put off."""

@@ -79,6 +79,7 @@ def test_every_line_has_a_recorded_value():
         ), (scene, beginning)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_engines_answer_as_deepspeed_s(ranks: int, tmp_path: Path):
     """Accessors, counters, states, checkpoints, schedules, collectives and mistakes: DeepSpeed's values and errors."""

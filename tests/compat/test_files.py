@@ -38,6 +38,7 @@ def convert(folder: str, safe: bool) -> None:
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("safe", [False, True])
 def test_every_rank_converts_the_same_checkpoint_at_once(ranks: Ranks, tmp_path: Path, safe: bool):
     """Each reads whole files, however far the others are, and no draft is left."""

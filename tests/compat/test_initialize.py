@@ -73,6 +73,7 @@ def fit_all(folder: str) -> dict[str, Any]:
     return {way: fit(way, folder) for way in ways}
 
 
+@pytest.mark.soak
 def test_all_forms_of_arguments_train_alike(ranks: Ranks, tmp_path: Path):
     """The config as dict or path, by three arguments; the optimizer given, made, or in the config; parameters in any
     iterable."""
@@ -195,6 +196,7 @@ def schedules() -> dict[str, list[float]]:
     return seen
 
 
+@pytest.mark.soak
 def test_schedules_are_stepped_after_each_update(ranks: Ranks):
     """A schedule that was given, made of the optimizer, or in the config; None stops it."""
     for seen in ranks.run(schedules, world_size=RANKS):

@@ -142,6 +142,7 @@ def test_an_installed_deepspeed_is_not_seen(tmp_path: Path, monkeypatch: pytest.
     assert child(code, extra=str(tmp_path)) == f"{VERSION} {VERSION}"
 
 
+@pytest.mark.soak
 def test_a_child_process_has_the_face():
     """By its environment alone: submodules first, metadata, the same modules under both names, pickles."""
     said = child(
@@ -170,6 +171,7 @@ def test_a_spawned_process_has_the_face(monkeypatch: pytest.MonkeyPatch):
         pool.join()
 
 
+@pytest.mark.soak
 def test_a_program_is_run_with_the_face():
     """`python -m shardfold.compat PROGRAM` is for what is not to be edited; a module of it can be run by `-m`."""
     sf.compat.uninstall()
@@ -189,6 +191,7 @@ def test_pickles_name_deepspeed_s_classes():
     assert pickle.loads(pickled) is WarmupLR
 
 
+@pytest.mark.soak
 def test_what_is_imported():
     """`import deepspeed` imports not even torch; all that libraries reach through it, no more than torch and numpy."""
     said = child(

@@ -269,6 +269,7 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x))).square().mean()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam, FusedLamb, FusedLion, DeepSpeedCPUAdagrad])
 def test_the_engine_takes_them(kind: Any, ranks: Ranks):
     """Sharded training with them is plain training with them."""

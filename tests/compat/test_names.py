@@ -67,6 +67,7 @@ def test_every_test_that_the_table_names_is_there():
     assert not [file for file in TESTED.values() if not (ROOT / "tests" / "compat" / file).is_file()]
 
 
+@pytest.mark.soak
 def test_importing_all_that_a_script_uses_leaves_the_compiler_out():
     """It takes longer than torch. An optimizer imports it."""
     script = (

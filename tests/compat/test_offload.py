@@ -100,6 +100,7 @@ def each_stage(bf16: bool) -> None:
         assert set(where) >= host - {"master"}, (name, where)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_offloading_changes_where_states_rest_and_no_number(bf16: bool):
@@ -107,6 +108,7 @@ def test_offloading_changes_where_states_rest_and_no_number(bf16: bool):
     each_stage(bf16)
 
 
+@pytest.mark.soak
 def test_two_ranks_offload(ranks: Ranks):
     """As on one rank."""
     ranks.run(each_stage, True, world_size=2)
@@ -241,6 +243,7 @@ def move_between_steps(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_move_to_host_memory_and_back_between_steps(ranks: Ranks, stage: int):
     """The device's bytes go down, what needs the states brings them back, and the training is equal to the bit."""

@@ -202,6 +202,7 @@ MORE: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "ranks_", "stages", "stage", "micro", "everywhere", "more"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE)],
@@ -354,6 +355,7 @@ def _groups() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.soak
 def test_ranks_are_shared_out_as_the_topology_says_and_a_dataset_is_read_by_itself(ranks: Ranks) -> None:
     said = ranks.run(_groups, world_size=4)
     assert [each["stage"] for each in said] == [0, 0, 1, 1] and [each["data"] for each in said] == [0, 1, 0, 1]

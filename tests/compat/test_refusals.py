@@ -89,6 +89,7 @@ def test_no_rank_waits_for_one_that_refused_its_training_data(who: tuple[int, ..
         assert ("was refused on rank" in said) == (rank not in who), said
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("who", [(0, 1), (0,), (1,)])
 def test_no_rank_waits_for_one_that_refused_its_config(who: tuple[int, ...], ranks: Ranks) -> None:
     """Every refused config, on both ranks or on one of them: both end with the sentence, and then train together."""
@@ -189,6 +190,7 @@ def _calls() -> dict[str, str]:
     return wrong
 
 
+@pytest.mark.soak
 def test_calls_that_are_refused_have_deepspeed_s_types(ranks: Ranks) -> None:
     """Each in one sentence, with the key term of DeepSpeed's."""
     assert ranks.run(_calls, world_size=2) == [{}, {}]

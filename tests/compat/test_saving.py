@@ -93,7 +93,7 @@ def go_on(folder: str, stage: int) -> tuple[list[float], tuple[Any, ...]]:
     return losses, state
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_of_any_stage_loads_at_any_other(ranks: Ranks, tmp_path: Path, stage: int):
     """On two ranks and on one: losses, counters, rates and the client's own state are those of the run that wrote."""
@@ -169,6 +169,7 @@ def parts(folder: str) -> None:
     inference.destroy()
 
 
+@pytest.mark.soak
 def test_what_is_loaded_can_be_chosen(ranks: Ranks, tmp_path: Path):
     """The model only, without the optimizer or the schedule, by a function of the user's, what fits; in place."""
     ranks.run(parts, str(tmp_path), world_size=2)
@@ -323,6 +324,7 @@ def resume_theirs(folder: str, stage: int) -> tuple[list[float], tuple[Any, ...]
     return losses, state, client
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("written, stage, world_size", [(1, 3, 2), (2, 0, 1), (3, 2, 2)])
 def test_a_folder_that_deepspeed_wrote(ranks: Ranks, tmp_path: Path, written: int, stage: int, world_size: int):
     """The run goes on as it would have in plain PyTorch, and then keeps its checkpoints beside DeepSpeed's."""
@@ -376,6 +378,7 @@ def node_local(folder: str, stage: int, other: int) -> tuple[list[float], list[f
     return losses, resumed, sorted(path.name for path in (mine / "t").iterdir()), client
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("stage", "other"), [(3, 3), (2, 1)])
 def test_nodes_keep_their_own_parts(ranks: Ranks, tmp_path: Path, stage: int, other: int) -> None:
     """With `use_node_local_storage` a node has the index and what its ranks wrote, and the run goes on from all."""

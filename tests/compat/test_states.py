@@ -138,6 +138,7 @@ def _states(root: str) -> bool:
     return True
 
 
+@pytest.mark.soak
 def test_between_the_micro_batches_and_after_destroy(tmp_path: Path) -> None:
     """On two ranks: gradients so far, checkpoints without them, models that are given back split."""
     assert run_ranks(_states, 2, str(tmp_path)) == [True, True]
@@ -202,6 +203,7 @@ def test_linear_layers_by_other_names() -> None:
     assert torch.equal(LinearFunctionForZeroStage3.apply(x, layer.weight, layer.bias), expected)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("alone")
 def test_universal_checkpoint(tmp_path: Path) -> None:
     """`python -m deepspeed.checkpoint.ds_to_universal`, and `load_universal` without a tag."""

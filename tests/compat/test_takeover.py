@@ -54,6 +54,7 @@ def _given_twice(stage: int) -> tuple[list[float], str]:
     return apart, said
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_may_be_given_to_initialize_again(ranks: Ranks, stage: int) -> None:
     """The engine that had it is closed and says so; values go over whole or split as they are, and train on as in plain

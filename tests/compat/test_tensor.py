@@ -154,6 +154,7 @@ def _asked(how: str) -> Any:
     return losses, norms, state, engine.autotp_size(), shapes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["tp_model_init", "specs"])
 def test_other_ways_to_ask_for_it(ranks: Ranks, how: str) -> None:
     """``tp_model_init`` without a word in the config, at stage 3; and ``partition_config``, which leaves attention
@@ -350,6 +351,7 @@ def inputs(step: int, of: int) -> Tensor:
     return torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + of))
 
 
+@pytest.mark.soak
 def test_layers_of_a_model_s_own_by_its_mpu(ranks: Ranks, tmp_path: Path) -> None:
     """The norm counts what is replicated once, gradients are summed over the ranks of data alone, and states and files
     have whole tensors, as ``partition_dim`` says."""

@@ -248,6 +248,7 @@ SAID = [
 ]  # fmt: skip
 
 
+@pytest.mark.soak
 @needs("transformers")
 def test_the_loop_of_the_tutorial() -> None:
     """Losses, gradient norms and weights are those of one process with whole sequences: at stages 1 and 3, for packed

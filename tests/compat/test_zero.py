@@ -356,6 +356,7 @@ def _states(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3"])
 def test_states_can_be_read_and_written_under_every_stage(ranks: Ranks, layout: str) -> None:
     ranks.run(_states, layout, world_size=2)
@@ -467,6 +468,7 @@ def _save_pretrained(path: str) -> None:
     save_file(dict(model.named_parameters()), Path(path, "model.safetensors"), {"format": "pt"})
 
 
+@pytest.mark.soak
 def test_transformers_loads_a_model_no_rank_has_whole(tmp_path: Path) -> None:
     """In processes of their own, as transformers looks for DeepSpeed when it is imported."""
     pytest.importorskip("accelerate")

@@ -96,6 +96,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, set[str]]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("argument", ENGINE)
 def test_an_engine_names_the_argument_that_is_none(argument: str):
     """None, a text, -1, NaN, a huge number, an object, a list: refused by name, and the model stays a plain one."""

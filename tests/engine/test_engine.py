@@ -73,6 +73,7 @@ def _no_sync_equals_sync(layout: str) -> float:
     return max((results[0][k] - results[1][k]).abs().max().item() for k in results[0])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_sync_is_legal_at_every_stage_and_changes_nothing(ranks: Ranks, layout: str) -> None:
     assert max(ranks.run(_no_sync_equals_sync, layout, world_size=4)) < 1e-6
@@ -99,6 +100,7 @@ def _two_backwards(layout: str) -> tuple[float, float]:
     return worst, min((start[k] - reference[k]).abs().max().item() for k in state)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_backwards_before_a_step_add_up_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     for worst, went in ranks.run(_two_backwards, layout, world_size=4):
@@ -117,6 +119,7 @@ def _plain_backward(layout: str) -> bool:
     return all(torch.equal(first[k], second[k]) for k in first)
 
 
+@pytest.mark.soak
 def test_a_plain_loss_backward_is_as_good_and_two_engines_live_together(ranks: Ranks) -> None:
     assert all(ranks.run(_plain_backward, "zero3", world_size=2))
 
@@ -131,6 +134,7 @@ def _losses(layout: str, precision: str, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_runs_agree_bit_for_bit(ranks: Ranks, layout: str) -> None:
     first = ranks.run(_losses, layout, "fp32", 4, world_size=4)
@@ -145,6 +149,7 @@ def _learned(layout: str, precision: str) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_follows_fp32(ranks: Ranks, layout: str, precision: str) -> None:
@@ -189,6 +194,7 @@ def _round_trip(layout: str, precision: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_values_can_be_read_written_saved_and_loaded(ranks: Ranks, layout: str, precision: str) -> None:
@@ -300,6 +306,7 @@ def _after_failures(layout: str) -> list[float]:
     return difference
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_exception_in_forward_or_backward_is_followed_by_correct_steps(ranks: Ranks, layout: str) -> None:
     for difference in ranks.run(_after_failures, layout, world_size=4):

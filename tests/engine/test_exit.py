@@ -28,6 +28,7 @@ with open(f"threads-{engine.rank}", "w") as file:
 """
 
 
+@pytest.mark.soak
 def test_closing_an_engine_ends_the_threads_of_its_groups(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -93,7 +94,7 @@ print("past the barrier", flush=True)
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("layout", "starts", "catches", "what"),
     [

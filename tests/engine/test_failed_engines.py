@@ -192,7 +192,7 @@ def run_script(tmp_path: Path, call: str, *, world: int = 2) -> list[str]:
     return said
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "case", [pytest.param(case.__name__, marks=pytest.mark.soak if case in LONG else ()) for case in CASES]
 )
@@ -219,6 +219,7 @@ def many() -> None:
     print("there", flush=True)
 
 
+@pytest.mark.soak
 def test_engines_that_are_made_and_dropped_leave_nothing_open(tmp_path: Path) -> None:
     """After twenty engines that nobody closed there are no more file descriptors and threads than after four, but for
     a few that are about to end."""
@@ -272,6 +273,7 @@ def models_equal(model: nn.Module) -> bool:
     return bool(torch.equal(model(x), torch.nn.functional.linear(x, values["weight"], values["bias"])))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_cannot_be_made_gives_back_what_it_took_at_once(ranks: Ranks, kind: str) -> None:
     """Threads, groups, global hooks and switches are as before, with no garbage collection; the model computes as it

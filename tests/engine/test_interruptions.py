@@ -107,7 +107,7 @@ def interrupted(layout: str, near: bool, who: tuple[int, ...], folder: str) -> l
     return answers
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "near", "who"),
     [("zero3", False, (1,)), ("zero3", False, (0, 1)), ("zero2", False, (0,)), ("zero3", True, (0, 1))],

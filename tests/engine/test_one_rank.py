@@ -97,6 +97,7 @@ def _train(kind: str) -> tuple[list[str], list[int]]:
     return _same(engine, _plain(4, between.get(kind), optimizer, 2 if kind == "twice" else 1)), kept
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["plain", "changed", "read", "twice", "clipped", "sgd"])
 def test_gradients_that_are_not_copied_train_as_those_that_are(ranks: Ranks, kind: str) -> None:
     wrong, kept = ranks.run(_train, kind, world_size=1)[0]

@@ -193,6 +193,7 @@ def _gradient_before(call: str, layout: str, alone: int) -> tuple[list[str], lis
     return said, values[0], values[1]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("call", "layout"), [("backward", "zero3"), ("gathered", "zero2"), ("gathered", "zero3")])
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_gradient_that_another_call_refuses_on_one_rank_is_refused_on_all(

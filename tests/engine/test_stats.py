@@ -66,7 +66,7 @@ def _after_steps(layout: str) -> tuple[sf.Stats, sf.MemoryReport, sf.TrafficRepo
     return answer
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rates_bytes_and_mfu_are_what_was_told_measured_and_held(ranks: Ranks, layout: str) -> None:
     answers = ranks.run(_after_steps, layout, world_size=4 if layout in ("hsdp", "hpz") else 2)
@@ -121,7 +121,7 @@ def _one_rank_is_late(layout: str) -> tuple[float, float]:
     return stats.exposed_seconds, stats.step_seconds
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_wait_for_a_late_one_report_it(ranks: Ranks, layout: str) -> None:
     answers = ranks.run(_one_rank_is_late, layout, world_size=2)

@@ -142,6 +142,7 @@ def _equal() -> int:
     return len(CASES)
 
 
+@pytest.mark.soak
 def test_training_is_the_same_with_an_update_thread(ranks: Ranks) -> None:
     """To the bit, with moments on the device and elsewhere, and for optimizers that step as a whole."""
     assert ranks.run(_equal, world_size=2) == [len(CASES)] * 2

@@ -125,7 +125,7 @@ def _difference(layout: str, index: int, when: str, precision: str) -> tuple[flo
     return worst, way if precision == "bf16" else apart
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("index", range(len(HOOKS)), ids=[hooks.__name__ for hooks in HOOKS])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -136,7 +136,7 @@ def test_hooks_of_the_users_own_do_what_they_do_in_plain_pytorch(
         assert worst < 1e-6 and apart < 2e-5, (worst, apart)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("index", range(len(HOOKS)), ids=[hooks.__name__ for hooks in HOOKS])
 def test_hooks_of_the_users_own_work_under_bf16(ranks: Ranks, index: int, when: str) -> None:

@@ -117,6 +117,7 @@ def test_2_a_head_in_fp16_gives_an_infinite_loss() -> None:
     assert model["head"](features.half(), labels).isfinite()
 
 
+@pytest.mark.soak
 def test_3_and_8_offload_leaves_room_for_more_images_without_tuning() -> None:
     """3: stage 3 with offload takes less of the device than stage 2, with no option set besides. 8: offload under
     stage 2 raises the largest batch; both train on more images than the base."""
@@ -255,6 +256,7 @@ def _both_saves(folder: Path) -> list[str]:
     return [name for name, value in named.items() if value.numpy().tobytes() != by_torch[name].numpy().tobytes()]
 
 
+@pytest.mark.soak
 def test_12_and_18_both_saves_are_equal_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
     """12: `torch.save` of the module tests as trained: its embeddings are the engine's. 18: it and the engine's
     checkpoint
@@ -279,6 +281,7 @@ def _fine_tuned(folder: Path) -> tuple[float, float]:
     return before, max(again.losses)
 
 
+@pytest.mark.soak
 def test_14_fine_tuning_does_not_begin_by_climbing(tmp_path: Path) -> None:
     """From weights alone, with a new optimizer that warms up: no loss of the first ten steps is far above those that
     training ended with, where the report climbed from 3.5 to 5.2."""

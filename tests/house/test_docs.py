@@ -118,6 +118,7 @@ def _commands() -> Iterator[tuple[str, list[str]]]:
                 yield name(page), words[words.index("shardfold") + 1 :]
 
 
+@pytest.mark.soak
 def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     """`explain` is run as it is written; others take minutes, or files of yours, so their options are looked up."""
     known = {
@@ -153,6 +154,7 @@ def test_the_table_of_train_options_is_complete() -> None:
     assert not [f for f in TrainConfig.model_fields if f"`{cli.option_name(f)}`" not in rows]
 
 
+@pytest.mark.sampled(68)
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):

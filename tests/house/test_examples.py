@@ -31,6 +31,7 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)", output, re.MULTILINE)]
 
 
+@pytest.mark.soak
 def test_the_plain_loop_learns_the_same_alone_and_on_two_ranks() -> None:
     alone = run(*ALONE, str(EXAMPLES / "plain_loop.py"))
     two = run(*TWO, str(EXAMPLES / "plain_loop.py"))
@@ -91,6 +92,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("script, world_size", CASES)
 def test_a_short_example_comes_to_what_it_says(ranks: Ranks, script: str, world_size: int) -> None:
     """In a rank of the pool, where torch is imported already."""
@@ -113,6 +115,7 @@ def run_as_deepspeed(script: str, stage: int, folder: Path, *more: str) -> str:
     return run(*AS_DEEPSPEED, str(EXAMPLES / script), *SMALL, "--output", str(folder), *which, *more)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("script", [pytest.param(SCRIPTS[0], marks=pytest.mark.soak), *SCRIPTS[1:]])
 def test_scripts_that_name_deepspeed_only_run_here(script: str, tmp_path: Path) -> None:
     """They train, save, evaluate, write the model and generate."""

@@ -70,6 +70,7 @@ def test_training_from_python_needs_no_extra(tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.soak
 def test_deepspeeds_interface_needs_no_extra(tmp_path: Path):
     """A script of `deepspeed.initialize` trains without the packages of the command line."""
     done = without((*EXTRAS, *BROUGHT), FACE.format(), folder=tmp_path)
@@ -116,6 +117,7 @@ for tried in (
 """
 
 
+@pytest.mark.soak
 def test_images_say_in_one_sentence_what_they_lack(tmp_path: Path):
     """Each of the recipe's packages, where it is missing: what needs it, and the extra."""
     done = without(("PIL", "pyarrow", "torchvision", "timm", "transformers"), FOLDER, folder=tmp_path)
@@ -158,6 +160,7 @@ def test_there_is_one_version():
     assert re.fullmatch(rf"shardfold {re.escape(shardfold.__version__)}\n", done.stdout)
 
 
+@pytest.mark.soak
 def test_tables_and_programs_are_read_without_torch() -> None:
     """The package, its presets and `plan` take no second to import: torch comes with the first name that needs it."""
     code = (

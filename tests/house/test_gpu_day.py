@@ -214,6 +214,7 @@ def _rehearsed(folder: Path, device: str, ranks: int, *more: str) -> dict[str, A
     return found
 
 
+@pytest.mark.soak
 def test_a_machine_without_a_gpu_is_told_how_to_rehearse(tmp_path: Path) -> None:
     """Before anything runs."""
     command = [sys.executable, "-m", "tests.support.gpu", "--device", "xpu", "--out", str(tmp_path)]

@@ -51,6 +51,7 @@ def test_what_no_test_notices_survives_and_the_sources_stay(tiny: Path, capsys: 
     assert (tiny / "src/tiny/__init__.py").read_text() == TOTAL
 
 
+@pytest.mark.soak
 def test_a_control_that_fails_ends_the_run(tiny: Path) -> None:
     """A test that fails by itself would notice every fault."""
     (tiny / "src/tiny/__init__.py").write_text(TOTAL.replace("+=", "="))

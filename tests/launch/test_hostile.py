@@ -90,6 +90,7 @@ HOSTS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_host_file(
     name: str, tmp_path: Path, ssh: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -131,6 +132,7 @@ def test_a_host_is_no_option_of_ssh(ssh: str, tmp_path: Path) -> None:
 # -- what other hosts are given
 
 
+@pytest.mark.soak
 def test_variables_and_arguments_pass_no_shell(
     ssh: str, tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_host_that_prints_when_it_starts(tmp_path: Path, monkeypatch: pytest.M
 # -- modules of the current folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_option", [sys.version_info >= (3, 11), False])
 def test_python_s_own_modules_are_python_s_own(has_option: bool, planted: Path, canary: Path) -> None:
     """Ranks of `shardfold train` and what srun and mpirun start find no module of the current folder."""
@@ -223,6 +226,7 @@ def _plan() -> Any:
     return Hosts(OrderedDict(a=[0], b=[0]), "slurm", given_slots=True)
 
 
+@pytest.mark.soak
 def test_a_script_finds_the_modules_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `python script.py`: the user's own folder is the user's own."""
     monkeypatch.chdir(tmp_path)

@@ -263,6 +263,7 @@ def test_the_first_failure_is_named_and_ends_the_others(capfd: pytest.CaptureFix
     assert f"Error: rank 1 on host {host}: exited with status 3; the other rank was ended.\n" in capfd.readouterr().err
 
 
+@pytest.mark.soak
 def test_the_rank_that_an_engine_lost_is_named_though_its_process_ends_last(capfd: pytest.CaptureFixture[str]):
     """Rank 1 leaves as one does whose script raised, and its process is slow to end: rank 0's is gone before."""
     script = write(
@@ -431,6 +432,7 @@ def test_a_signal_is_forwarded_and_awaited(number: signal.Signals, capfd: pytest
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.soak
 def test_no_rank_outlives_a_killed_launcher():
     running = Running(2, "--nproc-per-node=2")
     running.process.kill()
@@ -445,6 +447,7 @@ def hosts() -> Iterator[list[str]]:
     yield ["--ssh", ssh, "--hostfile", "hosts", "--master-addr", "127.0.0.1"]
 
 
+@pytest.mark.soak
 def test_hosts_by_ssh_a_death_is_told_once_with_its_host(hosts: list[str]):
     """Lines carry host and rank; a restart is of all hosts; the environment file's variables are there."""
     Path(".deepspeed_env").write_text("OF_FILE=1\n")
@@ -469,6 +472,7 @@ def test_hosts_by_ssh_a_death_is_told_once_with_its_host(hosts: list[str]):
     assert second.startswith("Error: rank 2 on host sf-b: killed by SIGKILL") and "the other 2 ranks were" in second
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL])
 def test_hosts_by_ssh_all_end_with_the_launcher(hosts: list[str], number: signal.Signals):
     """A signal is forwarded over ssh's standard input; the end of that tells of the launcher's own death."""
@@ -488,6 +492,7 @@ def test_hosts_that_are_not_fit_are_named(hosts: list[str], capfd: pytest.Captur
     assert not Path("0").exists()
 
 
+@pytest.mark.soak
 def test_slurm_with_a_task_for_each_rank_becomes_the_script(monkeypatch: pytest.MonkeyPatch):
     script, srun = write("note.py", NOTE), write("srun", SRUN, program=True)
     slurm = {"SLURM_JOB_ID": "9", "PER_NODE": "2", "SHAPE": "2(x2)", "SECOND": "b"}
@@ -500,6 +505,7 @@ def test_slurm_with_a_task_for_each_rank_becomes_the_script(monkeypatch: pytest.
     ]
 
 
+@pytest.mark.soak
 def test_slurm_launcher_starts_an_agent_on_each_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     script = write("note.py", NOTE)
     write("srun", SRUN, program=True)

@@ -164,6 +164,7 @@ def test_backward_twice_and_in_parts() -> None:
         torch.testing.assert_close(torch.autograd.grad(out, [x], grad)[0], first, rtol=0, atol=0)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # Dynamo's own look

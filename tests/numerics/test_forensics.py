@@ -93,6 +93,7 @@ def planted_inf(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_inf_of_one_sample_is_traced_to_module_rank_step_and_micro_batch(ranks: Ranks, layout: str) -> None:
@@ -127,6 +128,7 @@ def bad_values(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_parameters_states_and_buffers_are_named_and_numbers_are_the_whole_models(ranks: Ranks, layout: str) -> None:
     ranks.run(bad_values, layout, world_size=2)
@@ -166,6 +168,7 @@ def overflows_in_a_module(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.product
 @pytest.mark.parametrize("layout", ["zero3", "hpz"])
 def test_at_the_floor_of_the_scale_one_sentence_names_the_module(ranks: Ranks, layout: str) -> None:

@@ -163,7 +163,7 @@ _amp: dict[torch.dtype, list[float]] = {}
 attends = pytest.mark.skipif(not models.attends_in_fp16(), reason="this PyTorch does not attend in fp16 here")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("precision", "layout"),
@@ -225,6 +225,7 @@ def gradients_are_true(layout: str, precision: Any, slope: float, loss_scale: fl
     engine.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("precision", "slope", "loss_scale"),
     [
@@ -447,6 +448,7 @@ def warmed_up(low: float, peak: float, precision: Any = "fp16", steps: int = 60,
     return Warmed(losses, scales, error)
 
 
+@pytest.mark.soak
 @attends
 def test_a_warm_up_from_a_rate_that_is_too_high_recovers_by_a_lower_scale(ranks: Ranks) -> None:
     calm = ranks.run(warmed_up, 3e-3, 3e-3, steps=20, world_size=2)[0]
@@ -477,6 +479,7 @@ class Steep(Logits):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) * 2.0**24
 
 
+@pytest.mark.soak
 @attends
 def test_at_the_floor_with_a_finite_loss_the_advice_is_another_and_works() -> None:
     def train(precision: Any, rule: sf.LossScale | None, steps: int = 25) -> tuple[list[float], str]:

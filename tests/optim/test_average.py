@@ -176,6 +176,7 @@ def _continues(first: str, second: str) -> float:
     return largest_difference(a, b)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first, second", [("zero3", "ddp"), ("ddp", "zero1"), ("zero2", "fsdp2"), ("hpz", "hsdp")])
 def test_an_average_is_saved_and_goes_on_under_another_layout(ranks: Ranks, first: str, second: str) -> None:
     assert max(ranks.run(_continues, first, second, world_size=4)) < 1e-6

@@ -54,6 +54,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero3", "fsdp2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_element_wise_optimizer_updates_shards_as_whole_parameters(ranks: Ranks, name: str, layout: str) -> None:
@@ -90,7 +91,7 @@ def exactly(name: str, build: Callable[[], nn.Module]) -> Callable[[], nn.Module
 PLACES = [("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("fsdp2", 3), ("hpz", 4), ("hsdp", 4)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("layout", "world"), [*PLACES, pytest.param("zero3", 2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", OURS)
 def test_an_optimizer_of_ours_updates_parts_as_whole_parameters(
@@ -155,6 +156,7 @@ def test_ranks_with_unlike_devices_multiply_in_one_dtype(ranks: Ranks) -> None:
         assert len({tuple(each[2] for each in said) for said in found.values()}) == 1
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OURS)
 def test_ours_under_bf16_compute_updates_an_fp32_master(ranks: Ranks, name: str) -> None:
     """The reference stays in fp32, so what differs is forward's and backward's rounding, which turns signs of Lion."""
@@ -180,6 +182,7 @@ class Mixed(models.Small):
         return self.norm(x.double()).float()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OURS)
 def test_ours_update_parameters_of_several_dtypes(ranks: Ranks, name: str) -> None:
     """As alone on the whole model; bf16 gradients are summed in another order, so that last bits may differ, of which
@@ -213,6 +216,7 @@ def _books(layout: str, name: str) -> tuple[list[tuple[float, int]], tuple[float
     return [(row.table, row.held) for row in rows], sent, (held, len(moved)), whole
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 @pytest.mark.parametrize("name", OURS)
 def test_what_ours_keep_and_send_is_what_the_books_say(ranks: Ranks, name: str, layout: str) -> None:
@@ -274,6 +278,7 @@ def _states(layout: str, name: str) -> list[float]:
     return worst
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 @pytest.mark.parametrize("name", OURS)
 def test_whole_states_of_ours_can_be_read_and_written(ranks: Ranks, name: str, layout: str) -> None:
@@ -315,7 +320,7 @@ def _changed(layout: str, name: str) -> float:
     return max(((state[key] - wanted[key]).norm() / wanted[key].norm()).item() for key in wanted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 @pytest.mark.parametrize("name", OURS)
 def test_states_of_ours_survive_a_change_of_the_model(ranks: Ranks, name: str, layout: str) -> None:
@@ -332,6 +337,7 @@ def grouped(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "hsdp"])
 def test_parameter_groups_keep_their_hyper_parameters(ranks: Ranks, layout: str) -> None:
     same_training(
@@ -370,6 +376,7 @@ def _instance(layout: str, kind: str) -> tuple[bool, bool, float, list[float | N
     return engine.optimizer is optimizer, same_groups, worst, rates
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["fused", "own"])
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_an_existing_optimizer_keeps_its_object_groups_and_schedule(ranks: Ranks, layout: str, kind: str) -> None:

@@ -176,6 +176,7 @@ def apart(a: nn.Module, b: nn.Module, start: nn.Module) -> float:
     return far
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("build", [models.small, Odd])
 @pytest.mark.parametrize("name", CASES)
 def test_twenty_steps_equal_the_reference(name: str, build: Callable[[], nn.Module]) -> None:
@@ -207,6 +208,7 @@ def test_the_map_of_a_byte_is_the_papers() -> None:
         assert torch.equal(quantize(again, 256, signed=signed)[0], codes)  # a second time changes nothing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [256, 2048])
 def test_eight_bit_moments_follow_adamw_within_a_bound(block: int) -> None:
     """40 steps: the losses stay within 2e-3, and the parameters nearer than 15 % of the way that they went."""
@@ -218,6 +220,7 @@ def test_eight_bit_moments_follow_adamw_within_a_bound(block: int) -> None:
     assert apart(ours, wide, trained(of_parameters(partial(torch.optim.SGD, lr=0.0)), 0, build)) < 0.15
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_state_is_saved_copied_and_restored_exactly(name: str) -> None:
     """Also in bf16, where PyTorch would round what is kept in fp32 and widen what is kept in bytes."""

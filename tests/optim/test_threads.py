@@ -63,6 +63,7 @@ def _trained(cores: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dic
     return values
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip", [None, 1e-2], ids=["", "clipped"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

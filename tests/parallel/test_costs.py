@@ -75,6 +75,7 @@ def _sends(name: str, cut: bool) -> tuple[list[tuple[Any, ...]], list[Any], str]
 SOAK = pytest.mark.soak
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "cut"), [("gpt2", False), pytest.param("llama", False, marks=SOAK), pytest.param("llama", True)]
 )

@@ -78,6 +78,7 @@ def test_experts_train_like_the_whole_model(ranks: Ranks) -> None:
     ranks.run(several, cases, world_size=4)
 
 
+@pytest.mark.soak
 def test_none_one_or_all_tokens_to_an_expert(ranks: Ranks) -> None:
     """All tokens go to one rank's experts, or to one expert of all: the other ranks' get none, and gradients are
     those of the whole model."""
@@ -258,6 +259,7 @@ def _goes_on(path: str, layout: str, mesh: dict[str, int] | None) -> dict[str, T
     return {}
 
 
+@pytest.mark.soak
 def test_checkpoints_go_from_any_count_to_any_other(ranks: Ranks, tmp_path: Path) -> None:
     """Of two ranks of experts by two of data, of one rank, and of four, under other layouts: the step behind the load
     is that of a run that never stopped."""
@@ -369,6 +371,7 @@ def product(layout: str, mesh: dict[str, int], settings: dict[str, Any]) -> None
 WHOLE_EXPERTS = {"tensor": {"*.mix": "replicated"}}
 
 
+@pytest.mark.soak
 def test_with_stages(ranks: Ranks) -> None:
     """Two ranks of experts in each of two stages."""
     ranks.run(product, "zero3", {"expert": 2, "pipeline": 2}, {}, world_size=4)

@@ -94,6 +94,7 @@ def loads_on_one(kinds: list[str], path: str) -> None:
         engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kinds", [["Mixtral", "GptOss"], ["DeepseekV3"]])
 def test_they_train_like_the_whole_model(ranks: Ranks, tmp_path: Path, kinds: list[str]) -> None:
     """Losses, norms and weights in fp64; names of the state dict are the model's own, and one rank loads it whole."""

@@ -118,6 +118,7 @@ def trains_like_the_dense(
     engine.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("layout", "world", "margin", "uneven"),
     [
@@ -321,6 +322,7 @@ def _refuses_optimizer() -> str:
     return str(error.value)
 
 
+@pytest.mark.soak
 def test_refusals(ranks: Ranks) -> None:
     """One sentence on every rank: targets that do not fit on one of them, an axis whose ranks read the same, too few
     classes."""

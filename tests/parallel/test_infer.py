@@ -242,6 +242,7 @@ def stack(seed: int) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 400), marks=pytest.mark.soak)])
 def test_any_stack(seeds: range) -> None:
     """Of stacks made at random: each is cut and gives the numbers of the whole, or is refused; most are cut."""

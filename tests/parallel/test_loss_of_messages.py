@@ -54,6 +54,7 @@ UNREAD = "gather of 192"
 TENSOR, BOTH = {"mesh": {"tensor": 2}, "tensor": "auto"}, {"mesh": {"sequence": 2, "tensor": 2}, "tensor": "auto"}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "world", "options"),
     [

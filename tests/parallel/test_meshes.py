@@ -68,6 +68,7 @@ def _goes_on(ranks: Ranks, name: str, folder: Any, pairs: list[tuple[str, str]])
         go(end, begin, str(folder), torch.float64, 1e-12, world_size=MESHES[end][0])
 
 
+@pytest.mark.soak
 def test_checkpoints_go_from_mesh_to_mesh(ranks: Ranks, tmp_path: Any) -> None:
     """Losses, norms and weights behind a checkpoint of another mesh are those of plain PyTorch that never stopped."""
     _goes_on(ranks, "gpt-tied", tmp_path, [("zero3-tensor", "zero1-both"), ("zero1-both", "zero2-ulysses")])
@@ -80,6 +81,7 @@ def test_checkpoints_go_from_any_mesh_to_any_other(ranks: Ranks, tmp_path: Any, 
     _goes_on(ranks, name, tmp_path, [(begin, end) for end in MESHES])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

@@ -228,6 +228,7 @@ def _sent(name: str, attention: str) -> dict[str, float]:
     return sent
 
 
+@pytest.mark.soak
 def test_bytes_are_those_of_the_papers(ranks: Ranks) -> None:
     """Ulysses sends (N - 1) / N of queries, keys, values and outputs, in forward and in backward; a ring N - 1 times
     the keys and values in forward, and in backward them and their gradients."""

@@ -42,6 +42,7 @@ REFUSED = ("t5", "vit", "mixtral", "mixtral-plain")
 FEW = {("gpt-tied", 2), ("gpt", 4), ("qwen3", 2), ("bert", 2), ("gpt2", 2)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -57,6 +58,7 @@ def test_models(ranks: Ranks, name: str, size: int) -> None:
     ranks.run(_trains, name, size, 6 if size == 3 else 4, "ddp", world_size=size)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "layout", "activations"),
     [
@@ -85,6 +87,7 @@ def _sent(name: str, parallel: bool) -> list[tuple[Any, ...]]:
     return sorted(rows)
 
 
+@pytest.mark.soak
 def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
     """For each sum of the activations a reduce-scatter and a gather, of as many bytes together (arXiv 2205.05198,
     4.2.2): per block and pass two of each, one for the embedding and one for the head. Besides the loss's three numbers
@@ -197,6 +200,7 @@ def _recomputes() -> None:
     assert losses[:2] == pytest.approx(losses[2:], rel=1e-12) and norms[:2] == pytest.approx(norms[2:], rel=1e-12)
 
 
+@pytest.mark.soak
 def test_dropout_is_the_same_where_it_is_computed_again(ranks: Ranks) -> None:
     """With dropout, gradients are the same whether blocks are kept or computed again, and replicas stay equal."""
     ranks.run(_recomputes, world_size=2)

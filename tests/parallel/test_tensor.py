@@ -54,6 +54,7 @@ def test_models(ranks: Ranks, name: str, size: int, heads: int, layout: str, wor
     ranks.run(_trains, name, size, heads, layout, world_size=world)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -89,6 +90,7 @@ def _first_values(name: str, size: int, folder: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 def test_first_values_do_not_depend_on_the_axis(ranks: Ranks, tmp_path: Any) -> None:
     """Under ``meta_init`` each rank has its part of what one rank initializes, packed matrices and ties included; so it
     has of whole safetensors."""
@@ -123,6 +125,7 @@ def _steps(name: str, size: int, path: str | None, save: str | None, steps: int)
     return state
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("gpt-tied", marks=pytest.mark.soak)])
 def test_checkpoints_of_any_number_of_parts(ranks: Ranks, tmp_path: Any, name: str) -> None:
     """A checkpoint of two ranks along tensor goes on on one, and one of one rank on two: after the last
@@ -187,6 +190,7 @@ def _differs(drop: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.soak
 def test_no_collective_may_be_left_out(ranks: Ranks) -> None:
     """Without any one kind of collective gradients are others than plain PyTorch's, of the parameters that need it."""
     wrong = {drop: ranks.run(_differs, drop, world_size=2)[0] for drop in ("", "copy", "reduce", "gather", "partial")}
@@ -213,6 +217,7 @@ def _replicas() -> tuple[str, list[str]]:
     return str(equal), found
 
 
+@pytest.mark.soak
 def test_replicas_are_equal_and_one_that_is_not_is_named(ranks: Ranks) -> None:
     """What is replicated on the axis is equal to the bit after steps in fp32, keys and values of a head that two ranks
     share among it; one that was changed on a rank is found, by name, on all of them."""

@@ -133,6 +133,7 @@ def _refused() -> list[str]:
     return said
 
 
+@pytest.mark.soak
 def test_layouts_and_options_that_need_one_set_of_weights_are_refused(ranks: Ranks) -> None:
     words = ("choose ddp, zero1 or zero2", "would be recomputed with others", "a loss scale", "untie it")
     for said in ranks.run(_refused, world_size=4):

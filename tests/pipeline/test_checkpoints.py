@@ -49,6 +49,7 @@ CASES = [  # saved with so many stages, ranks of data and a layout; loaded with 
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "saved", "loaded"), CASES)
 def test_a_run_goes_on_with_other_stages(ranks: Ranks, tmp_path: Path, name: str, saved: Any, loaded: Any) -> None:
     """Weights two steps behind the checkpoint are those of a run that never stopped."""

@@ -17,6 +17,7 @@ from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt", "t5", "skipping"])
 def test_every_piece_is_measured_and_the_model_stays_as_it_is(name: str) -> None:
     """Layers that are alike once; also where the model has no memory."""

@@ -33,6 +33,7 @@ def _elsewhere(parameter: nn.Parameter) -> bool:
     return "another stage of the pipeline has it" in str(raised.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "count", "data", "layout", "order"),
     [("gpt-tied", 2, 2, "zero3", "1f1b"), ("skipping", 2, 1, "zero1", "zbv"),

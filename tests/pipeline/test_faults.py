@@ -253,6 +253,7 @@ def _overflows(where: int, order: str, last: str = "norm.weight") -> list[tuple[
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("where", "order"),
     [(1, "1f1b"), (-1, "1f1b"), (-1, "zb-h1"), (1, "zbv"),

@@ -43,6 +43,7 @@ def _gives(name: str, layout: str, order: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "layout", "order", "data"),
     [("llama", "zero3", "1f1b", 2), ("gpt-tied", "zero1", "zbv", 1),

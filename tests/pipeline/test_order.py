@@ -92,6 +92,7 @@ def test_what_vs_wait_beside_1f1b_depends_on_how_many_micro_batches_there_are(
     assert found[: len(of)] == pytest.approx(of, abs=5e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("times", "least"), [(4, 0.8), (8, 8 / 9)])
 def test_efficiency_is_m_over_m_and_k_less_one(times: int, least: float) -> None:
     """Of K stages and M = 4 K or 8 K micro-batches, M / (M + K - 1): falls to 0.80 and 0.889 with more stages."""

@@ -59,6 +59,7 @@ def test_trains(ranks: Ranks, name: str, count: int, data: int, layout: str, ord
     run(ranks, name, count, data, layout, order, micro)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "order", "activations"),
     [("zero3", "zb-h1", "recompute"),

@@ -30,6 +30,7 @@ def _trains(layout: str, stages: int, *, once: bool) -> tuple[dict[str, Tensor],
     return state, sums, told
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "stages"),
     [("zero2", 2), pytest.param("zero3", 2, marks=pytest.mark.soak), pytest.param("zero3", 1, marks=pytest.mark.soak),

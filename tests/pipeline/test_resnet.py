@@ -107,6 +107,7 @@ def _trains(blocks: Sequence[int], layout: str, order: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("blocks", "layout", "order"),
     [((1, 1, 1, 1), "zero2", "1f1b"),

@@ -81,6 +81,7 @@ MORE: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "layout", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE)]
 )

@@ -166,6 +166,7 @@ def sent_by_purpose(found: dict[Sent, tuple[int, float]]) -> dict[str, Fraction]
     return total
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("policy", PRECISION)
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_at_rest_equal_the_papers_formula(name: str, policy: str):
@@ -180,6 +181,7 @@ def test_bytes_at_rest_equal_the_papers_formula(name: str, policy: str):
         assert held == paper_bytes(name, mesh, precision) * NUMEL, mesh
 
 
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("policy", PRECISION)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [1, 4])

@@ -166,6 +166,7 @@ def test_a_contradiction_is_refused_in_one_sentence_that_says_where_and_how_to_m
     assert sentence.endswith(".") and ". " not in sentence
 
 
+@pytest.mark.sampled(216)
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("mesh", [{"inter": i, "intra": j} for i in (1, 2) for j in (1, 4)], ids=str)

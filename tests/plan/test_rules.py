@@ -90,6 +90,7 @@ def an_fp32_head(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_fp32_head_on_an_fp16_backbone_trains_as_under_amp(ranks: Ranks, layout: str) -> None:
@@ -180,10 +181,12 @@ def large_variances() -> None:
         engine.close()
 
 
+@pytest.mark.soak
 def test_batch_norm_in_fp32_inside_of_fp16_keeps_variances_beyond_fp16_and_evaluates_as_fp32(ranks: Ranks) -> None:
     ranks.run(large_variances, world_size=2)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_block_casts_between_its_parts() -> None:
     engine = sf.Engine(

@@ -81,6 +81,7 @@ def _errors(how: str, layout: str, precision: str, mode: str) -> tuple[float, fl
     return found.planned, found.measured
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("how", "layout", "precision", "mode"),
     [

@@ -60,6 +60,7 @@ def _measured(division: Division, samples: int) -> float:
     ).measured  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_run_of_the_largest_micro_batch_stays_within_the_budget(ranks: Ranks) -> None:
     """On real ranks, of which live storages are watched; one more does not fit by plan."""
     budget = 1.005 * _planned(WHOLE, 7)
@@ -75,6 +76,7 @@ def test_the_largest_fits_all_stages() -> None:
     assert most >= 5 and _planned(STAGES, most) <= budget < _planned(STAGES, most + 1)
 
 
+@pytest.mark.soak
 def test_a_recipe_takes_as_many_as_fit(tmp_path: Path) -> None:
     """And writes down how many these are; of too little memory it says what one takes."""
     (tmp_path / "text").mkdir()

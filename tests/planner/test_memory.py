@@ -55,7 +55,7 @@ CASES = [  # pairs of what there is of each
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("world", "layout", "precision", "mode", "more"), CASES)
 def test_planned_peaks_are_measured_ones(
     ranks: Ranks, world: int, layout: str | sf.Layout, precision: str, mode: str, more: dict[str, Any]

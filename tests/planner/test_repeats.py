@@ -27,6 +27,7 @@ def _whole(mode: str, model: nn.Module | None = None, batch: object = None) -> T
     return subject.trace("bf16", mode)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["keep", "recompute", "select"])
 def test_a_trace_by_a_few_blocks_is_that_of_all(mode: str) -> None:
     """Event by event, with bytes, work and names."""
@@ -115,6 +116,7 @@ def test_a_run_of_blocks_is_found_within_a_list() -> None:
     assert fold(nn.Sequential(*layers, tied), [*units, "22"]) is None
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("stage", "order", "mode"),
     [
@@ -144,6 +146,7 @@ def test_a_stage_by_a_few_of_its_blocks_is_the_whole_stage(stage: int, order: st
         assert 0 <= theirs.peak - ours.peak <= 256 and 0 <= theirs.level - ours.level <= 256
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("split", [False, True])
 def test_a_stage_is_found_by_one_that_has_as_many_of_the_same_blocks(mode: str, split: bool) -> None:

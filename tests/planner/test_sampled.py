@@ -105,6 +105,7 @@ def test_stages_are_planned_and_the_largest_counts(ranks: Ranks) -> None:
     assert all(most * (1 - BELOW) <= ran.planned <= most * (1 + ABOVE) for ran in found)
 
 
+@pytest.mark.soak
 def test_a_mode_alone_may_be_left_to_the_plan() -> None:
     """Under a layout that is named: what fits, kept if it can be."""
     first = _run([1e9], layout="zero2", activations="auto")
@@ -113,6 +114,7 @@ def test_a_mode_alone_may_be_left_to_the_plan() -> None:
     assert second.mode != "keep" and second.measured <= first.measured - MIB
 
 
+@pytest.mark.soak
 def test_where_nothing_fits_it_is_said_what_would() -> None:
     """The number of samples that the message names fits."""
     with pytest.raises(ConfigError, match="no layout fits") as found:

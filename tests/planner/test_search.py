@@ -71,6 +71,7 @@ def test_sizes_that_are_shown_are_powers_of_two_and_the_largest() -> None:
     assert [sizes_to_show(most) for most in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
 
 
+@pytest.mark.soak
 def test_layouts_that_are_looked_at_are_those_that_differ(subject: Subject) -> None:
     """On one node those that treat nodes otherwise are as zero3; on several they may be the fastest."""
     assert set(LAYOUTS) - set(layouts_for(cluster("8xL4"))) == {"hsdp", "hpz"}

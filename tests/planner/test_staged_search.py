@@ -66,6 +66,7 @@ def test_what_a_search_finds_through_stages_is_what_a_plan_of_it_says() -> None:
         assert one.micro_batch * one.accumulate * readers >= 64 > one.micro_batch * (one.accumulate - 1) * readers
 
 
+@pytest.mark.soak
 def test_an_order_of_the_users_own_has_its_micro_batches() -> None:
     """Sizes of a micro-batch are those that make as many of a step; where none does it is said. The fastest of several
     orders is what an engine takes, and a DeepSpeed config has no words for it."""
@@ -128,6 +129,7 @@ class Even(nn.Module):
         return x.mean()
 
 
+@pytest.mark.soak
 def test_orders_of_equal_stages_are_ranked_as_their_slots() -> None:
     """A step has the slots that `explain` counts, and up to a tenth more: what crosses borders, and the last backward.
     The fastest first is the one with the fewest."""
@@ -160,6 +162,7 @@ def test_a_step_through_stages_has_its_update() -> None:
     assert more.step - few.step == pytest.approx(more.update - few.update, rel=0.5)
 
 
+@pytest.mark.soak
 def test_more_micro_batches_take_a_smaller_part_of_a_step_in_bubbles() -> None:
     """And slower links take longer."""
     subject = Subject(GPT(SHAPE), _batch(), division=Division(pipeline=2, streams=True))
@@ -198,6 +201,7 @@ def _train(settings: dict[str, object], samples: int) -> float:
     return loss
 
 
+@pytest.mark.soak
 def test_the_winner_of_stages_and_wires_trains_on_real_ranks(ranks: Ranks) -> None:
     """What is printed for an engine, as it is."""
     found = sf.plan.best(
@@ -219,6 +223,7 @@ def test_a_candidate_says_its_wires() -> None:
     assert json.loads(json.dumps(one.train))["gather"] == "int8x2"
 
 
+@pytest.mark.soak
 def test_the_command_that_trains_as_the_winner_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

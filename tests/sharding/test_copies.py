@@ -113,6 +113,7 @@ def _copied(layout: str, way: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_copy_of_the_module_is_a_plain_module_with_its_values(ranks: Ranks, layout: str, way: str) -> None:

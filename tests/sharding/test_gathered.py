@@ -130,6 +130,7 @@ def _in_batches(batch: int, large: int) -> tuple[bool, int]:
     return equal, calls
 
 
+@pytest.mark.soak
 def test_what_is_larger_than_the_bounds_travels_in_several_collectives(ranks: Ranks) -> None:
     few = ranks.run(_in_batches, bundle.BATCH, bundle.LARGE, world_size=2)
     many = ranks.run(_in_batches, 10_001, bundle.LARGE, world_size=2)  # no multiple of any element's size
@@ -175,6 +176,7 @@ def _read_states(layout: str, optimizer: Any, states: list[str], accumulate: int
     return worst
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_master_and_moments_are_those_of_plain_pytorch(ranks: Ranks, layout: str, accumulate: int) -> None:
@@ -183,12 +185,14 @@ def test_gradients_master_and_moments_are_those_of_plain_pytorch(ranks: Ranks, l
         assert max(worst.values()) < 1e-4, worst
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "hpz"])
 def test_an_odd_number_of_ranks_reads_the_same(ranks: Ranks, layout: str) -> None:
     for worst in ranks.run(_read_states, layout, ADAMW, ["exp_avg"], 2, world_size=3):
         assert max(worst.values()) < 1e-4, worst
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "optimizer, states", [(SGD, ["momentum_buffer"]), (RMSPROP, ["square_avg", "momentum_buffer"])]
 )
@@ -349,6 +353,7 @@ def _write_states(layout: str, precision: str, optimizer: Any, moment: str) -> t
     return worst, wrong
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_written_gradients_master_and_moments_train_on_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     world = world_of(layout)
@@ -491,6 +496,7 @@ def _exceptions(layout: str, write: bool, failing: int | None) -> list[str]:
     return said
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_exception_inside_is_not_masked_and_writes_nothing(ranks: Ranks, layout: str) -> None:
     world = world_of(layout)
@@ -595,6 +601,7 @@ def _generate(layout: str) -> tuple[list[str], int]:
     return wrong, calls
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_generate_unequal_lengths_after_one_gather_and_train_on(ranks: Ranks, layout: str) -> None:
     for wrong, calls in ranks.run(_generate, layout, world_size=world_of(layout)):

@@ -34,6 +34,7 @@ def _state(layout: str, build: str, weights: object = None) -> dict[str, torch.T
     return state
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", ["small", "tied"])
 def test_initial_values_do_not_depend_on_layout_or_ranks(ranks: Ranks, build: str) -> None:
     reference = ranks.run(_state, "ddp", build, world_size=1)[0]
@@ -44,6 +45,7 @@ def test_initial_values_do_not_depend_on_layout_or_ranks(ranks: Ranks, build: st
             assert worst < 1e-5, layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["file", "folder", "dict"])
 def test_weights_are_read_into_the_shards(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1)

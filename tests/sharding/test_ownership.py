@@ -101,6 +101,7 @@ def _second(layout: str) -> tuple[str, str, float]:
     return again, critic, worst
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_second_engine_over_the_same_parameters_is_refused(ranks: Ranks, layout: str) -> None:
     """On every rank when it is made, naming parameters, also where only a part is shared; the first one goes on."""
@@ -156,6 +157,7 @@ def _dropped(layout: str) -> tuple[bool, int, bool]:
     return gone() is None, left, dist.is_initialized()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_engine_that_is_dropped_with_its_model_is_collected(ranks: Ranks, layout: str) -> None:
     """Without close() its groups and threads are given back; the user's own group stays, and another engine runs."""
@@ -273,6 +275,7 @@ def _released(layout: str, precision: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_release_gives_a_plain_module_back(ranks: Ranks, layout: str) -> None:
     """Whole values to the bit in the same parameter objects, each with memory of its own, no hooks; plain PyTorch goes
@@ -398,6 +401,7 @@ def _same_process(layout: str) -> list[str]:
     return [name for name in before if before[name] != after[name]]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_a_process_looks_the_same_before_and_after_an_engine(ranks: Ranks, layout: str) -> None:
     """Threads, process groups, PyTorch's classes, global hooks and switches, random numbers and malloc's thresholds."""

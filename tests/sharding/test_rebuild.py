@@ -49,7 +49,7 @@ def _changed(layout: str, optimizer: str, what: str) -> None:
     pair.engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("what", "layout"), pairs(CHANGES, lambda what, layout: layout == "zero3" or what == "one after the other")
 )
@@ -57,6 +57,7 @@ def test_a_changed_model_trains_on_as_in_plain_pytorch(ranks: Ranks, what: str, 
     ranks.run(_changed, layout, "AdamW", what, world_size=world_for(layout))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("optimizer", "layout"), pairs(["SGD", "RMSprop", "Adagrad"], lambda _, layout: layout == "zero3")
 )
@@ -110,6 +111,7 @@ def _carried(layout: str, optimizer: str, precision: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "layout"),
@@ -230,6 +232,7 @@ def _own_groups(layout: str, kind: str) -> None:
     pair.engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "layout"), pairs(["AdamW", "RMSprop"], lambda kind, layout: layout == "zero3"))
 def test_a_parameter_trains_in_the_group_that_lists_it(ranks: Ranks, layout: str, kind: str) -> None:
     ranks.run(_own_groups, layout, kind, world_size=world_for(layout))

@@ -70,6 +70,7 @@ def _assigned(layout: str, precision: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", layouts("ddp", "zero3"))
 def test_assigned_data_is_read_into_every_state(ranks: Ranks, layout: str) -> None:
     for precision in ("fp32", "bf16"):
@@ -134,6 +135,7 @@ def _grown(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", layouts("zero1", "zero3"))
 def test_data_of_another_shape_is_another_structure(ranks: Ranks, layout: str) -> None:
     ranks.run(_grown, layout, world_size=world_for(layout))
@@ -184,6 +186,7 @@ def _left(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", layouts("ddp", "zero3", "hpz"))
 def test_what_leaves_the_model_has_its_values_on_every_rank(ranks: Ranks, layout: str) -> None:
     ranks.run(_left, layout, world_size=world_for(layout))
@@ -266,6 +269,7 @@ def _resized(layout: str, tied: bool) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layout", layouts("ddp", "zero3"))
 def test_embeddings_are_resized_inside_gathered(ranks: Ranks, layout: str, tied: bool) -> None:
@@ -461,6 +465,7 @@ def _averaged(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", layouts("ddp", "zero3", "hsdp"))
 def test_an_average_follows_the_model(ranks: Ranks, layout: str) -> None:
     ranks.run(_averaged, layout, world_size=world_for(layout))

@@ -68,6 +68,7 @@ def run(optimizer: str) -> list[float]:
     return [farthest(optimizer, *case) for case in [*cases, (9.0, True, False)]]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_forward_wrote_is_kept_and_what_an_update_writes_is_not_taken_for_it(ranks: Ranks, optimizer: str) -> None:
     for found in ranks.run(run, optimizer, world_size=2):

@@ -124,6 +124,7 @@ def _peak() -> tuple[float, float, float]:
     return building / each, taking[0] / each, resting / each
 
 
+@pytest.mark.soak
 def test_no_rank_ever_has_the_whole_model(ranks: Ranks) -> None:
     """In layers, of 10, on 2 ranks: 5 rest; while building one is whole, and while an engine takes the model over, one
     and the flat that it goes to. Gloo may keep the buffers of its last collective a little longer."""
@@ -159,6 +160,7 @@ def _taken_over(layout: str) -> list[str]:
     return wrong + [name for name in last if not torch.equal(last[name], expected_last[name])]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_an_engine_takes_the_model_over_and_trains_it_as_any_other(ranks: Ranks, layout: str) -> None:
     assert ranks.run(_taken_over, layout, world_size=2) == [[], []]
@@ -323,6 +325,7 @@ def _left_alone(rank: int) -> None:
         raise OrderError("left by an exception of its own") from None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("build", "said"),
     [
@@ -356,6 +359,7 @@ def test_an_exception_ends_the_block() -> None:
     _constructors_are_left_as_they_were()
 
 
+@pytest.mark.soak
 def test_engine_of_keeps_nothing_alive() -> None:
     engine = sf.Engine(models.small(), optimizer=ADAMW)
     weight = engine.module.head.weight  # type: ignore[union-attr]

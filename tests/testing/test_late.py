@@ -40,6 +40,7 @@ def _train(latency: float | None, drop: bool) -> tuple[list[float], float, str]:
     return losses, took, raised
 
 
+@pytest.mark.soak
 def test_what_is_late_changes_nothing_but_the_time(ranks: Ranks) -> None:
     plain = ranks.run(_train, None, False, world_size=2)
     late = ranks.run(_train, 0.02, False, world_size=2)
@@ -48,6 +49,7 @@ def test_what_is_late_changes_nothing_but_the_time(ranks: Ranks) -> None:
         assert took > 4 * 0.02  # gathers one behind another, at least: a bound that no load of the machine undercuts
 
 
+@pytest.mark.soak
 def test_what_is_dropped_is_told_of_on_every_rank(ranks: Ranks) -> None:
     for losses, _, raised in ranks.run(_train, 0.0, True, world_size=2):
         assert len(losses) == 3 and "rank 1" in raised, raised

@@ -69,6 +69,7 @@ def _crossed(layout: str, wires: dict[str, str]) -> tuple[int, dict[str, int], i
     return crossed, rows, length
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("layout", "wires", "per_element"),
     [
@@ -156,6 +157,7 @@ def _losses(layout: str, wires: dict[str, str], folder: str, stop: str, timeout:
     return losses
 
 
+@pytest.mark.soak
 @WIRES
 def test_a_link_that_is_cut_and_healed_in_the_middle_of_a_collective_changes_nothing(
     links: Links, tmp_path: Path, layout: str, wires: dict[str, str]
@@ -320,6 +322,7 @@ def test_a_handler_of_sigterm_is_left_alone_and_the_default_comes_back() -> None
             signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.soak
 @WIRES
 def test_a_rank_that_is_killed_is_told_of_on_the_other_node_too(layout: str, wires: dict[str, str]) -> None:
     """Promise 12: none of the others waits for it until the end of its patience."""

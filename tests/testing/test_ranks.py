@@ -244,6 +244,7 @@ def test_a_death_is_noticed_though_a_grandchild_holds_the_pipe(tmp_path: Path):
         os.kill(int(path.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.soak
 def test_ranks_end_with_their_caller(tmp_path: Path):
     """When the calling process is killed its ranks end too, in the middle of their work."""
     code = "import tests.testing.test_ranks as t; t.run_ranks(t.say_pid_and_wait, 2)"

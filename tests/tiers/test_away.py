@@ -21,6 +21,7 @@ def _held() -> int:
     return torch.get_device_module("sim").memory_allocated()
 
 
+@pytest.mark.soak
 @on_device(ranks=2)
 def test_states_leave_the_device_and_come_back() -> None:
     """Of what a training under `zero3` holds on the device less than a tenth stays when all states leave; a step brings

@@ -88,6 +88,7 @@ def _within(memory: int | None, blocks: int, layout: str, options: dict[str, Any
     return losses, ""
 
 
+@pytest.mark.soak
 def test_what_does_not_fit_fits_with_states_in_host_memory(sim_ranks: Ranks) -> None:
     """Under `zero2` the states of four units are beyond the budget, in a sentence; with gradients, masters and moments
     in host memory the same model trains in it, to the losses that it has without a budget."""
@@ -98,6 +99,7 @@ def test_what_does_not_fit_fits_with_states_in_host_memory(sim_ranks: Ranks) -> 
     assert not said and losses == sim_ranks.run(_within, None, 4, "zero2", {}, world_size=1)[0][0]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_one_budget_is_enough_for_any_depth(sim_ranks: Ranks, world: int) -> None:
     """Under `infinity` models of four, eight and sixteen units train in the same budget, which is below the parameters
@@ -131,6 +133,7 @@ PREDICTED: list[tuple[int, str, dict[str, Any], float]] = [
 and the gradient that autograd makes are never there at once, which the prediction does not know."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", PREDICTED, ids=[f"{layout}-{world}" for world, layout, *_ in PREDICTED])
 def test_the_predicted_peak_is_a_budget(sim_ranks: Ranks, case: tuple[int, str, dict[str, Any], float]) -> None:
     """A training runs in the bytes that `memory()` says are at rest on the device and `explain()` says are there

@@ -71,6 +71,7 @@ def _both(case: int) -> list[str]:
     return wrong + ([] if {("disk", "FETCH"), ("disk", "STORE")} <= kinds else ["nothing moved"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_is_that_with_states_in_host_memory(ranks: Ranks, world: int) -> None:
     """Losses, values and moments are equal to the bit: clipped, accumulated, with a step that overflows, and with
@@ -159,6 +160,7 @@ def _others(folder: str) -> list[Any]:
     return [_go_on(folder, DISK), _see(DISK), _written(DISK)]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_who_asks_behind_a_step_has_it_finished(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Checkpoints, whole values, and what users write: as with states in host memory."""
@@ -252,6 +254,7 @@ def _cannot_write(folder: str) -> list[Any]:
     return [*found, same]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_what_cannot_be_written_behind_a_step_is_told_by_the_next(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Nothing is lost: a save behind it has all, the next step tells of it in one sentence on every rank and is done,

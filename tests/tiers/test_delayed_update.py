@@ -134,6 +134,7 @@ def _as_plain(case: int) -> tuple[float, float, bool]:
     return off, max(ways), differs
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_plain_loop_with_the_same_delay_trains_the_same(ranks: Ranks, case: int, world: int) -> None:
@@ -259,6 +260,7 @@ def _go_on(folder: str, offload: Any = SUMS) -> list[bool]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_loads_goes_on_as_the_one_that_saved(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """What was under way is in the checkpoint, and arrives in the run that saves, so that both go on alike, to the

@@ -450,6 +450,7 @@ print("done")
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.soak)])
 def test_nothing_stays_behind_a_killed_process(tmp_path: Path, times: int) -> None:
     """Its files have no names while it stores and reads, and its folders are empty, at whatever moment it was killed:

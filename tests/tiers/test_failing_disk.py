@@ -303,6 +303,7 @@ def _unreadable(folder: str) -> list[Any]:
     return [found, mended, Path(folder, "after").exists()]
 
 
+@pytest.mark.soak
 def test_what_cannot_be_read_between_steps_is_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     """All states on disk, of which one rank's cannot be read: whoever asks for values hears on every rank which rank
     could not read, and why, and nothing hangs. Where the disk reads again, all is as before."""
@@ -382,6 +383,7 @@ def _every_way(folder: str, bad: int, cases: Sequence[tuple[str, str]]) -> list[
     return found
 
 
+@pytest.mark.soak
 def test_every_way_to_fail_is_told_and_mended_by_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """A drive of one rank that has no room, breaks, or takes and gives nothing any more, as states are fetched and as
     they are stored: both ranks say the same sentence, in the step or, as writes are not waited for, in the next. The
@@ -462,6 +464,7 @@ def _raising(folder: str, tier: str) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tier", ["device", "disk"])
 def test_an_update_that_raises_is_not_counted(ranks: Ranks, tmp_path: Path, tier: str) -> None:
     """Nor is it taken for done: the next step is refused with the reason, also where ranks raise by themselves, and a

@@ -463,6 +463,7 @@ def _equal(cases: Sequence[tuple[str, dict[str, Any]]], slower: Sequence[str]) -
     return rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_is_the_same_wherever_moments_rest(ranks: Ranks, world: int) -> None:
     """Losses, values and moments equal to the bit, under all kinds of layouts, with clipping, accumulation, loss
@@ -546,6 +547,7 @@ def _saved(path: str) -> None:
     near.close()
 
 
+@pytest.mark.soak
 def test_any_tier_loads_any_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """Saved from device, host or disk, loaded into another tier and another layout: the same to the bit, and so is
     what is trained from there."""
@@ -587,6 +589,7 @@ def _changed(tier: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.soak
 def test_a_model_that_changes_keeps_its_moments_in_their_tier(ranks: Ranks) -> None:
     """Layers come and go, and moments are written by hand, as where all rests on the device."""
     near, *far = (ranks.run(_changed, tier, world_size=2)[0] for tier in NAMES)
@@ -678,6 +681,7 @@ def regions_of(engine: sf.Engine) -> list[Region]:
     return [*engine._updater.regions(), *(r for s in engine.sharded.segments() for r in s.regions.values())]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 def test_every_state_rests_in_a_region(ranks: Ranks, layout: str) -> None:
     """Of each cell of the table; what ``memory()`` counts is the sum of these."""

@@ -89,7 +89,7 @@ def _compare(case: int, steps: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{name}-{len(tiers)}" for name, tiers, _ in CASES])
 def test_training_is_the_same_wherever_states_rest(ranks: Ranks, case: int, world: int) -> None:
@@ -168,6 +168,7 @@ def _go_on(folder: str, before: str, behind: str) -> tuple[list[float], list[flo
     return losses, expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("before", "behind"), [("infinity", "zero3"), ("zero2", "offload"), ("offload", "infinity")])
 def test_a_checkpoint_of_any_tier_is_gone_on_from_in_any(
     ranks: Ranks, tmp_path: Path, before: str, behind: str

@@ -85,6 +85,7 @@ def _compare(case: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{name}-{offload}" for name, offload, _ in CASES])
 def test_training_is_the_same_whatever_part_stays(ranks: Ranks, case: int, world: int) -> None:
@@ -103,6 +104,7 @@ def _on_the_device(offload: str | Mapping[str, str] | None) -> tuple[list[float]
     return losses, held
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not is_supported(), reason="PyTorch lacks what the simulated device is made of")
 def test_a_device_updates_its_part(sim_ranks: Ranks) -> None:
     """Where both have memory of their own: losses as with all of it on the device, nothing out of order, and bytes on

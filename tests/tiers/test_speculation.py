@@ -93,6 +93,7 @@ def _clipped(case: int) -> tuple[list[str], int, int]:
     return wrong, found.count(True) - 3 * num, found.count(False) - 2 * num
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", [pytest.param(i, marks=[pytest.mark.soak] * (i > 3)) for i in range(len(CASES))])
 def test_steps_that_clip_and_others_are_as_with_two_passes(ranks: Ranks, case: int, world: int) -> None:
@@ -157,6 +158,7 @@ def _overflow(precision: str, layout: str, tiers: dict[str, str]) -> list[Any]:
     return [begun, meanwhile > 0, said, behind, all(loss == loss for loss in losses)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("precision", "said"), [("fp16", True), ("bf16", "refused"), ("fp32", "refused")])
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_inf_in_the_last_gradient_leaves_no_trace(ranks: Ranks, precision: str, said: Any, world: int) -> None:
@@ -267,6 +269,7 @@ def _between(name: str) -> tuple[list[str], int]:
     return wrong, max(0, abs(found.count(True) - stand * num) - most)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_comes_between_backward_and_step_counts(ranks: Ranks, world: int) -> None:
     """Users may change hyper-parameters, drop or add to gradients, write parameters and read states: everything is as

@@ -97,6 +97,7 @@ def _counted(accumulate: int) -> dict[str, tuple[float, float]]:
     return {"read": (read, counted[0]), "written": (written, counted[1])}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_files_are_read_and_written_as_the_program_says(ranks: Ranks, accumulate: int) -> None:
     """What went to the files and came from them is what the program says, to the byte; nothing is read for the norm,
@@ -144,6 +145,7 @@ def _halves() -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_part_of_a_unit_that_no_rank_used_stays_as_it_is(ranks: Ranks, world: int) -> None:
     """A unit has two groups of the optimizer, of which one has no gradients in a step: what was fetched of it goes back
@@ -255,6 +257,7 @@ def _load_over(folder: str) -> list[int]:
     return read
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_load_reads_nothing_of_what_it_replaces(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """No byte comes from the files of parameters, masters and moments: what is there may be lost."""
@@ -300,6 +303,7 @@ def _beside_both(layout: str, offload: Any) -> list[int]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_lies_in_files_is_read_and_written_between_steps(ranks: Ranks, world: int) -> None:
     """An average, values, masters, moments and gradients that are lent and written, state dicts that are taken and
@@ -331,6 +335,7 @@ def _made_both(built: str) -> list[int]:
     return [i for i, (a, b) in enumerate(pairs) if not _same(a, b)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("built", ["meta", "sharded"])
 def test_models_too_big_to_build_go_into_files(ranks: Ranks, built: str) -> None:
     """First values, and training beyond a change of the model's structure, are those without tiers."""

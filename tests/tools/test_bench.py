@@ -34,6 +34,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_benchmark_measures_time_memory_and_bytes(tmp_path: Path):
     """DDP and two layouts of ours on two ranks: the file has every step of every rank, and the losses are the same."""
     file = tmp_path / "bench.json"
@@ -75,6 +76,7 @@ def test_offload_is_in_bf16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch) 
         assert (usual_precision("gpt", "cpu"), usual_precision("offload", "cuda")) == ("fp32", "bf16")
 
 
+@pytest.mark.soak
 def test_offloading_is_measured_beside_the_bytes_that_it_moves():
     """Two ranks of ours: what is counted is the program's, gradients down in fp32 and parameters up in bf16; moments on
     disk go up and down; nothing of ``zero2`` moves."""
@@ -124,6 +126,7 @@ def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.C
     assert "bare-zeros failed: rank 0 was killed by SIGKILL" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -99,6 +99,7 @@ BAD = [
 ]
 
 
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(each) for each, _ in BAD])
 def test_bad_input_is_one_sentence(
     arguments: list[str], says: str, launched: list[list[str]], capsys: pytest.CaptureFixture[str]
@@ -166,6 +167,7 @@ def test_a_bad_config_file_is_named(
     assert says in error and error.count("\n") == 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["train", "--help"], ["train", "--size", "x"], ["train", "--data", "x"]]
 )
@@ -209,6 +211,7 @@ def test_a_runs_own_config_repeats_it_bit_for_bit(tmp_path: Path):
     assert (tmp_path / "run" / "sample.txt").read_bytes() == (tmp_path / "again" / "sample.txt").read_bytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "table", [["zero3", "--optimizer", "muon"], ["ddp", "--offload", "optimizer=host, grads=host"]]
 )
@@ -327,6 +330,7 @@ def test_fp16_shows_its_loss_scale_and_what_it_skipped(tmp_path: Path):
     assert re.search(rf"step 4/4 .* loss scale {steps[-1].loss_scale:g}, {skipped} steps? skipped", result.stdout)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("procs", ["1", pytest.param("2", marks=pytest.mark.soak)])
 def test_ctrl_c_ends_at_a_step_with_all_outputs(tmp_path: Path, procs: str):
     """All ranks stop at the same step, evaluate, write the folder, and the status is 130."""

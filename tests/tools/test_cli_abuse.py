@@ -118,6 +118,7 @@ def test_what_a_refused_run_made_is_removed_and_no_more():
     assert [path.name for path in Path("old/run").iterdir()] == ["config.json"]
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -303,6 +304,7 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
     assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -365,6 +367,7 @@ def test_a_config_with_an_absurd_size_is_refused_by_its_name(
     assert error == f"Error: --model {path}: {name} is {value!r}: it is a number of 1 or more.\n"
 
 
+@pytest.mark.soak
 def test_an_encoder_with_a_decoder_is_planned_as_it_trains(capsys: pytest.CaptureFixture[str]) -> None:
     """Labels are shifted by the token that its configuration may not have; the class is said."""
     given = ["--gpus", "2xL4", "--layout", "zero2", "--activations", "keep", "--micro-batch", "2", "--length", "8"]
@@ -413,6 +416,7 @@ def rows() -> nn.Module:
     return Rows(4, 4)
 
 
+@pytest.mark.soak
 def test_a_micro_batch_has_the_labels_and_images_that_a_class_of_transformers_takes(tmp_path: Path) -> None:
     """A class or a number of each text; images beside texts, whose loss is asked for."""
     pytest.importorskip("transformers")
@@ -447,6 +451,7 @@ def test_of_wires_the_fastest_are_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert "ways were looked at, with all wires; each of the 2 lines has the fastest of its own." in printed
 
 
+@pytest.mark.soak
 def test_plans_of_one_device_and_of_no_parameters_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     """No ranks are waited for, and what is left of a device is not called all of it."""
     assert call("plan", "--model", "tiny", "--gpus", "1xL4", "--layout", "zero1", "--activations", "keep") == 0
@@ -462,6 +467,7 @@ def double() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(2, 8, dtype=torch.float64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -68,6 +68,7 @@ def flip(path: Path, byte: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.soak
 def test_verify_says_that_a_checkpoint_is_whole(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 0 and one line; the same of the folder around it; each file opens with safetensors itself."""
     for path in (saved, saved.parent):
@@ -186,6 +187,7 @@ def test_every_bit_of_the_index_counts(saved: Path) -> None:
             check(saved)
 
 
+@pytest.mark.soak
 def test_a_damaged_index_or_none_is_one_sentence(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2 and a sentence on standard error."""
     flip(saved / INDEX, 200)
@@ -221,6 +223,7 @@ def test_inspect_shows_what_is_there(saved: Path, capsys: pytest.CaptureFixture[
     assert said["layout"]["ranks"] == 2 and said["step"] == 2
 
 
+@pytest.mark.soak
 def test_looking_needs_no_torch(saved: Path) -> None:
     """Both commands answer without importing torch."""
     script = (

@@ -55,6 +55,7 @@ def test_the_machine_is_measured_into_a_profile_that_plans_read(tmp_path: Path) 
     assert two.device.attention["bf16"] > 0 and two.device.others > 0 and set(two.device.codecs) >= {"int8/256"}
 
 
+@pytest.mark.soak
 def test_a_profile_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardfold", "doctor", "--measure", str(tmp_path / "no/here.json")]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)

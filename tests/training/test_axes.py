@@ -77,6 +77,7 @@ def trains_like_the_whole(
     engine.close()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_slices_train_like_the_whole_model(ranks: Ranks, layout: str, world: int) -> None:
@@ -85,6 +86,7 @@ def test_slices_train_like_the_whole_model(ranks: Ranks, layout: str, world: int
     ranks.run(trains_like_the_whole, layout, TENSOR, sf.Clip(norm=LIMIT), world_size=world)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("p", [1.0, inf])
 def test_norms_count_slices_once(ranks: Ranks, p: float) -> None:
     """Other norms over slices are those of the whole model too."""
@@ -104,6 +106,7 @@ def _clips_by(p: float) -> None:
     engine.close()
 
 
+@pytest.mark.soak
 def test_inter_axes_and_micro_batches(ranks: Ranks) -> None:
     """The same with an axis of data between nodes, with micro-batches, with weights of micro-batches, and with an axis
     of data that no table names."""

@@ -105,7 +105,7 @@ def _check(reports: list[dict[str, Any]], tol: float = 1e-6) -> None:
         assert report["transient"] == 0 and report["wrong traffic"] == [], report
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("way", "when", "backend"),
     [
@@ -120,7 +120,7 @@ def test_compiled_blocks_train_as_in_plain_pytorch(
     _check(ranks.run(_difference, layout, way, when, backend, world_size=2))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("way", "when", "backend"),
     [(WAYS[2], "before", "eager"), (WAYS[2], "after", "aot_eager"), (WAYS[3], "before", "aot_eager")],
@@ -132,6 +132,7 @@ def test_a_compiled_model_trains_as_in_plain_pytorch(
     _check(ranks.run(_difference, layout, way, when, backend, world_size=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -142,6 +143,7 @@ def test_a_compiled_model_that_is_called_itself_trains_as_in_plain_pytorch(
     _check(ranks.run(_difference, layout, "called", when, backend, world_size=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpointing", ["new", "reentrant"])
 @pytest.mark.parametrize("layout", ["ddp", "zero3", "fsdp2"])
 def test_compiled_blocks_under_checkpoints_train_as_in_plain_pytorch(
@@ -150,6 +152,7 @@ def test_compiled_blocks_under_checkpoints_train_as_in_plain_pytorch(
     _check(ranks.run(_difference, layout, WAYS[0], "before", "aot_eager", checkpointing, world_size=2))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["ddp", "zero3", "fsdp2"])
 def test_a_compiled_block_is_one_graph_that_all_blocks_share(ranks: Ranks, layout: str) -> None:
     """The engine's hooks break no block apart, and gathering again compiles nothing again."""

@@ -92,7 +92,7 @@ def _compare(layout: str, choice: str, optimizer: str, equal_shapes: bool, accum
     return worst
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 @pytest.mark.parametrize("choice", CHOICES)
 def test_ranks_that_use_different_parts_end_with_ddps_parameters(ranks: Ranks, choice: str, layout: str) -> None:
@@ -146,6 +146,7 @@ def _turns(layout: str) -> float:
     return worst
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "world"), [("hpz", 2), ("zero3", 3)])
 def test_a_rank_gets_more_of_a_backward_while_the_others_are_at_another_engine(
     ranks: Ranks, layout: str, world: int

@@ -93,6 +93,7 @@ def batches(steps: int = 6, dtype: torch.dtype = torch.float32) -> list[tuple[Te
     return [(x.to(dtype), y) for x, y in made]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD, ADAGRAD], ids=["AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp64_parts_of_an_fp32_model_train_as_in_plain_pytorch(ranks: Ranks, layout: str, optimizer: Any) -> None:
@@ -102,7 +103,7 @@ def test_fp64_parts_of_an_fp32_model_train_as_in_plain_pytorch(ranks: Ranks, lay
     )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD, ADAGRAD], ids=["AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,6 +117,7 @@ def test_an_fp64_model_trains_in_fp64_under_every_policy(
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_16_bit_parts_of_an_fp32_model_stay_so_and_train_as_in_plain_pytorch(
@@ -127,6 +129,7 @@ def test_16_bit_parts_of_an_fp32_model_stay_so_and_train_as_in_plain_pytorch(
     )  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_frozen_weights_of_one_byte_are_read_as_they_are(ranks: Ranks, layout: str) -> None:
     for precision, tol in (("fp32", 1e-6), ("bf16", 3e-2)):
@@ -212,6 +215,7 @@ def _reports(layout: str, precision: str, world: int) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 @pytest.mark.parametrize("layout", LAYOUTS)

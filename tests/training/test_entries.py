@@ -99,6 +99,7 @@ def _train(layout: str, programs: list[str], when: str = "before") -> tuple[floa
 PROGRAMS = ["encode", "encode, decode", "forward, encode", "checkpoint", "encode", "forward, encode"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_registered_methods_train_as_in_plain_pytorch(ranks: Ranks, layout: str, when: str) -> None:

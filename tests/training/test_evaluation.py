@@ -96,7 +96,7 @@ def _evaluated_between_steps(layout: str, mode: str, evaluate: str, accumulate: 
     return report
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("evaluate", ["in eval", "while training", "between backward and step"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -90,7 +90,7 @@ ROUNDED = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("layout", "wires"), ROUNDED, ids=[f"{name}-{'+'.join(wires)}" for name, wires in ROUNDED])
 def test_what_is_rounded_to_travel_trains_as_plain_pytorch_by_rounded_values(
     ranks: Ranks, layout: str, wires: dict[str, str]
@@ -141,6 +141,7 @@ def test_what_forward_did_not_write_keeps_the_digits_that_do_not_travel(ranks: R
     assert ranks.run(_written, world_size=2) == [(True, True)] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduce", ["blocks", "feedback"])
 def test_a_format_of_blocks_is_cut_counted_and_kept_as_it_says(ranks: Ranks, reduce: str) -> None:
     """One class and its name are all that the engine has to know of it."""

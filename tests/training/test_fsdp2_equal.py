@@ -87,6 +87,7 @@ def compare(precision: Any, policy: dict[str, torch.dtype], dtype: torch.dtype) 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "policy", "dtype"),
     [
@@ -104,6 +105,7 @@ def test_every_loss_is_fsdp2s_to_the_bit(
         assert norm < 1e-6  # both of the same numbers, added up in another order
 
 
+@pytest.mark.soak
 def test_what_bf16_brings_is_summed_in_fp32_where_gradients_are_fp32(ranks: Ranks) -> None:
     """FSDP2 sums over Gloo in the dtype on the wire and casts the sum, so that the digits of the sum differ."""
     policy = {"param_dtype": BF16, "reduce_dtype": BF16}

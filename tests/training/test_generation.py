@@ -75,6 +75,7 @@ def _plain() -> tuple[dict[int, list[list[int]]], list[float]]:
     return tokens, losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "fsdp2"])
 def test_generation_streams_and_ends_cleanly_with_unequal_lengths(ranks: Ranks, layout: str) -> None:
     expected, losses = _plain()

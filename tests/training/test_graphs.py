@@ -129,7 +129,7 @@ def batches(steps: int = 4) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(16, 4, generator=g), torch.randint(3, (16,), generator=g)) for _ in range(steps)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", ["ddp", "zero2", *SPLIT])
 @pytest.mark.parametrize(
     "model", [ObjectOutputs, Detached, PassThrough, SharedModule, Buffers, Checkpointed], ids=lambda m: m.__name__
@@ -163,6 +163,7 @@ def _whole_checkpoint(layout: str) -> float:
     return max((state[k] - v).abs().max().item() for k, v in plain.state_dict().items())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 def test_a_checkpoint_around_the_whole_model(ranks: Ranks, layout: str) -> None:
     assert max(ranks.run(_whole_checkpoint, layout, world_size=4)) < 1e-6
@@ -205,6 +206,7 @@ def _side(layout: str, hooked: bool) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", SPLIT)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_backward_that_only_later_comes_by_a_tensor_kept_aside_raises_instead_of_reading_freed_memory(

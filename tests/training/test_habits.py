@@ -69,7 +69,7 @@ def _constant_gradients(layout: str, accumulate: int) -> list[float]:
     return seen
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])
 def test_gradients_of_earlier_backwards_are_not_added_again(ranks: Ranks, layout: str, accumulate: int) -> None:
@@ -115,7 +115,7 @@ def _dropped(layout: str, how: str) -> None:
     engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_dropped_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     """``zero_grad`` of optimizer, model and part, and ``p.grad = None``, behind a backward: the weights are plain
@@ -140,6 +140,7 @@ def _dropped_in_a_hook(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_that_a_hook_drops_as_it_arrives_counts_as_none(ranks: Ranks, layout: str) -> None:
     """``register_post_accumulate_grad_hook`` with ``p.grad = None``: the parameter is not updated, all others are."""
@@ -189,6 +190,7 @@ def _dropped_where_used(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["ddp", "zero2"])
 def test_what_only_other_ranks_used_is_dropped_with_it(ranks: Ranks, layout: str) -> None:
     """Where ranks use different parameters, ``model.zero_grad()`` on every rank leaves nothing anywhere."""
@@ -222,6 +224,7 @@ def _asked_for_where_dropped(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3"])
 def test_what_was_dropped_is_gone_when_gradients_are_asked_for(ranks: Ranks, layout: str) -> None:
     """Also of what only another rank used; what is written into them then is what the step uses, and where ranks did
@@ -247,6 +250,7 @@ def _clipped(layout: str, precision: str) -> tuple[str, float]:
     return said, norm
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "precision"), [("zero1", "fp32"), ("zero2", "fp32"), ("zero3", "fp32"), ("ddp", "bf16")]
 )
@@ -258,6 +262,7 @@ def test_clipping_gradients_that_are_not_there_raises_and_names_clip_norm(
         assert "clip_norm=" in said and "engine.gathered('0.weight', of='grads')" in said
 
 
+@pytest.mark.soak
 def test_clipping_by_hand_works_where_a_rank_has_all_gradients(ranks: Ranks) -> None:
     """Under ``ddp``, and on one rank, the norm is that of plain PyTorch."""
     plain = make_model()
@@ -332,6 +337,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 def test_whole_gradients_are_there_in_whatever_order_a_backward_runs(ranks: Ranks, way: str) -> None:
     """Under ``ddp`` a gradient that came in another order than before is in the sums that ``.grad`` shows: those of
@@ -521,7 +527,7 @@ def _edited(layout: str, width: int, accumulate: int) -> None:
     engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("width", [4, 48])  # gradients that are copied together, and that stay as autograd made them
 @pytest.mark.parametrize(
     ("layout", "size", "accumulate"), [("ddp", 1, 1), ("ddp", 1, 2), ("zero2", 1, 1), ("zero3", 1, 1), ("ddp", 2, 1)]
@@ -559,6 +565,7 @@ def _own_calls(layout: str, given: bool, kind: Any) -> list[str]:
     return said
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, sf.optim.Lion])
 def test_methods_of_an_engines_optimizer_raise_and_name_the_engines(ranks: Ranks, kind: Any, given: bool) -> None:

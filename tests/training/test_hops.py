@@ -56,6 +56,7 @@ def test_two_hops_deliver_what_one_does(ranks: Ranks, layout: str) -> None:
             assert program == sent > 0
 
 
+@pytest.mark.soak
 def test_zeropp_sends_what_its_program_says_and_trains_close_to_zero3(ranks: Ranks) -> None:
     """In the text: encoding the next unit goes on while one travels, and second hops wait for nothing else."""
     exact = ranks.run(_train, "zero3", {}, False, world_size=4)[0]

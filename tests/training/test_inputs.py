@@ -81,6 +81,7 @@ class Odd(Model):
     block = OddBlock
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_empty_0d_and_noncontiguous_parameters_train_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     for optimizer in (SGD, ADAMW):
@@ -198,6 +199,7 @@ class BufferModel(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_buffers_of_all_kinds_are_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     same_training(  # buffers are compared with the parameters
@@ -343,7 +345,7 @@ def _loss(output: Any, batch: tuple[Any, ...]) -> Tensor:
     return F.cross_entropy(unpack(output).float(), batch[-1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("kind", PACK)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_containers_and_objects_as_inputs_and_outputs_train_as_in_plain_pytorch(
@@ -371,6 +373,7 @@ def _bf16(kinds: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.soak
 def test_fp32_inputs_are_cast_inside_of_containers_and_the_callers_are_left_alone(ranks: Ranks) -> None:
     kinds = [kind for kind in PACK if kind not in ("namespace", "object")]
     assert ranks.run(_bf16, kinds, world_size=2) == [[], []]

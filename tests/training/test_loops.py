@@ -241,7 +241,7 @@ def _run(loop: Callable[[Make], list[Any]], layout: str) -> list[dict[str, Tenso
     return [engine.state_dict() for engine in engines]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_training_loop_ends_where_plain_pytorch_ends(

@@ -86,6 +86,7 @@ def _other(folder: str, reduce: str) -> list[str]:
     return notes
 
 
+@pytest.mark.soak
 def test_a_run_without_feedback_is_told_that_the_checkpoint_has_some_and_the_other_way_round(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def _losses(layout: str, wires: dict[str, str], precision: str) -> tuple[list[fl
     return losses, rows
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "wires", "precision"),
     [

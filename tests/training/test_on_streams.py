@@ -32,6 +32,7 @@ def _both(ranks: Ranks, sim_ranks: Ranks, layout: str, **options: Any) -> list[A
     return found
 
 
+@pytest.mark.soak
 def test_what_debug_fills_with_nan_is_behind_what_is_gathered_into_it(ranks: Ranks, sim_ranks: Ranks) -> None:
     """``debug=True`` frees nothing, and a block that runs twice in a pass is gathered again into the same memory."""
     overlap = sf.Overlap(
@@ -41,6 +42,7 @@ def test_what_debug_fills_with_nan_is_behind_what_is_gathered_into_it(ranks: Ran
         assert races == []
 
 
+@pytest.mark.soak
 def test_sums_are_read_before_their_memory_is_given_out_again(ranks: Ranks, sim_ranks: Ranks) -> None:
     """With no reduction in flight, sums that are added to earlier ones are in memory of the side stream: the next
     gather may not have it while they are still to be read."""
@@ -49,6 +51,7 @@ def test_sums_are_read_before_their_memory_is_given_out_again(ranks: Ranks, sim_
         assert races == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [16, 256])
 def test_tables_of_8bit_moments_are_copied_once(ranks: Ranks, sim_ranks: Ranks, block: int) -> None:
     """From the third step on, steps with 8-bit moments do not stop the host."""
@@ -70,6 +73,7 @@ class Normed(Gpt):
         return self.head(self.statistics(x.transpose(1, 2)).transpose(1, 2))
 
 
+@pytest.mark.soak
 def test_buffers_that_follow_rank_0_do_not_stop_the_host(ranks: Ranks, sim_ranks: Ranks) -> None:
     """Batch statistics are brought to every rank in each forward, and nothing is read back for it; tables that autograd
     has kept do not count as written."""
@@ -77,6 +81,7 @@ def test_buffers_that_follow_rank_0_do_not_stop_the_host(ranks: Ranks, sim_ranks
         assert races == [] and waits == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_loss_scale_reads_the_device_once_in_a_step(sim_ranks: Ranks, clip: float | None) -> None:
     """Whether gradients overflowed and losses are finite is one number for each, read together."""

@@ -110,6 +110,7 @@ class GathersInside(Base):
         return F.cross_entropy(self.out(h), y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("build", [ReadsChild, ReadsChildFirst])
 def test_a_weight_may_be_read_by_another_module(ranks: Ranks, build: Any, layout: str) -> None:
@@ -142,6 +143,7 @@ def _regularized(layout: str | None) -> list[float]:
     return losses
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gathered_may_be_entered_inside_forward(ranks: Ranks, layout: str) -> None:
     plain = _regularized(None)
@@ -193,6 +195,7 @@ class CallsItself(Base):
         return F.cross_entropy(self.out(h), y) + (h - target).square().mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("build", [ReadsBehind, ReadsLater, CallsItself])
 def test_a_weight_read_behind_its_block_or_later_and_a_model_that_calls_itself(
@@ -256,6 +259,7 @@ class Loops(Base):
         return F.cross_entropy(self.out(self.blocks[1](h)), y)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_units_may_run_in_any_order_and_number_that_all_ranks_share(ranks: Ranks, layout: str) -> None:
     check(ranks, Skips, layout, units=["blocks.*"], steps=12)
@@ -297,6 +301,7 @@ class Forces(Base):
         return F.cross_entropy(self.out(self.features(x + 0.1 * slope)), y)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_forward_may_take_gradients_of_a_part_of_itself(ranks: Ranks, layout: str) -> None:
     check(ranks, Forces, layout, units=["blocks.*"], accumulate=2)
@@ -341,6 +346,7 @@ def _penalty(layout: str | None, gathered: bool) -> list[float] | str:
     return losses
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_gradients_are_right_or_refused_in_a_sentence(ranks: Ranks, layout: str) -> None:
     plain = _penalty(None, False)
@@ -485,6 +491,7 @@ def _faults(layout: str, where: str, spread: bool, limit: int) -> tuple[int, flo
     return thrown, worst
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_at_any_operation_is_followed_by_a_correct_step(ranks: Ranks, where: str, layout: str) -> None:
@@ -493,6 +500,7 @@ def test_an_exception_at_any_operation_is_followed_by_a_correct_step(ranks: Rank
         assert worst < 1e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", SPLIT)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_exceptions_at_different_operations_on_different_ranks_are_followed_by_a_correct_step(

@@ -122,6 +122,7 @@ def assert_near(states: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]
             )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("layout", "outer", "inner"),
     [
@@ -152,6 +153,7 @@ def test_fragments_have_nearly_as_many_elements() -> None:
         assert [outer.fragment_of(numbers, i) for i in range(4)] == wanted
 
 
+@pytest.mark.soak
 def test_averaging_in_every_step_is_plain_data_parallelism(ranks: Ranks) -> None:
     """With SGD without momentum the mean of what the groups' updates give is the update by the mean."""
     plain = partial(torch.optim.SGD, lr=0.1)
@@ -177,6 +179,7 @@ def _measured(layout: str, outer: dict[str, Any]) -> dict[str, Any]:
     return {"sent": sent, "memory": memory, "text": text, "length": length}
 
 
+@pytest.mark.soak
 def test_what_a_round_sends_and_holds(ranks: Ranks) -> None:
     """Each element is sent to be summed and comes back once in a round, by the group that takes its part, all counted
     by the program; momentum is divided over the groups."""
@@ -343,6 +346,7 @@ def _meet(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return apart, together
 
 
+@pytest.mark.soak
 def test_groups_come_together_when_they_are_told_to(ranks: Ranks) -> None:
     """``synchronize()`` takes the outer step at once."""
     seen = ranks.run(_meet, 2)

@@ -109,7 +109,7 @@ def _peak(layout: str | sf.Layout, precision: str, prefetch: int) -> tuple[int, 
     return max(peaks) if possible() else min(peaks), bound
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["zero3", "fsdp2", "zero2", "zero1"])
@@ -121,6 +121,7 @@ def test_a_step_peaks_below_the_sum_of_its_named_parts(
         assert 0.8 * bound < peak <= bound + activations
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [sf.PRESETS["zero3"].replace(gather="bf16"), sf.PRESETS["zero1"].replace(reduce="bf16")],
@@ -170,6 +171,7 @@ def _loaded(path: str, optimizer: Any, cases: list[tuple[str, str]]) -> list[tup
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, sf.optim.AdamW8bit])
 def test_a_load_takes_a_unit_and_a_block_beside_what_rests(ranks: Ranks, tmp_path: Path, optimizer: Any) -> None:
     cases = [("zero1", "fp32"), ("zero3", "bf16"), ("ddp", "fp32"), ("hpz", "bf16")]

@@ -97,6 +97,7 @@ def test_the_table_has_every_policy() -> None:
     assert set(table()) == set(PRECISIONS)
 
 
+@pytest.mark.soak
 @pytest.mark.product
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 def test_the_table_is_true(ranks: Ranks, layout: str) -> None:
@@ -172,6 +173,7 @@ def evaluates_alike() -> None:
     assert torch.allclose(*outputs, atol=2e-2), (outputs[0] - outputs[1]).abs().max()
 
 
+@pytest.mark.soak
 def test_a_running_variance_beyond_fp16_is_kept_saved_and_evaluated(ranks: Ranks) -> None:
     ranks.run(evaluates_alike, world_size=2)
 
@@ -182,6 +184,7 @@ def switches() -> list[object]:
     return [*newer, cuda.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()]
 
 
+@pytest.mark.soak
 def test_tf32_is_switched_while_an_engine_lives_that_says_so() -> None:
     before = switches()
     for allow in (True, False):
@@ -279,6 +282,7 @@ def accumulated(layout: str, grads: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("layout", ["ddp", "zero2"])
 def test_gradients_accumulate_in_the_dtype_that_grads_says(ranks: Ranks, layout: str, world: int) -> None:

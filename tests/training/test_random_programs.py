@@ -52,13 +52,14 @@ def _run(ranks: Ranks, seeds: Sequence[int], layout: str, size: int) -> None:
     assert not failed, f"{len(failed)} programs: {failed[:20]}\n" + _shortest(ranks, failed[0], layout, size)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_programs_are_plain_pytorch_on_two_ranks(ranks: Ranks, layout: str) -> None:
     first = EACH * LAYOUTS.index(layout)
     _run(ranks, range(first, first + EACH), layout, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
 def test_random_programs_are_plain_pytorch_on_one_rank(ranks: Ranks, layout: str) -> None:
     first = 1000 + 16 * ["ddp", "zero2", "zero3"].index(layout)

@@ -46,6 +46,7 @@ PAIRWISE = [
 ]
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("layout", "world", "accumulate", "clip"), PAIRWISE)
 def test_losses_of_30_steps_equal_plain_pytorch(
     ranks: Ranks, layout: str, world: int, accumulate: int, clip: float | None
@@ -61,6 +62,7 @@ def test_losses_of_30_steps_equal_plain_pytorch_in_every_combination(
     check(ranks, layout, world, accumulate, clip)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
@@ -82,6 +84,7 @@ OVERLAPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_the_schedule_moves_work_in_time_and_changes_nothing(ranks: Ranks, overlap: Any) -> None:
     same_training(
@@ -111,6 +114,7 @@ def _on_their_way(layout: str, in_flight: int) -> list[int]:
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["zero2", "zero3"])
 def test_reductions_go_on_beside_the_next_units_backward_if_asked(ranks: Ranks, layout: str) -> None:
     """With ``reduces_in_flight=1``, as on a GPU, a unit's gradients are on their way while the unit before it computes;
@@ -119,6 +123,7 @@ def test_reductions_go_on_beside_the_next_units_backward_if_asked(ranks: Ranks, 
     assert ranks.run(_on_their_way, layout, 0, world_size=2) == [[0, 0, 0]] * 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("units", [["blocks.*"], ["blocks.0", "head"], [torch.nn.Linear], [models.Block]])
 def test_units_named_by_the_user(ranks: Ranks, units: Any) -> None:
     same_training(

@@ -246,6 +246,7 @@ def test_1_bit_lamb_is_the_loop(ranks: Ranks, layout: str, groups: int, intra: i
     assert bool((column / Model().first.weight[:, 0].detach() < 1).all())  # it has no gradient, and decays
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "groups", "intra"),
     [SHAPES[1], SHAPES[2], *(pytest.param(*shape, marks=pytest.mark.soak) for shape in (SHAPES[0], SHAPES[3]))],
@@ -318,6 +319,7 @@ def _saved(folder: str, optimizer: Any, groups: int, resume: bool) -> list[Tenso
     return state
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["lamb", pytest.param("zero-one", marks=pytest.mark.soak)])
 def test_a_run_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """On as many ranks and on fewer: each has the mean of what all had lost. For a save ranks that are apart meet."""

@@ -94,7 +94,7 @@ def check(ranks: Ranks, build: Any, layout: str, world: int, steps: int, **optio
 MODELS = [llama, gpt2, bert, vit, Seq2Seq]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 @pytest.mark.parametrize("build", MODELS)
 def test_a_transformers_model_trains_as_in_plain_pytorch(ranks: Ranks, build: Any, layout: str) -> None:
@@ -126,6 +126,7 @@ def _from_meta(layout: str) -> tuple[list[str], float]:
     return names, losses[0].item()
 
 
+@pytest.mark.soak
 def test_a_transformers_model_is_cut_at_its_layers_and_built_from_meta(ranks: Ranks) -> None:
     answers = ranks.run(_from_meta, "zero3", world_size=2) + ranks.run(_from_meta, "ddp", world_size=2)
     for names, loss in answers:

@@ -159,7 +159,7 @@ def _trained(kind: str, layout: str, precision: str = "fp32") -> tuple[list[floa
     return losses, state
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)
@@ -179,6 +179,7 @@ def _written_in_16_bit(layout: str) -> list[float]:
     return [*losses, float(state["last.weight"].abs().max()), float(before["keys.weight"].sum())]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ("zero3", "hpz"))
 def test_a_finer_master_follows(ranks: Ranks, layout: str) -> None:
     """Under bf16, where the master has more digits than what forward writes into, split layouts do as ``ddp`` does."""
@@ -201,6 +202,7 @@ def _saved(folder: str, layout: str) -> tuple[float, float]:
     return seen, float(sf.load_model(Path(folder) / layout, _Given()).keys.weight.sum())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ("ddp", "zero3", "hpz"))
 def test_what_forward_gives_to_a_weight_is_saved(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """A checkpoint has what ``parameter.data = x`` put there in forward."""
@@ -232,6 +234,7 @@ def _behind_a_forward(how: str) -> list[float]:
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ("load_state_dict", "average"))
 def test_values_given_behind_a_forward_without_backward_are_there(ranks: Ranks, how: str) -> None:
     """Units that stayed full for a backward that did not come have neither the old values nor bring them back."""
@@ -268,6 +271,7 @@ def _recomputed_block(activations: Any) -> str:
     return "trained"
 
 
+@pytest.mark.soak
 def test_a_forward_that_writes_is_not_recomputed(ranks: Ranks) -> None:
     """It would write once more in backward: refused, with the mode that works."""
     for mode in ("recompute", "select"):
@@ -332,6 +336,7 @@ def _state_after_a_write(layout: str, precision: str) -> list[float]:
     return [loaded, written]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
 @pytest.mark.parametrize("layout", ("ddp", "zero1", "zero2"))
 def test_a_state_dict_has_what_was_written_before_it(ranks: Ranks, layout: str, precision: str) -> None:
@@ -369,6 +374,7 @@ def _replaced(layout: str, precision: str) -> list[list[float]]:
     return state
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "precision", "size"),
     [("ddp", "fp32", 2), ("zero2", "fp32", 2), ("zero3", "fp32", 2), ("ddp", "bf16", 1)],

@@ -132,14 +132,14 @@ def test_the_zoo_has_every_kind() -> None:
     assert len(zoo.ZOO) == 44  # as docs/promises.md says
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(42)
 @pytest.mark.parametrize(("name", "setting"), paired(STEADY, SPLIT))
 def test_an_architecture_trains_as_in_plain_pytorch(ranks: Ranks, name: str, setting: Setting) -> None:
     check_losses(ranks, name, setting)
 
 
 # Of those whose losses are compared, every sixth.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "setting"), paired([n for i, n in enumerate(zoo.ZOO) if i % 6 == 0 or n not in STEADY][::-1], EVERY)
 )

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -101,6 +102,7 @@ def runs(folder: Path) -> dict[Any, Any]:
     return {stage: fit(folder / str(stage), stage) for stage in (None, 2, 3)}
 
 
+@pytest.mark.soak
 def test_lightning_trains_as_over_ddp(tmp_path: Path) -> None:
     told = on_ranks(runs, tmp_path)
     for rank in told:

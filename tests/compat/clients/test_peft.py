@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -66,6 +67,7 @@ def runs(folder: Path) -> dict[Any, Any]:
     return told
 
 
+@pytest.mark.soak
 def test_lora_trains_as_over_ddp(tmp_path: Path) -> None:
     """Stages 2 and 3, with and without ``modules_to_save``: losses, saved adapters and counts of parameters of DDP."""
     first, _ = on_ranks(runs, tmp_path)

@@ -124,6 +124,7 @@ def runs(folder: Path) -> dict[Any, Any]:
     return told
 
 
+@pytest.mark.soak
 def test_a_trainer_trains_as_over_ddp(tmp_path: Path) -> None:
     """Stages 1 to 3 in fp32: losses, norms, evaluation, saved weights and written text of DDP.
 

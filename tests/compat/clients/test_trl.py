@@ -85,6 +85,7 @@ def runs(folder: Path, stage: int) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.soak)])
 def test_trl_trains_as_over_ddp(stage: int, tmp_path: Path) -> None:
     """Losses and gradient norms of DDP, where the samples that GRPO learns from are the same too."""

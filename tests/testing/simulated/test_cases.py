@@ -17,7 +17,7 @@ MATRIX = device_cases.matrix()
 LATE = {case.name: case for case in [*CORE, *SINGLE]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("case", CORE, ids=lambda case: case.name)
 def test_the_same_training(case: Case, ranks: Ranks, sim_ranks: Ranks) -> None:
     """Losses are the CPU's, nothing is used out of order, no operation gets tensors of two devices, and the host waits
@@ -42,6 +42,7 @@ def test_the_same_training_on_a_late_device(name: str, ranks: Ranks, sim_ranks: 
     assert device_cases.lazy(case, expected, sim_ranks, seeds=range(0, 500, 100)) == ""
 
 
+@pytest.mark.soak
 def test_what_other_ranks_used_is_asked_for_at_once(sim_ranks: Ranks) -> None:
     """Where gradients are whole, ``.grad`` of what this rank left out depends on the others: the host waits once for a
     unit that was left out, not once for each of its parameters."""

@@ -29,6 +29,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.soak
 def test_a_program_runs_as_it_is_and_its_races_are_its_status(tmp_path: Path) -> None:
     """A script that waits ends well, with its own arguments; as a module and without the wait it ends with 1 and says
     which two lines nothing orders."""
@@ -64,6 +65,7 @@ with simulated():
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux schedules single threads")
 def test_a_program_may_end_right_behind_its_backward(tmp_path: Path) -> None:
     """Autograd's thread runs only when nothing else does, and so is still behind its last backward when the
@@ -111,6 +113,7 @@ def test_a_forked_process_is_refused(tmp_path: Path, mode: str) -> None:
     assert "UsageError: The simulated device cannot be used in a forked process" in done.stderr
 
 
+@pytest.mark.soak
 def test_wrong_arguments_get_a_sentence(tmp_path: Path) -> None:
     """A file that is not there, and a lag below 1; nothing is started."""
     for arguments, said in ((("gone.py",), "there is no file gone.py"), (("--lag", "0", "x.py"), "--lag 0: it is")):

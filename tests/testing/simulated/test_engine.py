@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="PyTorch lacks what t
 CLOSE = 1e-6  # relative: sums of a few hundred fp32 numbers in another order
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
 def test_trains_as_on_the_cpu(layout: str, ranks: Ranks, sim_ranks: Ranks) -> None:
     """Two ranks of the device train as two of the CPU do; from the third step on the host never waits for it."""
@@ -40,6 +41,7 @@ def _least(device: str) -> int:
     return int(str(refused.value).partition(" bytes)")[0].rpartition("(")[2])
 
 
+@pytest.mark.soak
 @on_device()
 def test_a_budget_counts_what_the_allocator_takes() -> None:
     """Tensors whose bytes are no multiples of what the allocator gives count as more on a device than on the CPU."""
@@ -48,6 +50,7 @@ def test_a_budget_counts_what_the_allocator_takes() -> None:
     assert on_the_device > on_cpu and on_the_device % GRANULE == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["hsdp", "hpz"])
 def test_trains_in_two_groups_of_two(layout: str, ranks: Ranks, sim_ranks: Ranks) -> None:
     """So do four, in two groups of two."""
@@ -75,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_trains_with_options_as_on_the_cpu(name: str, ranks: Ranks, sim_ranks: Ranks) -> None:
     """Options that move memory or order work otherwise change neither losses nor order."""
@@ -88,6 +91,7 @@ def test_trains_with_options_as_on_the_cpu(name: str, ranks: Ranks, sim_ranks: R
         assert losses == pytest.approx(wanted, rel=CLOSE)
 
 
+@pytest.mark.soak
 def test_memory_that_is_spoiled_for_debugging_is_filled_in_order(ranks: Ranks, sim_ranks: Ranks) -> None:
     """With debug=True a unit's memory is NaN between two runs of it in one pass; the next gather comes behind that.
     (The host waits there, to look for what was written into parameters unseen.)"""
@@ -99,6 +103,7 @@ def test_memory_that_is_spoiled_for_debugging_is_filled_in_order(ranks: Ranks, s
         assert losses == pytest.approx(wanted, rel=CLOSE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["zero3", "zero1"])
 def test_trains_in_any_legal_order(layout: str, ranks: Ranks, sim_ranks: Ranks) -> None:
     """A device that stays behind, and takes its streams in a random order, gives the same losses."""
@@ -150,6 +155,7 @@ class HastyGpt(Gpt):
         return self.head(self.norm(self.hasty(self.blocks[0](self.emb(ids)))))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("waits", [False, True])
 @on_device(ranks=2)
 def test_a_model_that_reads_its_weights_too_early_is_told(waits: bool) -> None:

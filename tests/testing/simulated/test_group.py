@@ -115,6 +115,7 @@ COLLECTIVES: dict[str, tuple[Callable[[int], list[Any]], list[Any]]] = {
 }
 
 
+@pytest.mark.sampled(14)
 @MODES
 @pytest.mark.parametrize("name", COLLECTIVES)
 @on_device(ranks=2)

@@ -34,6 +34,7 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("mode", ["check", "lazy"])
 @pytest.mark.parametrize("name", USES)
 @on_device()

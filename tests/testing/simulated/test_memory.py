@@ -226,6 +226,7 @@ def test_pinned_memory() -> None:
             assert not torch.zeros(64).is_pinned()
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not is_supported(), reason="PyTorch lacks what the simulated device is made of")
 def test_a_process_ends_well_with_tensors_alive() -> None:
     """Tensors, streams and threads of the device that are left when the interpreter ends do not crash it."""

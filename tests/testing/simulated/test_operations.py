@@ -51,6 +51,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("mode", ["check", "lazy"])
 @pytest.mark.parametrize("name", PROGRAMS)
 @on_device()
@@ -63,6 +64,7 @@ def test_operations_give_what_the_cpu_gives(name: str, mode: str) -> None:
         sim.expect_clean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["check", "lazy"])
 @on_device()
 def test_training_gives_what_the_cpu_gives(mode: str) -> None:

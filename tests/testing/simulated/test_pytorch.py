@@ -138,6 +138,7 @@ def _factories() -> None:
     assert torch.ones(2, pin_memory=True).is_pinned() and not torch.ones(2).is_pinned()
 
 
+@pytest.mark.soak
 def test_functions_that_make_tensors_stay_pytorchs_own() -> None:
     """They take the device of torch.device(...) as a context and of set_default_device, modes and subclasses see them
     under the names that programs compare them with, and torch.func, torch.fx, torch.compile and pickle know them."""
@@ -184,6 +185,7 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mode", ["check", "lazy"])
 @pytest.mark.parametrize("name", LAYERS)
 @on_device()

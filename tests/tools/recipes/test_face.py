@@ -82,6 +82,7 @@ def _loaded(rank: int, workers: int, change: Any = None) -> list[tuple[list[int]
     ]  # fmt: skip
 
 
+@pytest.mark.soak
 def test_workers_of_every_rank_draw_different_changes() -> None:
     """Two ranks with a worker process each: all images of two epochs are different ones, and those that a run without
     workers has."""
@@ -433,6 +434,7 @@ def _losses(head: str) -> list[float]:
     return run.losses
 
 
+@pytest.mark.soak
 def test_heads_have_the_same_curve(ranks: Ranks) -> None:
     """With classes split over two ranks and with all on each the losses of 40 steps are the same, to 1e-9 in fp64: what
     takes them apart in fp32 is rounding alone."""
@@ -553,6 +555,7 @@ def _trained(out: Path) -> None:
     train(config(out=out, matcher=True))
 
 
+@pytest.mark.soak
 def test_a_run_writes_what_it_found(ranks: Ranks, tmp_path: Path) -> None:
     """On two ranks with a matcher: settings, losses, Precision of the trained and untrained model and of pixels,
     embeddings and pictures."""
@@ -570,6 +573,7 @@ def test_a_run_writes_what_it_found(ranks: Ranks, tmp_path: Path) -> None:
 # -- the study
 
 
+@pytest.mark.soak
 def test_largest_batch_fits_and_one_more_does_not() -> None:
     """For what a setting takes, at whichever point of a step that is the most; and the planner's own function finds
     the same."""
@@ -585,6 +589,7 @@ def test_largest_batch_fits_and_one_more_does_not() -> None:
             assert needs.of(name).largest(allowed) == needs.largest(name, allowed) >= 20
 
 
+@pytest.mark.soak
 def test_a_split_head_is_planned_with_its_part_of_the_classes() -> None:
     """Of 2000 classes each of two ranks has 1000: parameters, gradients and moments of the others are not planned, and
     not divided once more."""
@@ -616,6 +621,7 @@ def test_the_study_refuses_what_it_chooses_itself() -> None:
             study.study(config(**options))
 
 
+@pytest.mark.soak
 def test_a_model_of_the_reports_size_on_its_cards() -> None:
     """121.5 million parameters; what the report saved is saved in the computed figures too: stage 2 holds less than the
     base at its batch, offload leaves room for more images under both stages, and a split head for more still."""
@@ -655,6 +661,7 @@ def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> No
         study.earlier_rows(config(resume=tmp_path / "study", steps=2, batch=16))
 
 
+@pytest.mark.soak
 def test_remarks_have_this_machines_figures() -> None:
     """Ahead costs memory, bf16 saves some, and the head has a share of the seconds; rates are ratios of the rows."""
     found = here(config(), 30, 2, 8)
@@ -677,6 +684,7 @@ def _row(setting: str, head: str, rate: float) -> Row:
     )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
     """At which step, and how it goes on."""
     seen, held = sources(config())

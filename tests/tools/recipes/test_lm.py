@@ -23,6 +23,7 @@ def _run(data: str, out: str, tensor: int, parallel: bool = False) -> tuple[floa
     return result.bits_per_byte, result.sample
 
 
+@pytest.mark.soak
 def test_ranks_that_share_layers(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks that share each layer train, evaluate and generate as one, with sequence parallelism too: first values,
     batches, held-out bits and text are those of one rank, in fp32."""

@@ -18,6 +18,7 @@ def _train(out: Path, data: Path, sequence: int, attention: str) -> float:
     ).bits_per_byte
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("attention", ["ring", pytest.param("ulysses", marks=pytest.mark.soak)])
 def test_the_recipe_cuts_sequences(ranks: Ranks, tmp_path: Path, attention: str) -> None:
     """Losses of each step, norms, and what is measured on held-out text, are those of one process, in fp32; two ranks
