@@ -259,6 +259,7 @@ class Plain:
 
     def read(self) -> Any:
         self.settle()
+        self._follow()
         return copied(self.model.named_parameters())
 
     def grads(self) -> Any:

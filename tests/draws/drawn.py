@@ -227,7 +227,8 @@ class Calls:
             arguments["train"] = True
         elif name.startswith("evaluate") and name != "evaluate_copy" and draw.random() < 0.4:
             least = 0 if name == "evaluate_gathered" else 1
-            arguments["counts"] = tuple(draw.randint(least, 2) for _ in range(self.size))
+            counts = tuple(draw.randint(least, 2) for _ in range(self.size))
+            arguments["counts"] = counts[:1] if self.alike and name == "evaluate" else counts
         if name == "rate":
             arguments |= {"group": draw.randrange(2), "factor": draw.choice([0.5, 1.5])}
         if name in ("freeze", "unfreeze"):
@@ -286,9 +287,11 @@ def make_draw(seed: int) -> Draw:
         calls.step()
     calls.add("state")
     head = draw.choice(["called", "called", "read", "tied"])
+    dtype = "float32" if draw.random() < 0.1 else "float64"
+    if dtype == "float32":
+        options.pop("precision", None)  # 16 bits are not what plain PyTorch has in 32
     return Draw(
-        blocks=blocks, calls=legal(calls.made, accumulate), size=size, head=head,
-        dtype="float32" if draw.random() < 0.1 else "float64",
+        blocks=blocks, calls=legal(calls.made, accumulate), size=size, head=head, dtype=dtype,
         optimizer=optimizer, given=draw.random() < 0.4,
         accumulate=accumulate, clip=draw.choice([None, None, None, 0.3]), options=options,
     )  # fmt: skip
