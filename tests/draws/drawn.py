@@ -158,11 +158,10 @@ class Calls:
         size: int,
         *,
         alike: bool,
-        fails: bool,
         delayed: bool,
     ) -> None:
         self.draw, self.blocks, self.accumulate, self.size = draw, blocks, accumulate, size
-        self.alike, self.fails, self.delayed = alike, fails, delayed
+        self.alike, self.delayed = alike, delayed
         self.made: list[Call] = []
         self.saved = False
 
@@ -206,8 +205,8 @@ class Calls:
             return self.add("zero")
         if chance < 0.1:
             return self.add("optimizer_zero")
-        if chance < 0.15 and (self.fails or self.saved) and not self.delayed:
-            late = self.saved and (not self.fails or draw.random() < 0.5)
+        if chance < 0.15 and not self.delayed:
+            late = self.saved and draw.random() < 0.5
             return self.add("fail_step", **({"late": True} if late else {}))
         if chance < 0.3:
             self.add("grads")
@@ -277,10 +276,9 @@ def make_draw(seed: int) -> Draw:
     blocks, accumulate = some_blocks(draw), draw.choice([1, 1, 2, 3])
     options = some_options(draw, size, blocks)
     optimizer = draw.choice(["", "", "two:"]) + draw.choice(list(ONE_GROUP))
-    # A backward in forward is one that all ranks run; where a class does its own update, its first hook is part of it.
-    alike, fails = "Inner" in repr(blocks), optimizer.rpartition(":")[2] not in ("adagrad", "rmsprop")
+    alike = "Inner" in repr(blocks)  # a backward in forward is one that all ranks run
     delayed = "delayed_update" in options.get("overlap", "")
-    calls = Calls(draw, len(blocks), accumulate, size, alike=alike, fails=fails, delayed=delayed)
+    calls = Calls(draw, len(blocks), accumulate, size, alike=alike, delayed=delayed)
     for _ in range(draw.randint(3, 6)):
         while draw.random() < 0.45:
             calls.beside()

@@ -656,6 +656,34 @@ def test_step_hooks_of_an_optimizer_run_around_each_update(kind: Any) -> None:
     torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, sf.optim.Lion])
+def test_a_hook_that_raises_before_the_step_leaves_all_as_it_was(kind: Any) -> None:
+    """A class with a step of its own, too; the hook that a user registers last is heard as well."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("not now")
+
+    def weights(times: int) -> dict[str, Tensor]:
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=0.1)
+        engine = sf.Engine(model, optimizer=optimizer, layout="zero1")
+        for step in range(3):
+            for _ in range(times if step == 1 else 0):
+                handle = optimizer.register_step_pre_hook(fail)
+                engine.backward(engine(rows(9)).square().mean())
+                with pytest.raises(ValueError, match="not now"):
+                    engine.step()
+                handle.remove()
+                engine.reset()
+            engine.backward(engine(rows(step)).square().mean())
+            assert engine.step().updated
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    torch.testing.assert_close(weights(2), weights(0), rtol=0, atol=0)
+
+
 # -- traffic ----------------------------------------------------------------------------------------------------------
 
 

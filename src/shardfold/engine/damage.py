@@ -50,6 +50,10 @@ class Damage:
             self._note(op, error)
         self._early.clear()
 
+    def begin(self) -> None:
+        """From here on something may be updated."""
+        self.begun = True
+
     def attempt(self, op: Op, do: Callable[[], None]) -> None:
         """Does a FETCH, an UPDATE or a STORE, unless this rank updates nothing more in this step."""
         if self._own["unfinished"]:

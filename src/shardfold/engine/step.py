@@ -295,11 +295,10 @@ class Stepper:
         """The optimizer's step, with whatever hooks it has around it."""
         track.follow(("RELEASE",))  # which reads the shards, and may write them: before the second cursor does
         if not self._updater.fused:
-            self._handlers.damage.begun = True
             host = self._model.layout.updates_on is Tier.HOST
             with torch.no_grad(), self._handlers.updating() if host else nullcontext():
                 whole = self._norms.coefficient if self._runner.orders.meets != "signs" else lambda device: None
-                self._updater.step_whole(self._model.units, used, whole)
+                self._updater.step_whole(self._model.units, used, whole, self._handlers.damage.begin)
         cursor, tracks = self._handlers.cursor, self._runner.orders.tracks
         with cursor.following(tracks["beside"]):
             track.finish()

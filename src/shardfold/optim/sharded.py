@@ -432,10 +432,11 @@ class ShardedOptimizer:
 
     def step_whole(
         self, units: Sequence[Unit], used: dict[str, list[list[bool]]],
-        coefficient: Callable[[torch.device], Tensor | None],
+        coefficient: Callable[[torch.device], Tensor | None], begun: Callable[[], None],
     ) -> None:  # fmt: skip
         """A class that is not :attr:`fused` steps once, over all units: its ``step`` may count, and ask other ranks.
-        Unused parameters have no gradient, as in PyTorch. ``coefficient``: as of :meth:`update`, on that device."""
+        Unused parameters have no gradient, as in PyTorch. ``coefficient``: as of :meth:`update`, on that device;
+        ``begun``: called behind the hooks that users have before the step, which may raise: nothing has changed then."""
         flags = {id(s): row for unit in units for s, row in zip(unit.trainable, used[unit.name], strict=True)}
         for pieces in filter(None, self._pieces.values()):
             segment, device = pieces[0].segment, pieces[0].tensor.device
@@ -448,10 +449,14 @@ class ShardedOptimizer:
                     piece.tensor.grad = grad if factor is None else grad * factor.to(device)
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
-        with self.guard.stepping() if self.guard is not None else nullcontext():
-            self.torch_optimizer.step()
-        for piece in self._every_piece():
-            piece.tensor.grad = None
+        hook = self.torch_optimizer.register_step_pre_hook(lambda *_: begun())  # the last of them
+        try:
+            with self.guard.stepping() if self.guard is not None else nullcontext():
+                self.torch_optimizer.step()
+        finally:
+            hook.remove()
+            for piece in self._every_piece():
+                piece.tensor.grad = None
 
     # -- pieces come and go
 
