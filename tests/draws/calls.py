@@ -184,7 +184,7 @@ class Plain:
 
     def optimizer_zero(self) -> Any:
         self._drop()
-        self.total = 0.0 if not self.count.weighed else self.total
+        self.total = 0.0  # the weights of what is dropped count no more
 
     def reset(self) -> Any:
         self._end()

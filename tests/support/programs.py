@@ -505,15 +505,16 @@ def compare(
 
 def may_refuse(op: Op, plain: Plain, layout: str, before: Sequence[Op], sentence: str) -> bool:
     """Whether the documents say that an engine refuses an operation there."""
-    name, which = op[0], op[1]
-    several, split = plain.ranks > 1, layout in SPLITS
+    name, which, table = op[0], op[1], sf.PRESETS[layout]
+    several = plain.ranks > 1
     uneven = several and any(b[0] == "branch" for b in before) and ENDS in sentence
     if name == "step":
         return (plain.micro[which] == 0 and "no backward since" in sentence) or uneven
     if name in ("method", "submodule", "head", "regularizer"):
-        return several and split
+        return layout in SPLITS and (several or table.params.tier is not sf.Tier.DEVICE)
     if name in READS:
-        return several and (layout != "ddp" or not plain.boundary[which])
+        split = several and (layout != "ddp" or not plain.boundary[which])
+        return split or (table.buffered and table.grads.tier is not sf.Tier.DEVICE)
     if name == "read_grads":
         return not plain.boundary[which] or uneven
     if name == "save_load":
