@@ -684,6 +684,57 @@ def test_a_hook_that_raises_before_the_step_leaves_all_as_it_was(kind: Any) -> N
     torch.testing.assert_close(weights(2), weights(0), rtol=0, atol=0)
 
 
+KEPT = {  # what a forward leaves whole for its backward
+    "held": {"layout": sf.PRESETS["zero3"].replace(held=sf.Cell(dtype="compute"))},
+    "once": {"layout": sf.PRESETS["zero3"].replace(held=sf.Cell(dtype="compute", until="step"))},
+    "hpz": {"layout": "hpz", "mesh": {"inter": 2, "intra": 1}},
+    "delayed": {
+        "layout": sf.PRESETS["offload"].replace(held=sf.Cell(dtype="compute")),
+        "overlap": sf.Overlap(delayed_update=True),
+    },
+    "outer": {
+        "layout": sf.PRESETS["zero3"].replace(held=sf.Cell(dtype="compute")),
+        "mesh": {"inter": 2, "intra": 2},
+        "outer": sf.Outer(every=3),
+    },
+}
+
+
+def _forward_whose_backward_never_comes(kind: str) -> tuple[list[float], list[float]]:
+    said: list[list[float]] = []
+    for extra in (False, True):
+        engine = sf.Engine(make_model(), optimizer=partial(torch.optim.SGD, lr=0.3), **KEPT[kind])
+        losses: list[float] = []
+        for step in range(4):
+            loss = engine(rows(step, engine)).square().mean()
+            losses.append(loss.item())
+            engine.backward(loss)
+            left = engine(rows(9, engine)).square().mean() if extra else None
+            engine.step()
+            if extra and kind in ("held", "hpz"):
+                assert left is not None
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    left.backward()
+                engine.reset()
+        left = engine(rows(9, engine)).square().mean() if extra else None
+        engine.synchronize()
+        with engine.gathered():
+            losses += [p.sum().item() for p in engine.module.parameters()]
+        losses.append(engine(rows(5, engine)).sum().item())
+        engine.close()
+        said.append(losses)
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_forward_whose_backward_never_comes_keeps_no_old_weights(ranks: Ranks, kind: str) -> None:
+    """Between a backward and its step; a backward that comes behind the step raises, as in plain PyTorch."""
+    for without, with_it in ranks.run(
+        _forward_whose_backward_never_comes, kind, world_size=4 if kind == "outer" else 2
+    ):
+        assert with_it == without
+
+
 # -- traffic ----------------------------------------------------------------------------------------------------------
 
 

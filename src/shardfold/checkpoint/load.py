@@ -313,8 +313,8 @@ class _Work:
         """Parameters, buffers and what the optimizer keeps."""
         model = self._model
         with torch.no_grad():
+            model.let_go()
             for unit in model.units:
-                unit.let_go()
                 for segment in unit.segments:
                     self._weights(segment)
                     if segment.spec.trainable and not weights_only:

@@ -50,6 +50,7 @@ class Freeze:
         if not self._optimizer.apart:
             return
         self._runner.handlers.used = {}  # it is no step
+        self._model.let_go()
         self._model.comm.meter.ran("together")
         with self._runner.between(self._runner.orders.tracks["together"]) as track:
             track.finish()

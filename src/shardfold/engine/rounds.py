@@ -161,6 +161,7 @@ class Rounds:
 
     def _take(self, fragment: int) -> None:
         if self.flights[fragment] is Flight.USED:
+            self._model.let_go()
             self._run("outer_take", fragment)
             self.flights[fragment] = Flight.NONE
             for segment in self._model.trainable():

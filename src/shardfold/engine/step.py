@@ -294,6 +294,7 @@ class Stepper:
     def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
         """The optimizer's step, with whatever hooks it has around it."""
         track.follow(("RELEASE",))  # which reads the shards, and may write them: before the second cursor does
+        self._model.let_go()
         if not self._updater.fused:
             host = self._model.layout.updates_on is Tier.HOST
             with torch.no_grad(), self._handlers.updating() if host else nullcontext():

@@ -128,12 +128,12 @@ class Average:
         loan = Loan("average.applied()")
         model.loans.append(loan)
         try:
-            self._let_go()
+            self._model.let_go()
             self._put_in(kept)
             yield
         finally:
             model.loans.remove(loan)
-            self._let_go()
+            self._model.let_go()
             with torch.no_grad():
                 for target, value in kept:
                     target.write(value)
@@ -238,10 +238,6 @@ class Average:
         for over, flats in rests.items():
             complete(self._model.comm, flats, over, "average.applied()")
         self._mark_written()
-
-    def _let_go(self) -> None:
-        for unit in self._model.units:
-            unit.let_go()
 
     def _mark_written(self) -> None:
         """A backward whose forward came before must raise, as when weights change in plain PyTorch."""

@@ -436,7 +436,7 @@ class ShardedOptimizer:
     ) -> None:  # fmt: skip
         """A class that is not :attr:`fused` steps once, over all units: its ``step`` may count, and ask other ranks.
         Unused parameters have no gradient, as in PyTorch. ``coefficient``: as of :meth:`update`, on that device;
-        ``begun``: called behind the hooks that users have before the step, which may raise: nothing has changed then."""
+        ``begun``: called behind the hooks that users have before the step; if one raises, nothing has changed."""
         flags = {id(s): row for unit in units for s, row in zip(unit.trainable, used[unit.name], strict=True)}
         for pieces in filter(None, self._pieces.values()):
             segment, device = pieces[0].segment, pieces[0].tensor.device

@@ -209,6 +209,11 @@ class ShardedModel:
         places = segment.spec.places
         return not places or self.comm.mesh.coords[self.comm.mesh.sizes.stages[0]] == places[0]
 
+    def let_go(self) -> None:
+        """The shards are about to get other values: what a forward left whole for its backward would keep the old."""
+        for unit in self.units:
+            unit.let_go()
+
     def segments(self) -> Iterator[Segment]:
         """All of them, unit by unit."""
         return (segment for unit in self.units for segment in unit.segments)

@@ -110,8 +110,8 @@ def load_state(model: ShardedModel, state: Mapping[str, Tensor]) -> None:
     by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
 
     def take() -> None:
+        model.let_go()
         for unit in model.units:
-            unit.let_go()
             for segment in unit.segments:
                 for slot, parameter in enumerate(segment.parameters):
                     if id(parameter) in by_id:
