@@ -73,6 +73,7 @@ def trained(build: Build, path: Path, *, steps: int = 0) -> nn.Module:
         engine.backward(engine(torch.randn(8, 6)).square().mean())
         engine.step()
     engine.save(path, wait=True)
+    engine.close()
     return model
 
 
@@ -413,6 +414,7 @@ def test_errors_are_one_sentence_and_leave_nothing(tmp_path: Path, capsys: pytes
     writer.commit()
     with pytest.raises(CheckpointError, match="hollow has no elements"):
         export_to(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "empty").rename(tmp_path.parent / f"{tmp_path.name}-empty")
     trained(Mixed, tmp_path / "step")
     before = sorted(tmp_path.iterdir())
     (tmp_path / "note.txt").write_text("x")

@@ -25,6 +25,7 @@ from shardfold.checkpoint.apart import group_read, lost_targets, shared_targets,
 from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, is_moment
 from shardfold.checkpoint.fit import Fit
+from shardfold.checkpoint.folders import listed, origin
 from shardfold.checkpoint.messages import words
 from shardfold.checkpoint.names import Rename
 from shardfold.checkpoint.opened import open_together
@@ -135,6 +136,10 @@ def load(
             report.notes.append(words)
             if model.rank == 0:
                 LOG.warning("%s", words)
+        if words := _nonfinite(checkpoint):
+            report.notes.append(words)
+            if model.rank == 0:
+                LOG.warning("%s", words)
         report.num_bytes, report.num_bytes_fetched = checkpoint.num_bytes_read, checkpoint.num_bytes_fetched
         report.seconds = perf_counter() - begun
         return report
@@ -222,6 +227,16 @@ def _narrower(model: ShardedModel, checkpoint: Checkpoint) -> str:
         f"{checkpoint.path} was trained in bf16 and goes on in fp16: values above 65504, which bf16 has, become inf "
         "there. If the loss scale falls and falls, or outputs are not finite, go on with precision='bf16' or 'fp32'."
     )
+
+
+def _nonfinite(checkpoint: Checkpoint) -> str:
+    """What is to be known of a checkpoint that holds inf or NaN where one beside it holds none; else nothing."""
+    names = checkpoint.index.nonfinite
+    sound = [path.name for path in listed(checkpoint.path.parent) if len(origin(path).nonfinite) < len(names)]
+    if not sound:
+        return ""
+    some = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+    return f"{checkpoint.path} holds inf or NaN in {some}; {sound[-1]}, beside it, is finite in more: load that one to go back."
 
 
 def _mends(model: ShardedModel, weights_only: bool, fit: Fit) -> str:
