@@ -443,6 +443,21 @@ def test_errors_are_one_sentence_and_leave_nothing(tmp_path: Path, capsys: pytes
     assert [p for p in (tmp_path / "step").rglob(".*")] == []
 
 
+def test_files_of_a_folder_keep_their_names_and_a_file_is_the_config(tmp_path: Path):
+    """A tokenizer's files are none of the model's config; a config of any name becomes config.json."""
+    trained(Mixed, tmp_path / "run" / "step")
+    given, names = tmp_path / "given", ("config.json", "generation_config.json", "tokenizer.json", "vocab.json")
+    given.mkdir()
+    for name in names:
+        (given / name).write_text(json.dumps({"name": name}))
+    export_to(tmp_path / "run", tmp_path / "out", config=given)
+    said = {path.name: json.loads(path.read_text())["name"] for path in (tmp_path / "out").glob("*.json")}
+    assert said == {name: name for name in names}
+    (given / "my_config.json").write_text("{}")
+    export_to(tmp_path / "run", tmp_path / "other", config=given / "my_config.json")
+    assert [path.name for path in (tmp_path / "other").glob("*.json")] == ["config.json"]
+
+
 def test_writer_refuses_what_can_not_be(tmp_path: Path):
     """Names given twice, states of nobody, values without shape: said when they are given."""
     writer = Writer(tmp_path / "step")

@@ -598,3 +598,30 @@ def test_weights_only_leaves_the_optimizer_as_it_is(tmp_path: Path) -> None:
     assert reader.steps == 1
     writer.close()
     reader.close()
+
+
+def test_a_longer_schedule_acts_from_the_first_step(tmp_path: Path) -> None:
+    """One of functions of the step is that of the run that goes on; one of numbers is the checkpoint's, and a note says
+    so."""
+
+    def rates(total: int, steps: int, root: Path | None = None, save: bool = False, **numbers: int) -> list[float]:
+        make = partial(sf.optim.WarmupDecayLR, warmup_num_steps=2, **numbers) if numbers else None
+        engine = saving.engine("ddp", lr_schedule=make or sf.optim.warmup_cosine(warmup=1, total=total))
+        if root is not None and not save:
+            noted.extend(engine.load(root).notes)
+        found = [engine.lr_schedule.get_last_lr()[0]]
+        for _ in range(steps):
+            saving.train(engine)
+            found.append(engine.optimizer.param_groups[0]["lr"])
+        if root is not None and save:
+            engine.save(root / "step", wait=True)
+        engine.close()
+        return found
+
+    noted: list[str] = []
+    rates(3, 3, tmp_path / "a", save=True)
+    assert rates(6, 2, tmp_path / "a") == rates(6, 5)[3:]
+    assert not any("schedule" in note for note in noted)
+    rates(0, 2, tmp_path / "b", save=True, total_num_steps=3)
+    rates(0, 1, tmp_path / "b", total_num_steps=9)
+    assert any("goes on with the checkpoint's total_num_steps=3 (not 9)" in note for note in noted)

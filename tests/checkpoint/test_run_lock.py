@@ -45,7 +45,9 @@ def test_a_second_run_that_does_not_resume_is_refused(tmp_path: Path) -> None:
     second = engine("ddp")
     train(second)
     for name in ("step-1", "step-3"):
-        with pytest.raises(CheckpointError, match="checkpoints of another run, step-3 the newest.*a folder of its own"):
+        with pytest.raises(
+            CheckpointError, match=r"checkpoints of another run, step-3 the newest.*a folder of its own"
+        ):
             second.save(root / name, keep=2, wait=True)
     assert names(root) == ["step-2", "step-3"] and (root / "latest").read_text() == "step-3"
     second.save(root / "teacher", latest=False, wait=True)
@@ -75,7 +77,7 @@ def test_two_at_once_in_one_process(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"no longer this run's: process {os.getpid()} on this host has gone on"):
         first.save(root / "step-2", wait=True)
     second.close()
-    with pytest.raises(CheckpointError, match="has step-2, which came after this run had loaded|another run, step-2"):
+    with pytest.raises(CheckpointError, match=r"has step-2, which came after this run had loaded|another run, step-2"):
         first.save(root / "step-2", wait=True)
     first.close()
     assert not (root / LOCK).exists()

@@ -131,7 +131,7 @@ def _warm() -> None:
 def judge(before: list[Kept], after: list[Kept], ended: list[tuple[Life, Ended]]) -> None:
     """
     Raises:
-        AssertionError: what was there before, or what a life may believe to be there, is neither there nor was it to go.
+        AssertionError: what was there, or what a life may believe to be, is neither there nor was it to go.
     """
     said = f"before {before}, after {after}, {ended}"
     for life, end in ended:

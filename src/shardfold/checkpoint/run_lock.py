@@ -182,8 +182,8 @@ class RunLock:
                 f"from them with {how}, or give this run a folder of its own"
             )
         raise CheckpointError(
-            f"{folder} has {name}, which came after this run had loaded from there, so another one has gone on from the "
-            f"same checkpoint: go on from its with {how}, or give this run a folder of its own"
+            f"{folder} has {name}, which came after this run had loaded from there, so another one has gone on from "
+            f"the same checkpoint: go on from its with {how}, or give this run a folder of its own"
         )
 
     def _take(self, folder: Path, held: _Held | None) -> bool:
