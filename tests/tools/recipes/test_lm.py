@@ -74,14 +74,14 @@ def test_what_is_given_beside_resume_acts(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_copied_checkpoint_says_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "step-4").mkdir()
-    with pytest.raises(ConfigError, match="has no config.json beside it, as a checkpoint that was copied.*give --size"):
+    with pytest.raises(ConfigError, match=r"has no config.json beside it, as a checkpoint.*give --size"):
         resumed_settings(tmp_path / "step-4", {})
     assert resumed_settings(tmp_path / "step-4", {"size": "tiny"}) == {"size": "tiny"}
 
 
 def test_no_samples_are_refused_and_the_most_are_called_max(tmp_path: Path) -> None:
     for number in (0, "0", -1, "-1"):
-        with pytest.raises(ConfigError, match="micro_batch is .*, but should be at least 1, or max"):
+        with pytest.raises(ConfigError, match=r"micro_batch is .*, but should be at least 1, or max"):
             TrainConfig.load({"micro_batch": number})
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps(TrainConfig.load({"micro_batch": "max"}).model_dump(mode="json", exclude_none=True)))

@@ -319,7 +319,7 @@ class Run:
         """Return the sentence with which a run ends that is not finite any more."""
         return (
             f"{what} at step {self.done + 1}, and nothing was updated: lower the learning rate (--lr, now "
-            f"{self.config.lr:g}), clip gradients harder (--clip-norm, now {self.config.clip_norm:g}), or go on all the "
+            f"{self.config.lr:g}), clip harder (--clip-norm, now {self.config.clip_norm:g}), or go on all the "
             "same with --nonfinite warn."
         )
 
