@@ -377,7 +377,7 @@ def test_a_whole_parameter_is_loaded_into_boxes(ranks: Ranks, tmp_path: Path) ->
     for name in names:
         engine = _engine(None, name)
         _train(engine, 3)
-        engine.save(tmp_path / name, wait=True)
+        engine.save(tmp_path / name, wait=True, latest=False)
         before[name] = _values(engine)
         _train(engine, 2)
         after[name] = _values(engine)

@@ -73,6 +73,7 @@ def trained(build: Build, path: Path, *, steps: int = 0) -> nn.Module:
         engine.backward(engine(torch.randn(8, 6)).square().mean())
         engine.step()
     engine.save(path, wait=True)
+    engine.close()
     return model
 
 
@@ -413,6 +414,7 @@ def test_errors_are_one_sentence_and_leave_nothing(tmp_path: Path, capsys: pytes
     writer.commit()
     with pytest.raises(CheckpointError, match="hollow has no elements"):
         export_to(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "empty").rename(tmp_path.parent / f"{tmp_path.name}-empty")
     trained(Mixed, tmp_path / "step")
     before = sorted(tmp_path.iterdir())
     (tmp_path / "note.txt").write_text("x")
@@ -439,6 +441,21 @@ def test_errors_are_one_sentence_and_leave_nothing(tmp_path: Path, capsys: pytes
     left = {p.name for p in tmp_path.iterdir()} - {p.name for p in before}
     assert left == {"note.txt", "list.pt", "a.safetensors"}
     assert [p for p in (tmp_path / "step").rglob(".*")] == []
+
+
+def test_files_of_a_folder_keep_their_names_and_a_file_is_the_config(tmp_path: Path):
+    """A tokenizer's files are none of the model's config; a config of any name becomes config.json."""
+    trained(Mixed, tmp_path / "run" / "step")
+    given, names = tmp_path / "given", ("config.json", "generation_config.json", "tokenizer.json", "vocab.json")
+    given.mkdir()
+    for name in names:
+        (given / name).write_text(json.dumps({"name": name}))
+    export_to(tmp_path / "run", tmp_path / "out", config=given)
+    said = {path.name: json.loads(path.read_text())["name"] for path in (tmp_path / "out").glob("*.json")}
+    assert said == {name: name for name in names}
+    (given / "my_config.json").write_text("{}")
+    export_to(tmp_path / "run", tmp_path / "other", config=given / "my_config.json")
+    assert [path.name for path in (tmp_path / "other").glob("*.json")] == ["config.json"]
 
 
 def test_writer_refuses_what_can_not_be(tmp_path: Path):

@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 import shardfold as sf
 from shardfold.checkpoint import draft as drafts
-from shardfold.checkpoint import folders, messages, opened
+from shardfold.checkpoint import folders, holder, messages, opened
 from shardfold.checkpoint.folders import resolve
+from shardfold.checkpoint.holder import Holder
+from shardfold.checkpoint.run_lock import LOCK
 from shardfold.errors import CheckpointError, CollectiveError, ConfigError, UsageError
 from shardfold.testing import Ranks, RanksFailed
 from tests.support.saving import Disk, die, engine, expect, failing, left_over, train, whole
@@ -409,7 +411,7 @@ def one_engine(root: Path, *names: str) -> sf.Engine:
 
 def owner(draft: Path, pid: int, **other: Any) -> None:
     draft.mkdir()
-    said = {"host": drafts._host(), "pid": pid, "started": drafts._started(pid)} | other
+    said = Holder.here().to_json() | {"pid": pid, "started": holder._started(pid)} | other
     (draft / drafts.OWNER).write_text(json.dumps(said))
 
 
@@ -622,7 +624,7 @@ def test_what_is_renamed_is_on_the_disk_before(tmp_path: Path, monkeypatch: pyte
     takes_place = calls.index("exchange draft" if replaced else "rename draft")
     before, after = calls[:takes_place], calls[takes_place + 1 :]
     files = ["rank-00000-of-00001.safetensors", "index.json", "latest"]
-    assert [call for call in before if "owner" not in call] == [
+    assert [call for call in before if "owner" not in call and LOCK not in call] == [
         *(f"fsync draft/{name}" for name in files),
         "fsync draft",
     ]

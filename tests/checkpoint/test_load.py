@@ -44,7 +44,7 @@ def _read(folder: str, setting: Setting) -> None:
     engine = make(setting)
     average = sf.Average(engine, 0.9)
     train(engine, 2)
-    engine.save(folder, wait=True, state={"epoch": 3}, rank_state={"rank": engine.rank})
+    engine.save(folder, wait=True, latest=False, state={"epoch": 3}, rank_state={"rank": engine.rank})
     kept, averaged = contents(engine), average.state_dict()
     engine.close()
     with sf.Checkpoint(folder) as checkpoint:
@@ -87,7 +87,7 @@ def _precisions(folder: str) -> None:
             before = make(ZERO3._replace(precision=saved), Plain, optimizer=kind)
             train(before, 2)
             path = f"{folder}/{saved}-{loaded}-{kind.__name__}"
-            before.save(path, wait=True)
+            before.save(path, wait=True, latest=False)
             old = contents(before)
             before.close()
             after = make(Setting("zero1", 2, loaded), Plain, seed=1, optimizer=kind)
@@ -142,7 +142,7 @@ def test_a_model_whose_parts_have_their_own_precision(ranks: Ranks, tmp_path: Pa
 def _eight_bits(folder: str) -> None:
     narrow = Case(Plain, "AdamW8bit").engine(ZERO3)
     train(narrow, 3)
-    narrow.save(f"{folder}/narrow", wait=True)
+    narrow.save(f"{folder}/narrow", wait=True, latest=False)
     codes = contents(narrow)
     narrow.close()
     wide = Case(Plain, "adamw").engine(Setting("zero1", 2), seed=1)
@@ -154,7 +154,7 @@ def _eight_bits(folder: str) -> None:
     )
     assert set(values["steps"].values()) == {0, 3}
     train(wide, 2)
-    wide.save(f"{folder}/wide", wait=True)
+    wide.save(f"{folder}/wide", wait=True, latest=False)
     values = contents(wide)
     wide.close()
     again = Case(Plain, "AdamW8bit").engine(ZERO3, seed=1)
@@ -204,7 +204,7 @@ def test_nothing_is_left_of_the_run_before(ranks: Ranks, tmp_path: Path, optimiz
 def _averages(folder: str) -> None:
     without = make(ZERO3)
     train(without, 2)
-    without.save(f"{folder}/none", wait=True)
+    without.save(f"{folder}/none", wait=True, latest=False)
     without.close()
     engine = make(Setting("zero1", 2), seed=1)
     average = sf.Average(engine, 0.5)
@@ -500,14 +500,14 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_nothing_changed(ranks: Ra
 def _no_optimizer(folder: str) -> None:
     torch.manual_seed(0)
     frozen = sf.Engine(Plain(), layout="zero3")
-    frozen.save(f"{folder}/frozen", wait=True)
+    frozen.save(f"{folder}/frozen", wait=True, latest=False)
     expected = frozen.state_dict()
     trained = Case(Plain).engine(Setting("zero2", 2), seed=1)
     assert "no state of an optimizer: load it with weights_only=True" in _refused(trained, f"{folder}/frozen")
     trained.load(f"{folder}/frozen", weights_only=True)
     assert not different(trained.state_dict(), expected)
     train(trained, 1)
-    trained.save(f"{folder}/trained", wait=True)
+    trained.save(f"{folder}/trained", wait=True, latest=False)
     assert frozen.load(f"{folder}/trained").step == 1
     assert not different(frozen.state_dict(), trained.state_dict())
     for engine in (frozen, trained):
@@ -563,7 +563,7 @@ def in_fp16(root: str) -> tuple[list[str], list[str]]:
     for precision in ("bf16", "fp32"):
         engine = saving.engine(precision=precision)
         saving.train(engine)
-        engine.save(f"{root}/{precision}", wait=True)
+        engine.save(f"{root}/{precision}", wait=True, latest=False)
         engine.close()
     notes: list[str] = []
     for precision, saved in (("fp16", "bf16"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")):
@@ -598,3 +598,30 @@ def test_weights_only_leaves_the_optimizer_as_it_is(tmp_path: Path) -> None:
     assert reader.steps == 1
     writer.close()
     reader.close()
+
+
+def test_a_longer_schedule_acts_from_the_first_step(tmp_path: Path) -> None:
+    """One of functions of the step is that of the run that goes on; one of numbers is the checkpoint's, and a note says
+    so."""
+
+    def rates(total: int, steps: int, root: Path | None = None, save: bool = False, **numbers: int) -> list[float]:
+        make = partial(sf.optim.WarmupDecayLR, warmup_num_steps=2, **numbers) if numbers else None
+        engine = saving.engine("ddp", lr_schedule=make or sf.optim.warmup_cosine(warmup=1, total=total))
+        if root is not None and not save:
+            noted.extend(engine.load(root).notes)
+        found = [engine.lr_schedule.get_last_lr()[0]]
+        for _ in range(steps):
+            saving.train(engine)
+            found.append(engine.optimizer.param_groups[0]["lr"])
+        if root is not None and save:
+            engine.save(root / "step", wait=True)
+        engine.close()
+        return found
+
+    noted: list[str] = []
+    rates(3, 3, tmp_path / "a", save=True)
+    assert rates(6, 2, tmp_path / "a") == rates(6, 5)[3:]
+    assert not any("schedule" in note for note in noted)
+    rates(0, 2, tmp_path / "b", save=True, total_num_steps=3)
+    rates(0, 1, tmp_path / "b", total_num_steps=9)
+    assert any("goes on with the checkpoint's total_num_steps=3 (not 9)" in note for note in noted)

@@ -175,7 +175,7 @@ def test_at_the_floor_of_the_scale_one_sentence_names_the_module(ranks: Ranks, l
     ranks.run(overflows_in_a_module, layout, world_size=2)
 
 
-def test_a_loss_that_is_not_finite_is_told_once_and_the_step_is_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_is_not_finite_is_logged_once_and_found_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     engine = sf.Engine(Net(), optimizer=SGD)
     x, nothing = torch.randn(4, 8), torch.zeros(4, 1, dtype=torch.bool)
@@ -185,7 +185,8 @@ def test_a_loss_that_is_not_finite_is_told_once_and_the_step_is_done(caplog: pyt
         report = engine.step()
         assert report.updated
         found.append([(finding.kind, finding.step) for finding in report.findings[:1]])
-    assert found == [[], [("loss", 2)], [], []]  # from then on the weights are NaN
+    assert found == [[], [("loss", 2)], [("parameter", 3)], [("parameter", 4)]]  # from then on the weights are NaN
+    assert {finding.kind for finding in report.findings} >= {"loss", "parameter"}
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("inf or NaN first in loss on rank 0, step 2, micro-batch 0, and in ")
     engine.close()

@@ -66,7 +66,7 @@ def trains_like_the_whole(kinds: list[str], layout: str, path: str) -> None:
             norms.append(engine.step().grad_norm)
             losses.append(engine.mean(loss.item()))
         state = engine.state_dict()
-        engine.save(f"{path}/{kind}", wait=True)
+        engine.save(f"{path}/{kind}", wait=True, latest=False)
         engine.close()
         model = model_of(kind)
         optimizer = ADAM(model.parameters())

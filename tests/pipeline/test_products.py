@@ -82,7 +82,7 @@ def _goes(ways: list[str], path: str, *, load: bool) -> list[tuple[str, str]]:
         )
         if not load:
             _trains(engine, 0)
-            engine.save(f"{path}/{way}", wait=True)
+            engine.save(f"{path}/{way}", wait=True, latest=False)
         for saved in WAYS if load else ():
             report = engine.load(f"{path}/{saved}")
             assert engine.steps == 2 and not report.missing and not report.unexpected, (way, saved)

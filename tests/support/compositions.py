@@ -398,7 +398,7 @@ def _state(work: Composition, engine: Any, plain: Plain, number: int, what: str,
 def _save_load(work: Composition, engine: Any, plain: Plain, number: int, what: str, path: str) -> Any:
     """Goes on in another engine, or in this one behind a step that is lost."""
     where = str(Path(path) / f"run-{number}")
-    engine.save(where, wait=True)
+    engine.save(where, wait=True, latest=False)
     if number % 2:
         engine.close()
         others = {0: {}, 1: {"layout": "zero3"}, 2: {"layout": "ddp"}}[number % 3]

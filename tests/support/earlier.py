@@ -100,7 +100,7 @@ def write(name: str, folder: str) -> None:
     """On every rank: the run, its checkpoint, and beside it what it was and what it became."""
     made = engine(name)
     train(made, BEFORE)
-    made.save(f"{folder}/{name}", state={"epoch": Epoch()}, wait=True)
+    made.save(f"{folder}/{name}", latest=False, state={"epoch": Epoch()}, wait=True)
     before = values(made)
     train(made, AFTER)
     after = values(made)

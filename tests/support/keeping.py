@@ -190,7 +190,7 @@ def save_all(folder: str, settings: list[Setting], steps: int = 2) -> None:
     for setting in settings:
         engine = make(setting)
         train(engine, steps)
-        engine.save(f"{folder}/{setting.name}", wait=True)
+        engine.save(f"{folder}/{setting.name}", wait=True, latest=False)
         kept = contents(engine)
         if engine.rank == 0:
             torch.save(kept, f"{folder}/{setting.name}.pt")

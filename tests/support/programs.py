@@ -385,7 +385,7 @@ class Sharded:
     def save_load(self, which: str, seed: int) -> Any:
         self.saves += 1
         path = Path(self.folder) / f"{which}-{self.saves}"
-        self.engines[which].save(path, wait=True)
+        self.engines[which].save(path, wait=True, latest=False)
         self.engines[which].load(path)
 
     def rebuild(self, which: str, seed: int) -> Any:

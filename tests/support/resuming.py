@@ -144,7 +144,7 @@ def unbroken(name: str, folder: str, steps: int) -> Ended:
     case, setting = CASES[name]
     engine = case.engine(setting)
     before = drive(engine, steps // 2)
-    engine.save(f"{folder}/{name}")
+    engine.save(f"{folder}/{name}", latest=False)  # beside those of other engines
     after = drive(engine, steps - steps // 2)
     engine.close()
     return after._replace(skipped=before.skipped + after.skipped, scales=before.scales + after.scales)

@@ -14,6 +14,7 @@ import torch
 
 import shardfold as sf
 from shardfold.checkpoint import draft
+from shardfold.checkpoint.run_lock import LOCK
 from shardfold.checkpoint.verify import verify
 from tests.support.models import Small, batches
 
@@ -91,8 +92,8 @@ def die() -> None:
 
 
 def left_over(root: Path) -> list[str]:
-    """Everything in a folder of checkpoints that is neither a checkpoint nor ``latest``."""
-    return sorted(p.name for p in root.iterdir() if p.name != "latest" and not (p / "index.json").exists())
+    """Everything in a folder of checkpoints that is neither a checkpoint nor ``latest`` nor whose it is."""
+    return sorted(p.name for p in root.iterdir() if p.name not in ("latest", LOCK) and not (p / "index.json").exists())
 
 
 def whole(root: Path) -> int:

@@ -246,10 +246,10 @@ def _load_over(folder: str) -> list[int]:
         tier = engine.sharded.tiers.named("disk")
         assert isinstance(tier, DiskTier)
         train(engine, 2)
-        engine.save(f"{folder}/step", wait=True)
+        engine.save(f"{folder}/{len(read)}/step", wait=True)
         tier.look(patient=True)
         before = tier.bytes_read
-        engine.load(f"{folder}/step")
+        engine.load(f"{folder}/{len(read)}/step")
         read.append(tier.bytes_read - before)
         train(engine, 1, first=2)
         assert tier.bytes_read > before

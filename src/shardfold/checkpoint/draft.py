@@ -15,7 +15,6 @@ import ctypes
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,8 @@ from pathlib import Path
 
 from shardfold.checkpoint.folders import ASIDE, DRAFT, LATEST, LEFT_OVER, sync_folder, write_synced
 from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.holder import Holder
+from shardfold.checkpoint.run_lock import RunLock
 from shardfold.errors import CheckpointError
 
 __all__ = ["Draft"]
@@ -41,12 +42,18 @@ class Draft:
         target: the checkpoint's folder.
         token: of this save, 12 hexadecimal digits, the same on all ranks.
         latest: whether it becomes the latest checkpoint.
+        lock: whose the folder around it is; None: that does not matter.
+        adds: whether nothing that is there moves or goes, if there is nothing at ``target``.
     """
 
-    def __init__(self, target: Path, token: str, *, latest: bool = True) -> None:
+    def __init__(
+        self, target: Path, token: str, *, latest: bool = True, lock: RunLock | None = None, adds: bool = False
+    ) -> None:
         self.target, self.token, self._latest = target, token, latest
+        self.lock, self._adds = lock, adds
         self.path = target.parent / DRAFT.format(target.name, token)
         self._ours = False  # whether what lies at ``path`` is this draft
+        self._claimed = False  # whether the folder was nobody's before
         self._tried = False  # whether ranks have left words in it before it was begun
         self._undo: Callable[[], None] | None = None
 
@@ -54,7 +61,7 @@ class Draft:
         """Makes the folder, and removes those that dead processes left beside it.
 
         Raises:
-            CheckpointError: the target is not a checkpoint's place.
+            CheckpointError: the target is not a checkpoint's place, or the folder around it is another run's.
             OSError: of the file system.
         """
         parent = self.target.parent
@@ -73,12 +80,13 @@ class Draft:
                 "choose another folder for checkpoints, or move it."
             )
         self._check_target()
+        if self.lock is not None:
+            self._claimed = self.lock.claim(self.target, adds=self._adds)
         _clear(parent, self.path.name)
         self.path.mkdir(exist_ok=self._tried)
         self._ours = True
         self.unmark()
-        owner = {"host": _host(), "pid": os.getpid(), "started": _started(os.getpid())}
-        write_synced(self.path / OWNER, json.dumps(owner).encode())
+        write_synced(self.path / OWNER, json.dumps(Holder.here().to_json()).encode())
 
     # -- which ranks see it
 
@@ -127,6 +135,8 @@ class Draft:
         Raises:
             CheckpointError, OSError: it did not.
         """
+        if self.lock is not None:
+            self.lock.check(self.target.parent)
         write_synced(self.path / INDEX, index)
         if self._latest:
             write_synced(self.path / LATEST, self.target.name.encode())
@@ -147,7 +157,7 @@ class Draft:
     def decide(self) -> None:
         """It is in its place on every host, and stays there whatever comes."""
         self._undo = None
-        self._ours = False
+        self._ours = self._claimed = False
 
     def name(self) -> None:
         """Is the latest from now on, if it is to be."""
@@ -184,6 +194,9 @@ class Draft:
         """Removes what was written, unless it has become the checkpoint."""
         with suppress(OSError):
             self._take_back()
+        if self._claimed and self.lock is not None:
+            self.lock.let_go(self.target.parent)
+            self._claimed = False
         if self._ours:
             shutil.rmtree(self.path, ignore_errors=True)
             self._ours = False
@@ -273,32 +286,12 @@ def _is_half(folder: Path) -> bool:
 def _dead(draft: Path) -> bool:
     """Whether nobody writes into a draft any more."""
     try:
-        owner = json.loads((draft / OWNER).read_text())
-        if owner["host"] == _host():
-            os.kill(owner["pid"], 0)
-            return owner["started"] != _started(owner["pid"])
-    except ProcessLookupError:
-        return True
+        alive = Holder.from_json(json.loads((draft / OWNER).read_text())).alive
+        if alive is not None:
+            return not alive
     except (OSError, ValueError, KeyError, TypeError):
         pass
     try:
         return time.time() - draft.stat().st_mtime > DAY
     except OSError:
         return False
-
-
-def _host() -> str:
-    """Where process ids mean what they mean here: a container is a host of its own."""
-    said = [socket.gethostname()]
-    with suppress(OSError):
-        said.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        said.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(said)
-
-
-def _started(pid: int) -> str:
-    """When a process began, in a unit of the system's; ids are given again. Empty where that is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

@@ -132,7 +132,7 @@ def export_to(
             if to == "hf":
                 files = _to_hf(stored, draft, shard_bytes, told)
                 for file in beside:
-                    _copy(file, draft, dtype)
+                    _copy(file, "config.json" if file == Path(str(config)) else file.name, draft, dtype)
             elif to == "torch":
                 from shardfold.checkpoint.pt import write_pt
 
@@ -197,9 +197,8 @@ def _beside(config: Path) -> list[Path]:
     return [config]
 
 
-def _copy(file: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """A file to beside the weights; the model's config says their dtype if that was chosen."""
-    name = "config.json" if file.suffix == ".json" and "config" not in file.name else file.name
+def _copy(file: Path, name: str, folder: Path, dtype: torch.dtype | None) -> None:
+    """A file to beside the weights, under ``name``; the model's config says their dtype if that was chosen."""
     data = file.read_bytes()
     if name == "config.json" and dtype is not None:
         try:

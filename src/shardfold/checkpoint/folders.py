@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.paths import read_name
@@ -18,6 +21,7 @@ __all__ = [
     "deepspeed_folder",
     "listed",
     "older",
+    "origin",
     "remove",
     "resolve",
     "sync_folder",
@@ -119,10 +123,47 @@ def listed(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: ((path / INDEX).stat().st_mtime_ns, path.name))
 
 
-def older(target: Path, keep: int) -> list[str]:
-    """Names of the oldest checkpoints beside ``target`` (which stays), without which ``keep`` are left."""
-    others = [path.name for path in listed(target.parent) if path.name != target.name]
-    return others[: max(0, len(others) + 1 - keep)]
+def older(target: Path, keep: int, ours: Callable[[Path], bool]) -> list[str]:
+    """Names of the oldest of a run's checkpoints beside ``target`` (which stays), without which ``keep`` are left.
+
+    The newest in which as little as in any is inf or NaN is none of them, so that a run whose values have gone bad
+    still has what to go back to.
+    """
+    others = [path for path in listed(target.parent) if path.name != target.name]
+    if len(others) < keep:
+        return []
+    others = [path for path in others if ours(path)]
+    gone = others[: max(0, len(others) + 1 - keep)]
+    if gone:
+        bad = {path: len(origin(path).nonfinite) for path in (*others, target)}
+        least = min(bad.values())
+        best = [path for path, count in bad.items() if count == least][-1]
+        gone = [path for path in gone if path != best]
+    return [path.name for path in gone]
+
+
+class Origin(NamedTuple):
+    """What the index of a checkpoint says of where it came from: the names of its run and of its save, empty if it has
+    none, and names of what is inf or NaN in it."""
+
+    run: str
+    save: str
+    nonfinite: tuple[str, ...]
+
+
+def origin(checkpoint: Path) -> Origin:
+    """Of a checkpoint; nothing of one that cannot be read."""
+    try:
+        return _origin(checkpoint, (checkpoint / INDEX).stat().st_mtime_ns)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Origin("", "", ())
+
+
+@lru_cache(maxsize=64)
+def _origin(checkpoint: Path, modified: int) -> Origin:
+    said = json.loads((checkpoint / INDEX).read_bytes())
+    run, save = (str(said["written"].get(name, "")) for name in ("run", "save"))
+    return Origin(run, save, tuple(said.get("nonfinite", ())))
 
 
 def remove(parent: Path, names: Iterable[str]) -> None:
@@ -137,9 +178,9 @@ def remove(parent: Path, names: Iterable[str]) -> None:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a small file and waits until it is on the disk."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+def write_synced(path: Path, data: bytes, *, new: bool = False) -> None:
+    """Writes a small file, one that was not there if it is to be ``new``, and waits until it is on the disk."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC), 0o644)
     try:
         view = memoryview(data)
         while view:

@@ -82,7 +82,8 @@ class Saving:
         self.path = path
         self.report: SaveReport | None = None
         self.error: BaseException | None = None
-        self.told = False  # whether the training knows of the error
+        self.told = False  # whether a call has raised the error
+        self.logged = False
         self._over = threading.Event()
 
     @property

@@ -25,6 +25,7 @@ from shardfold.checkpoint.apart import group_read, lost_targets, shared_targets,
 from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, is_moment
 from shardfold.checkpoint.fit import Fit
+from shardfold.checkpoint.folders import listed, origin
 from shardfold.checkpoint.messages import words
 from shardfold.checkpoint.names import Rename
 from shardfold.checkpoint.opened import open_together
@@ -32,6 +33,7 @@ from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.rng import set_rng_state
 from shardfold.comm.coalesced import complete
 from shardfold.errors import CheckpointError, ShardfoldError, by_rank
+from shardfold.optim.schedules import renew_rates
 from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.loans import refuse_during
@@ -46,6 +48,7 @@ __all__ = ["LoadReport", "load"]
 LOG = getLogger("shardfold")
 WHAT = "engine.load()"
 WEIGHTS = "with weights_only=True "
+MOVES = ("last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter")  # of schedules, from step to step
 T = TypeVar("T")
 
 
@@ -132,6 +135,10 @@ def load(
             report.notes.append("The optimizer, its schedule, the loss scale, averages and the step count stay.")
         model.run.broken, model.run.unwritten = mends, None
         if words := _narrower(model, checkpoint):
+            report.notes.append(words)
+            if model.rank == 0:
+                LOG.warning("%s", words)
+        if words := _nonfinite(checkpoint):
             report.notes.append(words)
             if model.rank == 0:
                 LOG.warning("%s", words)
@@ -224,6 +231,17 @@ def _narrower(model: ShardedModel, checkpoint: Checkpoint) -> str:
     )
 
 
+def _nonfinite(checkpoint: Checkpoint) -> str:
+    """What is to be known of a checkpoint that holds inf or NaN where one beside it holds none; else nothing."""
+    names = checkpoint.index.nonfinite
+    sound = [path.name for path in listed(checkpoint.path.parent) if len(origin(path).nonfinite) < len(names)]
+    if not sound:
+        return ""
+    some = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+    found = f"{checkpoint.path} holds inf or NaN in {some}"
+    return f"{found}; {sound[-1]}, beside it, is finite in more: load that one to go back."
+
+
 def _mends(model: ShardedModel, weights_only: bool, fit: Fit) -> str:
     """What is still wrong with an engine after this load, if an earlier one failed half-way."""
     same = not weights_only or model.run.broken.startswith(WEIGHTS)
@@ -246,7 +264,9 @@ def _take_run(
         if saved is not None and "lr_lambdas" not in known:  # of functions, which say nothing of the place in the run
             saved = {key: value for key, value in saved.items() if key != "lr_lambdas"}
         if mine is not None and saved is not None and saved.keys() <= known:
+            notes += _other_numbers(title, mine.state_dict(), saved)
             mine.load_state_dict(saved)
+            renew_rates(mine)
         elif mine is not None:
             what = "none" if saved is None else "one of another kind"
             notes.append(f"The {title} begins anew: the checkpoint has {what}.")
@@ -278,6 +298,19 @@ def _take_run(
             f"Random numbers go on as they are: there were {ranks} rank{'s' * (ranks > 1)} and now there "
             f"{'are' if model.world_size > 1 else 'is'} {model.world_size}."
         )
+
+
+def _other_numbers(title: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """What a schedule was given here that the checkpoint's takes the place of."""
+    if title != "schedule":
+        return []
+    plain = {name: value for name, value in saved.items() if name[0] != "_" and isinstance(value, (int, float, str))}
+    other = [f"{name}={v!r} (not {mine[name]!r})" for name, v in plain.items() if v != mine[name] and name not in MOVES]
+    if not other:
+        return []
+    return [
+        f"The schedule goes on with the checkpoint's {', '.join(other)}: set them behind load() if that is not meant."
+    ]
 
 
 def _take_rounds(model: ShardedModel, said: Mapping[str, Any]) -> list[str]:

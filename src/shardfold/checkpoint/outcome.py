@@ -112,11 +112,17 @@ class Outcome:
             self._draft.discard()
             self._messages_end(f"!{words(error)}", lost)
             raise failure(self._draft, words(error)) from error
-        gone = older(self._draft.target, self._keep) if self._keep is not None else []
+        gone = self._older()
         self._decided = "+" + json.dumps([index.nonfinite, gone])
         self._settle(gone)
         self._messages_end(self._decided, lost)
         return index.nonfinite
+
+    def _older(self) -> list[str]:
+        lock = self._draft.lock
+        if self._keep is None or lock is None:
+            return []
+        return older(self._draft.target, self._keep, lock.owns)
 
     def _check_finite(self, index: Index) -> None:
         if index.nonfinite:
@@ -147,6 +153,8 @@ class Outcome:
         header.pieces = pieces
         header.nonfinite = sorted(set(header.nonfinite))
         header.written["save"] = self._draft.token
+        if self._draft.lock is not None:
+            header.written["run"] = self._draft.lock.run
         hosts = [
             replace(host, files=tuple(name for rank in host.ranks for name in files[rank])) for host in self._hosts
         ]

@@ -29,6 +29,7 @@ from shardfold.checkpoint.format import checksum
 from shardfold.checkpoint.hosts import Host, find_hosts
 from shardfold.checkpoint.job import Job, Saving
 from shardfold.checkpoint.messages import SILENCE_AT_EXIT, ask
+from shardfold.checkpoint.run_lock import RunLock
 from shardfold.comm.agreement import Claim
 from shardfold.comm.coalesced import as_bytes
 from shardfold.errors import CheckpointError, ConfigError, UsageError, by_rank
@@ -44,10 +45,16 @@ LOG = getLogger("shardfold")
 
 
 class Saver:
-    """An engine's saves, one at a time."""
+    """An engine's saves, one at a time.
+
+    Attributes:
+        last: the last of them.
+        lock: the folders that are this run's.
+    """
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
+        self.lock = RunLock()
         self.last: Saving | None = None
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
@@ -85,9 +92,11 @@ class Saver:
         token = self._agree(options, busy == "skip")
         if token is None:
             return None
-        self.finish()
+        self._refuse_after_failure(target, token)
         lost = sums_of_lost(model.comm, list(model.trainable()), "engine.save()")
-        job = Job(model, Draft(target, token, latest=latest), keep, nonfinite, begun)
+        self.lock.begin(token)
+        draft = Draft(target, token, latest=latest, lock=self.lock, adds=not latest and keep is None)
+        job = Job(model, draft, keep, nonfinite, begun)
         try:
             said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out, lost))
             if job.error is not None and not isinstance(job.error, Exception):
@@ -114,6 +123,7 @@ class Saver:
         except BaseException as error:
             job.give_up(error)
             saving._end(None, error)
+            saving.told = True
             raise
         self._job, self._thread = job, thread
         atexit.register(self._at_exit)
@@ -181,8 +191,24 @@ class Saver:
         keys = [f"{key}/{rank}" for rank in range(model.world_size)]
         return [ask(store, "get", each).decode() if ask(store, "check", [each]) else "" for each in keys]
 
+    def _refuse_after_failure(self, target: Path, token: str) -> None:
+        """Waits for the save that is under way.
+
+        Raises:
+            CheckpointError: on all ranks: it failed, or one before it did, and nobody has been told by an exception.
+        """
+        self.finish()
+        failed = self._untold()
+        said = self._everyone(f"save/{token}/before", "" if failed is None else str(failed))
+        if any(said):
+            told = next(filter(None, said)).rstrip(".")
+            raise CheckpointError(
+                f"engine.save() to {target} was not begun, as the save before it failed in the background: {told}. "
+                "Save again when that is mended."
+            ) from failed
+
     def finish(self) -> None:
-        """Waits for the save that is under way, and tells of its failure if nobody has."""
+        """Waits for the save that is under way, and logs its failure."""
         if self._thread is not None:
             self._thread.join()
             self._thread = self._job = None
@@ -190,11 +216,28 @@ class Saver:
         self.tell()
 
     def close(self) -> None:
-        """Waits for the save that is under way and gives back the memory of copies."""
+        """Waits for the save that is under way, gives back the memory of copies and leaves the folders to others."""
         self.finish()
+        self.lock.release()
         if self._memory in self._model.rows:
             self._model.rows.remove(self._memory)
         self._blocks = []
+
+    def raise_failure(self) -> None:
+        """
+        Raises:
+            CheckpointError: the last save failed in the background, and no call has raised that yet.
+        """
+        if (failed := self._untold()) is not None:
+            raise failed
+
+    def _untold(self) -> BaseException | None:
+        """The failure of the last save that no call has raised; from now on one has."""
+        last = self.last
+        if last is None or last.error is None or last.told:
+            return None
+        last.told = True
+        return last.error
 
     def _memory(self) -> MemoryRow:
         held = sum(block.nbytes for block in self._blocks)
@@ -206,10 +249,10 @@ class Saver:
         self.finish()
 
     def tell(self) -> None:
-        """Logs a failure that nobody has heard of; training goes on, as the checkpoints before it are there."""
+        """Logs a failure that nobody has heard of: training goes on until the next save, which raises it."""
         last = self.last
-        if last is not None and last.error is not None and not last.told:
-            last.told = True
+        if last is not None and last.error is not None and not (last.told or last.logged):
+            last.logged = True
             LOG.error("%s", last.error)
 
 

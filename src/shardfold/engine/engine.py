@@ -874,14 +874,16 @@ class Engine:
         checkpoint is there, and ``latest`` beside it names it, when all parts are on the disk, or never.
 
         Args:
-            path: the checkpoint's folder. What was there is replaced.
+            path: the checkpoint's folder. What was there is replaced. The folder around it is this run's from now on:
+                one that has checkpoints of another run, which was not loaded, is refused.
             state: more to keep, rank 0's, by name: numbers, strings, lists, dicts, tensors, or objects with
                 ``state_dict()``, such as a sampler.
             rank_state: the same of each rank.
             wait: returns when the checkpoint is there; takes no memory for a copy. Where states rest on disk it always
                 does: they are copied from file to file, while nothing changes them.
             busy: while an earlier save is under way: ``"wait"`` for it, or ``"skip"`` this one.
-            keep: checkpoints that stay in the folder around ``path``, with this one; None removes none.
+            keep: checkpoints of this run that stay in the folder around ``path``, with this one; None removes none.
+                The last one that is finite stays in any case.
             nonfinite: weights or buffers that are inf or NaN are logged and written (``"warn"``), or the save fails
                 (``"raise"``).
             frozen: ``"skip"`` leaves out parameters that the optimizer does not have, such as the base of an adapter,
@@ -893,11 +895,12 @@ class Engine:
 
         Returns:
             The save, to ask or to wait for; None if it was skipped. A failure in the background is logged, and raised
-            by ``wait()``.
+            by ``wait()``, or else by the next call of :meth:`save` or :meth:`close`.
 
         Raises:
             ConfigError: on all ranks: an argument is of a wrong type or value on one of them.
-            CheckpointError: it cannot be written; what was there before is as it was.
+            CheckpointError: it cannot be written, the folder around ``path`` is another run's, or the save before it
+                failed in the background; what was there before is as it was.
             UsageError: between the micro-batches of a step, or while values are lent.
         """
 
@@ -971,6 +974,8 @@ class Engine:
             self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state,
             number=self._loads, rows=rows,
         )  # fmt: skip
+        if not weights_only:
+            self.saver.lock.adopt(report.path)
         if self._freeze is not None:
             self._freeze.forget()
             self._freeze.follow()
@@ -1051,8 +1056,12 @@ class Engine:
 
         Where this rank has all values (on one rank, under layouts that do not split parameters, inside ``gathered()``)
         they stay in the model, in the compute dtype; elsewhere they are gone: see :meth:`release`. Nothing is sent.
+
+        Raises:
+            CheckpointError: the last save failed in the background, and no call has raised that; the engine is closed.
         """
         self._end("")
+        self.saver.raise_failure()
 
     def release(self, *, of: str = "params") -> nn.Module:
         """Closes the engine and leaves the model a plain module with whole parameters on every rank, which all call it.
@@ -1062,13 +1071,17 @@ class Engine:
 
         Raises:
             UsageError: while values are lent.
+            CheckpointError: the last save failed in the background; the model is a plain one all the same.
         """
-        return ownership.release(self.sharded, of, self._end)
+        module = ownership.release(self.sharded, of, self._end)
+        self.saver.raise_failure()
+        return module
 
     def close_split(self, reason: str = "") -> None:
         """Closes the engine and leaves what it held in parts as under :func:`shardfold.sharded_init`, for another
         engine to take over; all ranks call it. ``reason``: what calls of this one raise with."""
         ownership.close_split(self.sharded, lambda _: self._end(reason))
+        self.saver.raise_failure()
 
     def _end(self, reason: str) -> None:
         if self.closed:

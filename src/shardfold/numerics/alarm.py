@@ -30,8 +30,7 @@ class Alarm:
     """Of one engine.
 
     Attributes:
-        report: what was found in the last step, None if it was finite (or not the first in a row that is not, where
-            no loss scale skips such steps).
+        report: what was found in the last step, None if it was finite.
         num_examined: examinations so far, of which all ranks make the same.
         watch: of the outputs of modules, the user's or the alarm's own.
     """
@@ -97,14 +96,15 @@ class Alarm:
         self.report = None
         if overflowed and scaler is not None:
             self.report = self.examine(only_gradients=not scaler.last_chance)
-        elif raised and not self._rung and not (clip is not None and clip.error_if_nonfinite):
+        elif raised and not (clip is not None and clip.error_if_nonfinite):
             self.report = self.examine()
-            if self._model.rank == 0:
+            if self._model.rank == 0 and not self._rung:
                 LOG.warning(
-                    "%s. The step is done all the same, as there is no loss scale that would skip it; "
+                    "%s. The step is done all the same, as there is no loss scale that would skip it, and weights that "
+                    "become inf or NaN stay so: a checkpoint from before brings finite ones back. "
                     "Clip(norm=..., error_if_nonfinite=True) would raise instead.",
                     self.report.first,
-                )
+                )  # fmt: skip
         self._rung = raised and not overflowed
 
     def settle(self) -> None:

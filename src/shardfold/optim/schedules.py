@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.arguments import known_arguments
 
-__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "warmup_cosine"]
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "renew_rates", "warmup_cosine"]
 
 Rates = float | Sequence[float]
 WARMUPS = ("log", "linear")
@@ -60,6 +60,22 @@ def warmup_cosine(*, warmup: int, total: int, floor: float = 0.1) -> Callable[[O
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+def renew_rates(schedule: Any) -> None:
+    """Gives the groups of the optimizer the rates that a schedule of functions of the step has for the one that comes,
+    where it has gone on from a run whose functions or base rates were others. Other schedules stay."""
+    if not isinstance(schedule, LambdaLR):
+        return
+    rates = [
+        base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    schedule._last_lr = rates
 
 
 class _Curve(LRScheduler):

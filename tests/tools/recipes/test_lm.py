@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
 from shardfold.tools import cli
-from shardfold.tools.recipes.config import TrainConfig
+from shardfold.tools.recipes.config import TrainConfig, read_settings, resumed_settings
 from shardfold.tools.recipes.lm import train
 
 
@@ -44,3 +46,44 @@ def test_what_sequence_parallelism_needs() -> None:
         TrainConfig.load({"sequence_parallel": True, "tensor": 2, "sequence": 2, "context": 130})
     flags = [cli.argument("sequence_parallel", each) for each in (True, False)]
     assert flags == ["--sequence-parallel", "--no-sequence-parallel"]
+
+
+def _resumed(data: str, folder: str) -> tuple[list[float], dict[str, object]]:
+    """A run of two steps, and two more with other rates, from another folder."""
+    os.chdir(data)
+    shape = {"d_model": 16, "layers": 1, "heads": 2, "context": 16}
+    common = {"warmup": 0, "eval_windows": 2, "sample": 0, "save_every": 1, "micro_batch": 2, "eval_every": 0}
+    train(TrainConfig.load({**shape, **common, "data": "text", "steps": 2, "out": f"{folder}/a"}))
+    os.chdir(folder)
+    given = {"resume": "a", "steps": 4, "lr": 1e-5, "weight_decay": 0.0, "out": f"{folder}/b"}
+    train(TrainConfig.load(resumed_settings(Path("a"), given)))
+    lines = Path(folder, "b", "metrics.jsonl").read_text().splitlines()
+    index = json.loads(Path(folder, "b", "checkpoints", "step-000004", "index.json").read_text())
+    return [json.loads(line)["lr"] for line in lines], index["optimizer"]["groups"][0]["options"]
+
+
+def test_what_is_given_beside_resume_acts(ranks: Ranks, tmp_path: Path) -> None:
+    """Rates are those of the schedule that is asked for from the first step on: half a cosine from 1 to 0.1."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "text").write_text("".join(f"{number} is less than {number + 1}.\n" for number in range(400)))
+    rates, options = ranks.run(_resumed, str(tmp_path), str(tmp_path / "run"), world_size=1)[0]
+    third, fourth = 0.55, 0.1 + 0.9 * (1 - 2**-0.5) / 2
+    assert rates == pytest.approx([1e-5 * third, 1e-5 * fourth])
+    assert options["weight_decay"] == 0.0 and options["initial_lr"] == 1e-5
+
+
+def test_a_copied_checkpoint_says_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "step-4").mkdir()
+    with pytest.raises(ConfigError, match=r"has no config.json beside it, as a checkpoint.*give --size"):
+        resumed_settings(tmp_path / "step-4", {})
+    assert resumed_settings(tmp_path / "step-4", {"size": "tiny"}) == {"size": "tiny"}
+
+
+def test_no_samples_are_refused_and_the_most_are_called_max(tmp_path: Path) -> None:
+    for number in (0, "0", -1, "-1"):
+        with pytest.raises(ConfigError, match=r"micro_batch is .*, but should be at least 1, or max"):
+            TrainConfig.load({"micro_batch": number})
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps(TrainConfig.load({"micro_batch": "max"}).model_dump(mode="json", exclude_none=True)))
+    assert json.loads(kept.read_text())["micro_batch"] == "max"
+    assert TrainConfig.load(read_settings(kept)).micro_batch == 0

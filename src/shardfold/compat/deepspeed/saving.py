@@ -142,6 +142,7 @@ def save_checkpoint(
             "update are not in it, so a run that goes on from it begins with the first micro-batch of a step.",
             ranks=[0], level=logging.WARNING,
         )  # fmt: skip
+    engine._core.saver.lock.replaces = True  # as DeepSpeed does, whose callers name each checkpoint
     engine._core.save(
         folder / tag, state=state, wait=True, frozen=frozen, latest=save_latest, gradients="leave",
         shared=False if local else None,

@@ -7,13 +7,14 @@ down here only: its default, its bounds and its help text serve the Python API, 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
@@ -106,8 +107,16 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def _samples(given: Any) -> Any:
-    """``max`` is no number of samples."""
-    return 0 if given == "max" else given
+    """``max`` is no number of samples: it is kept as 0, which nobody writes.
+
+    Raises:
+        ValueError: it is a number below 1.
+    """
+    if given == "max":
+        return 0
+    if isinstance(given, (int, str)) and re.fullmatch(r"-\d+|0+", str(given)):
+        raise ValueError("should be at least 1, or max: the most that fit, by plan")
+    return given
 
 
 class Settings(BaseModel):
@@ -186,7 +195,7 @@ class TrainConfig(Settings):
     )
     steps: int = Field(600, ge=1, description="Optimizer steps.")
     micro_batch: Annotated[int, BeforeValidator(_samples)] = Field(
-        8, ge=0, description="Sequences per rank and micro-batch; max, or 0: the most that fit, by plan."
+        8, description="Sequences per rank and micro-batch; max: the most that fit, by plan."
     )
     memory: str | None = Field(
         None, description="Memory of each rank that --micro-batch max plans for, as 8GiB; else what there is."
@@ -203,6 +212,11 @@ class TrainConfig(Settings):
     warmup: int = Field(50, ge=0, description="Steps over which the learning rate rises; a cosine falls after it.")
     weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="Decoupled weight decay.")
     clip_norm: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest gradient norm; 0 does not clip.")
+    nonfinite: Literal["raise", "warn"] = Field(
+        "raise",
+        description="Where the loss or a gradient is inf or NaN: raise ends the run before weights are; warn goes on. "
+        "A loss scale (fp16) skips such steps.",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")
     eval_windows: int = Field(256, ge=1, description="Held-out windows that an evaluation reads.")
@@ -218,6 +232,10 @@ class TrainConfig(Settings):
         None, description="Run folder or checkpoint to go on from; its settings hold where none are given."
     )
     out: Path | None = Field(None, description="Run folder, new or empty; without it, runs/<timestamp>.")
+
+    @field_serializer("micro_batch")
+    def _said(self, samples: int) -> int | str:
+        return samples or "max"
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -292,7 +310,12 @@ class TrainConfig(Settings):
 
 def reason(message: str) -> str:
     """Turn pydantic's `Input should be x` into the end of a sentence."""
-    return message.replace("Input should be", "should be", 1).partition(", unable to parse")[0].rstrip(".")
+    return (
+        message.removeprefix("Value error, ")
+        .replace("Input should be", "should be", 1)
+        .partition(", unable to parse")[0]
+        .rstrip(".")
+    )
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -335,6 +358,11 @@ def resumed_settings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         if not path.exists():
             raise ConfigError(f"there is no run folder or checkpoint {str(path)!r} to resume from.")
+        if not {"size", *SHAPE} & given.keys():
+            raise ConfigError(
+                f"{str(path)!r} has no config.json beside it, as a checkpoint that was copied out of its run: give "
+                "--size, and what else its run was started with, or --resume the run's folder."
+            )
         return dict(given)
     started = {name: value for name, value in first.items() if name not in ("resume", "out")}
     settings = {**started, **given}

@@ -32,8 +32,9 @@ import shardfold as sf
 from shardfold import accelerator
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.comm.mesh import pick_device
-from shardfold.errors import ConfigError, ShardfoldError
+from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
 from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
+from shardfold.optim.schedules import renew_rates
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport
 from shardfold.tiers.limit import memory_limit
@@ -164,6 +165,14 @@ def _optimizer(config: TrainConfig, model: torch.nn.Module) -> Any:
     return sf.optim.Muon(groups, weight_decay=config.weight_decay)
 
 
+def _clip(config: TrainConfig) -> sf.Clip | None:
+    """Of gradients; one that clips nothing looks whether they are finite."""
+    stops = config.nonfinite == "raise" and not config.precision.startswith("fp16")  # that skips such steps
+    if not (config.clip_norm or stops):
+        return None
+    return sf.Clip(norm=config.clip_norm or math.inf, error_if_nonfinite=stops)
+
+
 class Run:
     """One training: the engine, the text and the run folder.
 
@@ -191,7 +200,7 @@ class Run:
             pipeline=config.order,
             precision=config.precision,
             accumulate=config.accumulate,
-            clip_norm=config.clip_norm or None,
+            clip=_clip(config),
             lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
             seed=config.seed,
         )
@@ -239,7 +248,16 @@ class Run:
 
     def resume(self, path: Path) -> str:
         """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
+        optimizer, schedule = self.engine.optimizer, self.engine.lr_schedule
+        assert optimizer is not None
+        names = ("params", "param_names")
+        options = [{k: v for k, v in group.items() if k not in names} for group in optimizer.param_groups]
+        rates = list(schedule.base_lrs)
         report = self.engine.load(path, state={"data": Position(self.sampler, self.config)})
+        for group, asked in zip(optimizer.param_groups, options, strict=True):  # the settings are those of this run
+            group.update(asked)
+        schedule.base_lrs = rates
+        renew_rates(schedule)
         self.done = self.begun_at = report.state["done"]
         if self.done >= self.config.steps:
             raise ConfigError(
@@ -271,14 +289,16 @@ class Run:
     def step(self, batches: Iterator[list[int]]) -> StepMetrics:
         """Do one optimizer step, over as many micro-batches as it accumulates."""
         began = time.perf_counter()
-        done, mean = self.step_of_stages(batches) if self.config.pipeline > 1 else self.step_of_passes(batches)
+        scaler = self.engine.loss_scale  # which skips steps that are not finite, and gives up by itself
+        try:
+            done, mean = self.step_of_stages(batches) if self.config.pipeline > 1 else self.step_of_passes(batches)
+        except NonFiniteError as error:
+            if scaler is not None:
+                raise
+            raise ShardfoldError(self.not_finite("the loss or its gradient is inf or NaN")) from error
         assert done is not None and done.lr is not None
-        scaler = self.engine.loss_scale
-        if not math.isfinite(mean) and scaler is None:  # a loss scale skips such steps, and gives up by itself
-            raise ShardfoldError(
-                f"the loss is {mean} at step {self.done + 1}: lower the learning rate (--lr, now {self.config.lr:g}) "
-                f"or clip gradients harder (--clip-norm, now {self.config.clip_norm:g})."
-            )
+        if not math.isfinite(mean) and scaler is None and self.config.nonfinite == "raise":
+            raise ShardfoldError(self.not_finite(f"the loss is {mean}"))
         self.done += 1
         now = time.perf_counter()
         return StepMetrics(
@@ -293,6 +313,14 @@ class Run:
             memory_bytes=self.history[-1].memory_bytes if self.history else in_memory(self.engine.memory()),
             loss_scale=done.loss_scale if scaler is not None else None,
             skipped=scaler.skipped if scaler is not None else 0,
+        )
+
+    def not_finite(self, what: str) -> str:
+        """Return the sentence with which a run ends that is not finite any more."""
+        return (
+            f"{what} at step {self.done + 1}, and nothing was updated: lower the learning rate (--lr, now "
+            f"{self.config.lr:g}), clip harder (--clip-norm, now {self.config.clip_norm:g}), or go on all the "
+            "same with --nonfinite warn."
         )
 
     def step_of_passes(self, batches: Iterator[list[int]]) -> tuple[StepReport | None, float]:
@@ -489,7 +517,9 @@ def resolved(run: Run) -> dict[str, Any]:
     """Return the settings with nothing left to choose: a config file for the same run, and what it came to."""
     settings = run.config.model_dump(mode="json", exclude={"out", "data", "resume"}, exclude_none=True)
     # As they are, and not as the model writes them: a path need not be UTF-8.
-    settings.update({name: str(path) for name in ("data", "resume") if (path := getattr(run.config, name)) is not None})
+    # From the root on, so that a run which is resumed from another folder finds them.
+    paths = {name: getattr(run.config, name) for name in ("data", "resume")}
+    settings.update({name: os.path.abspath(path.expanduser()) for name, path in paths.items() if path is not None})
     settings.update({name: getattr(run.shape, name) for name in SHAPE})
     settings["procs"] = run.engine.world_size
     settings["warmup"] = run.config.warmup_steps()

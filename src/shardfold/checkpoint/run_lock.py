@@ -1,0 +1,231 @@
+"""Whose a folder of checkpoints is: it belongs to one run, of which one process at a time saves there.
+
+Who has loaded a checkpoint of it goes on with the run, and knows what was there at that moment. Anything else there is
+another's, and who finds it when it begins to save there is refused, so that it neither replaces nor removes what others
+have written. Which process saves there now says a file in the folder, until the engine is closed:
+
+    held here, alive            refused
+    held here, dead             taken over
+    held on another host        taken over, as nobody can tell whether a killed container or job left it; if the other
+                                one lives after all, its next save finds that and is refused
+
+So what a killed process leaves is in nobody's way, and of two that go on from the same checkpoint one saves. The name
+of the run, which its first save draws, is in the index of each checkpoint: ``keep=`` counts those of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from logging import getLogger
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from shardfold.checkpoint.folders import listed, origin, write_synced
+from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.holder import Holder
+from shardfold.errors import CheckpointError
+
+__all__ = ["LOCK", "RunLock"]
+
+LOG = getLogger("shardfold")
+LOCK = ".shardfold-run.json"
+TRIES = 8
+_open: WeakValueDictionary[str, RunLock] = WeakValueDictionary()  # of this process, by token
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the file says."""
+
+    token: str  # of an engine
+    holder: Holder
+
+    @property
+    def alive(self) -> bool | None:
+        if self.holder == Holder.here():
+            return self.token in _open
+        return self.holder.alive
+
+
+class RunLock:
+    """The folders of one engine's run, on a rank that completes checkpoints.
+
+    Attributes:
+        run: the name of the run; empty until its first save, or until it has loaded one.
+        replaces: False refuses a folder of another run. True takes it, and logs what it replaces of another.
+    """
+
+    def __init__(self) -> None:
+        self.run = ""
+        self.replaces = False
+        self._token = os.urandom(6).hex()
+        self._runs: set[str] = set()  # that this engine has gone on with
+        self._saves: set[str] = set()  # of this engine
+        self._known: dict[Path, set[str]] = {}  # saves that were in a folder when it was loaded from
+        self._held: set[Path] = set()
+        _open[self._token] = self
+
+    def adopt(self, checkpoint: Path) -> None:
+        """The engine goes on where this checkpoint was written."""
+        self._known[_real(checkpoint.parent)] = {_name(path) for path in listed(checkpoint.parent)}
+        self.run = origin(checkpoint).run or self.run
+        self._runs.add(self.run)
+
+    def begin(self, token: str) -> None:
+        """A save begins: the first one names a run that has no name yet."""
+        self.run = self.run or token
+        self._runs.add(self.run)
+        self._saves.add(token)
+
+    def owns(self, checkpoint: Path) -> bool:
+        """Whether it is of this run, or of none that is known, as checkpoints of earlier versions are."""
+        return origin(checkpoint).run in (*self._runs, "")
+
+    def claim(self, target: Path, *, adds: bool) -> bool:
+        """This process is the one that saves in the folder around ``target`` from now on; False if it was so before.
+
+        Args:
+            target: of a checkpoint.
+            adds: it takes nothing from others if there is nothing in its place: no ``latest`` moves, no checkpoint is
+                removed.
+
+        Raises:
+            CheckpointError: the folder is another's; says whose, and what to do.
+        """
+        folder = target.parent
+        if self.replaces:
+            if (target / INDEX).is_file() and not self.owns(target):
+                LOG.warning("%s of another run, which was not loaded, is replaced.", target)
+            return False
+        try:
+            return self._claim(folder)
+        except CheckpointError:
+            if not adds or target.exists():
+                raise
+        return False
+
+    def check(self, folder: Path) -> None:
+        """
+        Raises:
+            CheckpointError: another process has gone on from what this one wrote there.
+        """
+        if _real(folder) not in self._held:
+            return
+        held = _read(folder)
+        if held is not None and held.token != self._token:
+            raise CheckpointError(
+                f"{folder} is no longer this run's: {held.holder} has gone on from it and saves there now; end one of "
+                "the two, or give this one another folder"
+            )
+        if held is None:  # who took it has given it back
+            self._refuse_unknown(folder)
+
+    def release(self) -> None:
+        """The engine is closed: another may go on at once."""
+        _open.pop(self._token, None)
+        for folder in list(self._held):
+            self.let_go(folder)
+
+    def let_go(self, folder: Path) -> None:
+        """Nothing is saved in the folder any more."""
+        self._held.discard(_real(folder))
+        with suppress(OSError):
+            if (said := _read(folder)) is not None and said.token == self._token:
+                (folder / LOCK).unlink()
+
+    def _claim(self, folder: Path) -> bool:
+        for _ in range(TRIES):
+            self.check(folder)
+            held = _read(folder)
+            if held is not None and held.token == self._token:
+                return False
+            self._refuse_other(folder, held)
+            if held is not None and held.alive is None:
+                LOG.warning(
+                    "%s was last saved to by %s, and whether that still runs cannot be seen from here: this run goes "
+                    "on there, and that one will be refused if it saves again.", folder, held.holder,
+                )  # fmt: skip
+            if self._take(folder, held):
+                self._held.add(_real(folder))
+                return True
+        raise CheckpointError(f"{folder} is claimed by several runs at this moment; give each a folder of its own")
+
+    def _refuse_other(self, folder: Path, held: _Held | None) -> None:
+        """
+        Raises:
+            CheckpointError: the folder is not for this run.
+        """
+        here = held is not None and held.holder == Holder.here()
+        if held is not None and held.alive and not (here and _real(folder) in self._known):
+            who = "another engine of this process" if here else str(held.holder)
+            raise CheckpointError(
+                f"{folder} is where {who} saves its checkpoints: give this run a folder of its own, or end the other"
+            )
+        self._refuse_unknown(folder)
+
+    def _refuse_unknown(self, folder: Path) -> None:
+        """
+        Raises:
+            CheckpointError: it has checkpoints that this engine has neither saved nor found when it loaded from there.
+        """
+        known = self._known.get(_real(folder))
+        unknown = [path for path in listed(folder) if _name(path) not in self._saves | (known or set())]
+        if not unknown:
+            return
+        name, how = unknown[-1].name, f"engine.load({str(folder)!r})"
+        if known is None:
+            raise CheckpointError(
+                f"{folder} has checkpoints of another run, {name} the newest, which this one has not loaded: go on "
+                f"from them with {how}, or give this run a folder of its own"
+            )
+        raise CheckpointError(
+            f"{folder} has {name}, which came after this run had loaded from there, so another one has gone on from "
+            f"the same checkpoint: go on from its with {how}, or give this run a folder of its own"
+        )
+
+    def _take(self, folder: Path, held: _Held | None) -> bool:
+        """Takes the place of ``held``; False if another was faster."""
+        path, aside = folder / LOCK, folder / f"{LOCK}.{self._token}"
+        if path.exists():
+            try:
+                os.rename(path, aside)  # of two, one finds it
+            except FileNotFoundError:
+                return False
+            now = _parsed(aside)
+            if now != held:
+                with suppress(OSError):
+                    os.rename(aside, path)
+                return False
+            aside.unlink()
+        said = {"run": self.run, "token": self._token, **Holder.here().to_json()}
+        try:
+            write_synced(path, json.dumps(said).encode(), new=True)
+        except FileExistsError:
+            return False
+        held = _read(folder)
+        return held is not None and held.token == self._token
+
+
+def _name(checkpoint: Path) -> str:
+    """Of the save that made it, or of what has none, as checkpoints of earlier versions."""
+    return origin(checkpoint).save or f"{checkpoint.name} {(checkpoint / INDEX).stat().st_mtime_ns}"
+
+
+def _real(folder: Path) -> Path:
+    return Path(os.path.realpath(folder))
+
+
+def _read(folder: Path) -> _Held | None:
+    return _parsed(folder / LOCK)
+
+
+def _parsed(path: Path) -> _Held | None:
+    """None: it is not there, or says nothing, as after a process was killed that made it."""
+    try:
+        said = json.loads(path.read_bytes())
+        return _Held(str(said["token"]), Holder.from_json(said))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
