@@ -17,6 +17,7 @@ import shardfold as sf
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.initialize import initialize
 from shardfold.compat.deepspeed.utils import zero_to_fp32
+from shardfold.compat.finder import VERSION
 from shardfold.errors import CheckpointError, ConfigError
 from shardfold.testing import Ranks
 from tests.checkpoint.test_deepspeed import STEPS as THEIR_STEPS
@@ -27,6 +28,10 @@ from tests.checkpoint.test_deepspeed import save as save_as_theirs
 from tests.checkpoint.test_deepspeed import train as train_theirs
 from tests.support.deepspeed_training import ROWS, adamw, batch, build, config, loss_of, near, weights
 
+OWN = (
+    "global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version", "ds_config",
+    "buffer_names",
+)  # fmt: skip
 FIRST, MORE = 3, 2  # steps before and behind the checkpoint
 BATCH = 2 * ROWS
 SCHEDULE = {
@@ -61,6 +66,16 @@ def train(engine: DeepSpeedEngine, first: int, steps: int) -> list[float]:
     return losses
 
 
+def users(client: dict[str, Any] | None, steps: int, samples: int) -> dict[str, Any]:
+    """What the user kept, behind what DeepSpeed's interface adds."""
+    assert client is not None
+    own = {name: client[name] for name in OWN}
+    assert (own["global_steps"], own["global_samples"], own["skipped_steps"]) == (steps, samples, 0)
+    assert own["ds_version"] == VERSION and own["buffer_names"] == []
+    assert own["ds_config"]["optimizer"] == adamw() and own["mp_world_size"] == 1
+    return {name: value for name, value in client.items() if name not in OWN}
+
+
 def kept(engine: DeepSpeedEngine) -> tuple[Any, ...]:
     return engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr(), engine.was_step_applied()
 
@@ -83,6 +98,7 @@ def go_on(folder: str, stage: int) -> tuple[list[float], tuple[Any, ...]]:
     engine = start(stage)
     path, client = engine.load_checkpoint(folder)
     assert path == f"{folder}/global_step{FIRST}" and client is not None
+    client = users(client, FIRST, FIRST * BATCH)
     assert torch.equal(client.pop("order"), CLIENT["order"]) and client == {
         key: value for key, value in CLIENT.items() if key != "order"
     }
@@ -125,9 +141,10 @@ def parts(folder: str) -> None:
 
     random = torch.get_rng_state()
     path, client = engine.load_checkpoint(folder)  # in place, of a live engine
-    assert path == f"{folder}/a" and client == {"x": 1} and at(saved) and engine.get_lr() == rate
+    assert path == f"{folder}/a" and client is not None and client["x"] == 1 and at(saved) and engine.get_lr() == rate
     assert engine.global_steps == FIRST and torch.equal(torch.get_rng_state(), random)
-    assert engine.load_checkpoint(folder, tag="b")[1] == {} and at(last)
+    steps = FIRST + MORE
+    assert users(engine.load_checkpoint(folder, tag="b")[1], steps, steps * BATCH) == {} and at(last)
     near(train(engine, FIRST + MORE, 1), ahead)
 
     moments = [kept["exp_avg"].clone() for kept in engine.optimizer.state.values()]  # type: ignore[union-attr]
@@ -350,7 +367,9 @@ def from_ours(folder: str) -> None:
     saved = engine.state_dict()
     engine.close()
     other = start(1)
-    assert other.load_checkpoint(folder) == (f"{folder}/mine", {"epoch": 7}) and other.global_steps == 1
+    found, client = other.load_checkpoint(folder)
+    assert client == {"epoch": 7, "global_steps": 1, "skipped_steps": 0}
+    assert found == f"{folder}/mine" and other.global_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(other), saved.values(), strict=True))
     with pytest.raises(Exception, match="cannot be copied or pickled"):
         pickle.dumps(other)
@@ -386,6 +405,6 @@ def test_nodes_keep_their_own_parts(ranks: Ranks, tmp_path: Path, stage: int, ot
         ranks.run(node_local, str(tmp_path), stage, other, world_size=2)
     ):
         assert files == ["index.json", f"rank-0000{rank}-of-00002.safetensors"]
-        assert client == {"epoch": 4}
+        assert users(client, FIRST, FIRST * BATCH) == {"epoch": 4}
         near(resumed, losses)
         assert (tmp_path / f"node{rank}" / "latest").read_text() == "t"

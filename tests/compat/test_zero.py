@@ -227,6 +227,25 @@ class _Borrows(nn.Module):
             return (self.layers[1](x) @ first.weight).square().mean()
 
 
+def _copied() -> None:
+    engine = _engine()
+    state = engine.module.state_dict()
+    kept, alone = copy.deepcopy(state), copy.deepcopy(engine.module.head.weight.data)
+    assert list(kept) == list(state) and alone.shape == (0,)
+    for name, value in kept.items():
+        assert type(value) is Tensor and value.shape == state[name].shape and value.dtype == state[name].dtype
+        value.add_(1)  # an ordinary tensor of the user's
+    twice = copy.deepcopy([alone, alone])
+    assert twice[0] is twice[1]
+    _backward(engine)
+    engine.close()
+
+
+def test_a_state_dict_without_values_can_be_copied(ranks: Ranks) -> None:
+    """As early-stopping code keeps one; a copy is an ordinary tensor of no elements."""
+    ranks.run(_copied, world_size=2)
+
+
 def _borrows() -> bool:
     torch.manual_seed(0)
     plain, x = _Borrows(), torch.rand(3, 6)
