@@ -600,7 +600,9 @@ def when_groups_end(do: Callable[[], object]) -> Callable[[], None]:
     ending.atexit = False
     groups[mark] = []
 
-    def never_mind(key: weakref.ref[_Mark] = weakref.ref(mark)) -> None:
+    key = weakref.ref(mark)
+
+    def never_mind() -> None:
         ending.detach()
         groups.pop(key(), None)
 

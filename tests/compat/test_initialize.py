@@ -242,7 +242,10 @@ def given_beside_the_config() -> tuple[list[Tensor], str, str]:
     optimizer = SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     engine, said = said_of(
-        model=model, optimizer=optimizer, lr_scheduler=schedule, config={**config(1, **sections), "gradient_clipping": 0}
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config={**config(1, **sections), "gradient_clipping": 0},
     )
     assert engine.optimizer.optimizer is optimizer and engine.optimizer_name() == "SGD"
     assert engine.lr_scheduler is schedule and engine.config["optimizer"]["type"] == "Lamb"
@@ -257,11 +260,12 @@ def given_beside_the_config() -> tuple[list[Tensor], str, str]:
 
 
 def test_an_optimizer_and_a_schedule_that_are_given_win_over_the_config_s(ranks: Ranks) -> None:
-    """The weights are those of plain SGD at 0.5 and 0.05, and the start says of both sections that they are not used."""
+    """Weights are those of plain SGD at 0.5 and 0.05, and the start says of both sections that they are not used."""
     found, said, alone = ranks.run(given_beside_the_config, world_size=1)[0]
     plain = build()
     for step, rate in enumerate((0.5, 0.05)):
-        for p, grad in zip(plain.parameters(), torch.autograd.grad(loss_of(plain, batch(step, 0, 0)), [*plain.parameters()])):
+        grads = torch.autograd.grad(loss_of(plain, batch(step, 0, 0)), [*plain.parameters()])
+        for p, grad in zip(plain.parameters(), grads, strict=True):
             p.data.sub_(rate * grad)
     for mine, other in zip(found, plain.parameters(), strict=True):
         assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)

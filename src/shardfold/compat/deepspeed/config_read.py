@@ -93,7 +93,10 @@ class Settings:
         table = table_of(self.layout, self.offload, self.offload_folders)
         if self.optimizer is not None and self.optimizer[0] in SIGNED:
             table = named(table).with_outer(Signs(axis="inter"))
-        return named(table).replace(**self.wires) if self.wires else table
+        if self.wires:
+            table = named(table).replace(**self.wires)
+        small = self["zero_optimization.stage3_param_persistence_threshold"] if self.stage == 3 else 0
+        return named(table).edit("params", small=small) if small else table
 
     @property
     def loss_scale(self) -> LossScale | None:

@@ -492,9 +492,9 @@ def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> di
     segments = [s for unit in core.units for s in unit.segments]
     segments = [s for s in segments if not exclude_frozen or any(p.requires_grad for p in s.parameters)]
     shards = [
-        (s, rest, core.layout.rest.over)
+        (s, rest, s.table.rest.over)
         if (rest := s.shard("params")) is not None
-        else (s, s.shard("master"), core.layout.master.over)
+        else (s, s.shard("master"), s.table.master.over)
         for s in segments
     ]
     joining = Joining(core, lambda text: _everyone(engine, text))
