@@ -214,6 +214,30 @@ def test_schedules_are_stepped_after_each_update(ranks: Ranks):
 # -- what was given wins, and it is said
 
 
+def unsent(stage: int) -> list[Tensor]:
+    engine = initialize(
+        model=build(), optimizer=partial(SGD, lr=0.5), config={**config(stage, 2), "gradient_clipping": 0}
+    )[0]
+    for micro in range(2):  # the last one before the step, too
+        with engine.no_sync():
+            engine.backward(loss_of(engine, batch(0, micro, engine.global_rank)))
+        engine.step()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_gradient_is_lost_in_no_sync(ranks: Ranks, stage: int) -> None:
+    """Where the last backward of a step is inside too, the step sums what none has sent: weights are plain SGD's."""
+    plain = build()
+    loss = sum(loss_of(plain, batch(0, micro, rank)) for micro in range(2) for rank in range(RANKS))
+    grads = torch.autograd.grad(loss / (2 * RANKS), [*plain.parameters()])
+    for found in ranks.run(unsent, stage, world_size=RANKS):
+        for mine, p, grad in zip(found, plain.parameters(), grads, strict=True):
+            assert torch.allclose(mine, p - 0.5 * grad, rtol=1e-5, atol=1e-6)
+
+
 class Moved(torch.nn.Sequential):
     """Has something beside parameters, which its own ``to()`` moves."""
 

@@ -359,6 +359,36 @@ def test_a_folder_that_deepspeed_wrote(ranks: Ranks, tmp_path: Path, written: in
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def full_precision(folder: str, groups: int) -> bool:
+    """Whether rank 0, alone, reads the weights into the module that all ranks still train."""
+    model = build()
+    parameters: Any = list(model.parameters())
+    if groups == 2:
+        parameters = [{"params": parameters[:3], "weight_decay": 0.1}, {"params": parameters[3:]}]
+    given = config(2, optimizer=adamw(), bf16={"enabled": True}) | {"zero_optimization": {"stage": 3}}
+    engine = initialize(model=model, model_parameters=parameters, config=given)[0]
+    engine.backward(loss_of(engine, batch(0, 0, engine.global_rank).bfloat16()))
+    engine.step()
+    engine.save_checkpoint(folder, tag="t")
+    before = [p.detach().clone() for p in model.parameters()]
+    if engine.global_rank == 0:
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(model, folder, tag="t")
+    same = all(
+        torch.allclose(a.float(), b.float(), rtol=2**-7) for a, b in zip(before, model.parameters(), strict=True)
+    )
+    engine._core.sharded.gate.meet("the test")
+    engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize(("world_size", "groups"), [(3, 2), pytest.param(4, 1, marks=pytest.mark.soak)])
+def test_weights_in_fp32_are_read_into_a_model_of_stage_3(
+    ranks: Ranks, tmp_path: Path, world_size: int, groups: int
+) -> None:
+    """Of one and two groups, on numbers of ranks that do not divide the parameters, all of which are small."""
+    assert all(ranks.run(full_precision, str(tmp_path), groups, world_size=world_size))
+
+
 def from_ours(folder: str) -> None:
     engine = sf.Engine(build(), optimizer=torch.optim.AdamW, layout="zero3")
     engine.backward(loss_of(engine, batch(0, 0, 0)))

@@ -10,8 +10,8 @@ from shardfold.errors import UsageError
 
 if len(sys.argv) < 2:
     sys.exit(
-        "usage: python -m shardfold.compat PROGRAM ARGUMENTS... (e.g. accelerate launch train.py), or --install-command "
-        "[FOLDER]"
+        "usage: python -m shardfold.compat PROGRAM ARGUMENTS... (e.g. accelerate launch train.py), or "
+        "--install-command [FOLDER]"
     )
 if sys.argv[1] == "--install-command":
     try:
