@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce, wraps
@@ -108,6 +109,7 @@ __all__ = [
     "untraced",
     "untraced_from_call",
     "weak_storage",
+    "when_groups_end",
 ]
 
 TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -587,6 +589,28 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def default_store() -> Any:
     """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def when_groups_end(do: Callable[[], object]) -> Callable[[], None]:
+    """Does it once, as soon as ``destroy_process_group()`` ends the default group, on the thread that calls that; not
+    any more once what this returns was called."""
+    groups: dict[Any, Any] = dist.distributed_c10d._world.pg_coalesce_state  # pyright: ignore[reportPrivateUsage]
+    mark = _Mark()  # it lives in a table of groups, which is emptied then
+    ending = weakref.finalize(mark, do)
+    ending.atexit = False
+    groups[mark] = []
+
+    key = weakref.ref(mark)
+
+    def never_mind() -> None:
+        ending.detach()
+        groups.pop(key(), None)
+
+    return never_mind
+
+
+class _Mark:
+    """What is let go of at a certain moment."""
 
 
 def abort_groups(device: torch.device) -> None:

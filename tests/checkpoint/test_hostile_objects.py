@@ -172,7 +172,7 @@ def face_saves(folder: str, canary: str) -> tuple[Any, ...]:
         _, client = engine.load_checkpoint(folder)
     loaded = all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), before, strict=True))
     engine.destroy()
-    return said, kept, ran, Path(canary).exists(), loaded, sorted(client or {})
+    return said, kept, ran, Path(canary).exists(), loaded, sorted({"epoch", "mischief"} & set(client or {}))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -231,7 +231,7 @@ def values_come_back(folder: str) -> bool:
     engine.save_checkpoint(folder, tag="a", client_state=given)
     _, client = engine.load_checkpoint(folder)
     engine.destroy()
-    return client == given
+    return client is not None and {name: client[name] for name in given} == given
 
 
 def test_client_state_of_values_needs_no_trust(ranks: Ranks, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from shardfold.plan.presets import named, zero3
 from shardfold.tools import cli
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-deepspeed.md"
+PERSISTENT = "stage3_param_persistence_threshold"
 
 
 def nested(path: str, value: Any, **more: Any) -> dict[str, Any]:
@@ -378,7 +379,7 @@ def test_groups_of_ranks_are_a_mesh():
 
 
 def test_zeropp_is_formats_of_the_table():
-    quantized = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    quantized = {"zero_quantized_weights": True, "zero_quantized_gradients": True, PERSISTENT: 0}
     got = read(nested("zero_optimization", {"stage": 3, "zero_hpz_partition_size": 2, **quantized}), world_size=4)
     assert got.table == named("zeropp") and got.mesh == {"intra": 2}
     loco = {**quantized, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
@@ -386,8 +387,8 @@ def test_zeropp_is_formats_of_the_table():
     assert got.table == zero3.replace(gather="int8x2", reduce="int4x2+error") and "err_beta" in said(got.notes)
     got = read(nested("zero_optimization", {"stage": 2, **loco}))
     assert got.table == "zero2" and "it is for stage 3, and the stage is 2" in said(got.notes)
-    assert all(name in said(got.notes) for name in loco)
-    alone = read(nested("zero_optimization", {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}))
+    assert all(name in said(got.notes) for name in loco if name != PERSISTENT)
+    alone = read(nested("zero_optimization", {"stage": 3, PERSISTENT: 0, "zeropp_loco_param": {"err_beta": 0.8}}))
     assert alone.table == "zero3" and "zero_quantized_gradients, which is not set" in said(alone.notes)
 
 
@@ -418,8 +419,17 @@ def test_what_clients_send_is_read():
                       zero_allow_untested_optimizer=True, steps_per_print=float("inf")))  # fmt: skip
     assert got.gather_16bit_on_save and got.micro_batch == 4 and got.precision.compute == "bf16"
     assert {note.key.rpartition(".")[2] for note in got.notes} == {
-        "reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
+        "reduce_bucket_size", "stage3_prefetch_bucket_size",
     }  # fmt: skip
+    assert got.table == zero3.edit("params", small=320)
+
+
+def test_small_parameters_stay_whole_at_stage_3_only():
+    """By DeepSpeed's default those of 100,000 elements or fewer, by its older name too."""
+    for zero, small in (({}, 100_000), ({PERSISTENT: 7}, 7), ({"param_persistence_threshold": 1e4}, 10_000)):
+        assert read(nested("zero_optimization", {"stage": 3, **zero})).table == zero3.edit("params", small=small)
+    assert read(nested("zero_optimization", {"stage": 3, PERSISTENT: 0})).table == "zero3"
+    assert read(nested("zero_optimization", {"stage": 2, PERSISTENT: 7})).table == "zero2"
 
 
 # -- optimizer and scheduler

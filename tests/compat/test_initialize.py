@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import re
 from argparse import Namespace
 from functools import partial
@@ -16,6 +18,8 @@ from torch.optim import SGD, AdamW
 
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.initialize import initialize
+from shardfold.compat.deepspeed.utils.logging import logger
+from shardfold.compat.finder import VERSION
 from shardfold.errors import ConfigError, ShardfoldError, UsageError
 from shardfold.testing import Ranks
 from tests.support.deepspeed_training import (
@@ -207,6 +211,111 @@ def test_schedules_are_stepped_after_each_update(ranks: Ranks):
         near(seen["config"], [0.0, 0.25, 0.5])
 
 
+# -- what was given wins, and it is said
+
+
+def unsent(stage: int) -> list[Tensor]:
+    engine = initialize(
+        model=build(), optimizer=partial(SGD, lr=0.5), config={**config(stage, 2), "gradient_clipping": 0}
+    )[0]
+    for micro in range(2):  # the last one before the step, too
+        with engine.no_sync():
+            engine.backward(loss_of(engine, batch(0, micro, engine.global_rank)))
+        engine.step()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_gradient_is_lost_in_no_sync(ranks: Ranks, stage: int) -> None:
+    """Where the last backward of a step is inside too, the step sums what none has sent: weights are plain SGD's."""
+    plain = build()
+    loss = sum(loss_of(plain, batch(0, micro, rank)) for micro in range(2) for rank in range(RANKS))
+    grads = torch.autograd.grad(loss / (2 * RANKS), [*plain.parameters()])
+    for found in ranks.run(unsent, stage, world_size=RANKS):
+        for mine, p, grad in zip(found, plain.parameters(), grads, strict=True):
+            assert torch.allclose(mine, p - 0.5 * grad, rtol=1e-5, atol=1e-6)
+
+
+class Moved(torch.nn.Sequential):
+    """Has something beside parameters, which its own ``to()`` moves."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked = args
+        return super().to(*args, **kwargs)
+
+
+def said_of(**arguments: Any) -> tuple[Any, str]:
+    """The engine, and what its start logs."""
+    text = io.StringIO()
+    handler, level = logging.StreamHandler(text), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        engine = initialize(**arguments)[0]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return engine, text.getvalue()
+
+
+def given_beside_the_config() -> tuple[list[Tensor], str, str]:
+    model = build()
+    sections = dict(optimizer={"type": "Lamb", "params": {"lr": 5.0}}, scheduler={"type": "WarmupLR", "params": {}})
+    optimizer = SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    engine, said = said_of(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config={**config(1, **sections), "gradient_clipping": 0},
+    )
+    assert engine.optimizer.optimizer is optimizer and engine.optimizer_name() == "SGD"
+    assert engine.lr_scheduler is schedule and engine.config["optimizer"]["type"] == "Lamb"
+    for step in range(2):
+        engine.backward(loss_of(engine, batch(step, 0, 0)))
+        engine.step()
+    found = weights(engine)
+    engine.destroy()
+    engine, alone = said_of(model=build(), optimizer=partial(SGD, lr=0.5), config=config(0))
+    engine.destroy()
+    return found, said, alone
+
+
+def test_an_optimizer_and_a_schedule_that_are_given_win_over_the_config_s(ranks: Ranks) -> None:
+    """Weights are those of plain SGD at 0.5 and 0.05, and the start says of both sections that they are not used."""
+    found, said, alone = ranks.run(given_beside_the_config, world_size=1)[0]
+    plain = build()
+    for step, rate in enumerate((0.5, 0.05)):
+        grads = torch.autograd.grad(loss_of(plain, batch(step, 0, 0)), [*plain.parameters()])
+        for p, grad in zip(plain.parameters(), grads, strict=True):
+            p.data.sub_(rate * grad)
+    for mine, other in zip(found, plain.parameters(), strict=True):
+        assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+    assert "optimizer.type = Lamb" in said and "initialize(optimizer=...) was given one" in said
+    assert "scheduler.type = WarmupLR" in said and "initialize(lr_scheduler=...) was given one" in said
+    assert "trust ratio" not in said and "it is not used" not in alone
+    assert f"DeepSpeed info: version={VERSION}, git-hash=unknown, git-branch=unknown" in alone
+
+
+def moves(stage: int) -> None:
+    for kind in (Moved, torch.nn.Sequential):
+        model = kind(torch.nn.Linear(4, 4))
+        settings = config(stage, optimizer=adamw(), bf16={"enabled": True})
+        engine = initialize(model=model, config=settings)[0]
+        assert getattr(model, "asked", None) == ((engine.device,) if kind is Moved else None)
+        assert model[0].weight.dtype == torch.bfloat16
+        engine.backward(loss_of(engine, batch(0, 0, engine.global_rank).bfloat16()))
+        engine.step()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_s_own_to_is_called(ranks: Ranks, stage: int) -> None:
+    ranks.run(moves, stage, world_size=RANKS)
+
+
 # -- errors: one sentence each
 
 
@@ -222,7 +331,6 @@ def refusals() -> None:
         (dict(model=3, config=section), "was given a int: it requires a torch.nn.Module."),
         (dict(model=model), "was given no config: it requires one config"),
         (dict(model=model, config=section, args=args), "was given config= and args.deepspeed_config: it requires one"),
-        (dict(model=model, optimizer=inner, config=section), "the config's optimizer.type is 'AdamW': take one"),
         (dict(model=model, optimizer=foreign, config=config()), "holds 6 tensors that are no parameters of the model"),
         (dict(model=model, optimizer=3, config=config()), "was given a int: give a torch.optim.Optimizer, or a func"),
         (dict(model=model, optimizer=lambda p: p, config=config()), "made a list: it has to return a torch.optim"),

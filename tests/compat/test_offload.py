@@ -47,6 +47,8 @@ def alone() -> Iterator[None]:
 
 
 def start(zero: dict[str, Any], **more: Any) -> DeepSpeedEngine:
+    if zero["stage"] == 3:  # or all of a model of this size would be whole
+        zero = {"stage3_param_persistence_threshold": 0, **zero}
     return initialize(model=build(), config={**config(), "optimizer": adamw(), "zero_optimization": zero, **more})[0]
 
 

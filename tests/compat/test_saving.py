@@ -17,6 +17,7 @@ import shardfold as sf
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.initialize import initialize
 from shardfold.compat.deepspeed.utils import zero_to_fp32
+from shardfold.compat.finder import VERSION
 from shardfold.errors import CheckpointError, ConfigError
 from shardfold.testing import Ranks
 from tests.checkpoint.test_deepspeed import STEPS as THEIR_STEPS
@@ -27,6 +28,10 @@ from tests.checkpoint.test_deepspeed import save as save_as_theirs
 from tests.checkpoint.test_deepspeed import train as train_theirs
 from tests.support.deepspeed_training import ROWS, adamw, batch, build, config, loss_of, near, weights
 
+OWN = (
+    "global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version", "ds_config",
+    "buffer_names",
+)  # fmt: skip
 FIRST, MORE = 3, 2  # steps before and behind the checkpoint
 BATCH = 2 * ROWS
 SCHEDULE = {
@@ -61,6 +66,16 @@ def train(engine: DeepSpeedEngine, first: int, steps: int) -> list[float]:
     return losses
 
 
+def users(client: dict[str, Any] | None, steps: int, samples: int) -> dict[str, Any]:
+    """What the user kept, behind what DeepSpeed's interface adds."""
+    assert client is not None
+    own = {name: client[name] for name in OWN}
+    assert (own["global_steps"], own["global_samples"], own["skipped_steps"]) == (steps, samples, 0)
+    assert own["ds_version"] == VERSION and own["buffer_names"] == []
+    assert own["ds_config"]["optimizer"] == adamw() and own["mp_world_size"] == 1
+    return {name: value for name, value in client.items() if name not in OWN}
+
+
 def kept(engine: DeepSpeedEngine) -> tuple[Any, ...]:
     return engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr(), engine.was_step_applied()
 
@@ -83,6 +98,7 @@ def go_on(folder: str, stage: int) -> tuple[list[float], tuple[Any, ...]]:
     engine = start(stage)
     path, client = engine.load_checkpoint(folder)
     assert path == f"{folder}/global_step{FIRST}" and client is not None
+    client = users(client, FIRST, FIRST * BATCH)
     assert torch.equal(client.pop("order"), CLIENT["order"]) and client == {
         key: value for key, value in CLIENT.items() if key != "order"
     }
@@ -125,9 +141,10 @@ def parts(folder: str) -> None:
 
     random = torch.get_rng_state()
     path, client = engine.load_checkpoint(folder)  # in place, of a live engine
-    assert path == f"{folder}/a" and client == {"x": 1} and at(saved) and engine.get_lr() == rate
+    assert path == f"{folder}/a" and client is not None and client["x"] == 1 and at(saved) and engine.get_lr() == rate
     assert engine.global_steps == FIRST and torch.equal(torch.get_rng_state(), random)
-    assert engine.load_checkpoint(folder, tag="b")[1] == {} and at(last)
+    steps = FIRST + MORE
+    assert users(engine.load_checkpoint(folder, tag="b")[1], steps, steps * BATCH) == {} and at(last)
     near(train(engine, FIRST + MORE, 1), ahead)
 
     moments = [kept["exp_avg"].clone() for kept in engine.optimizer.state.values()]  # type: ignore[union-attr]
@@ -342,6 +359,36 @@ def test_a_folder_that_deepspeed_wrote(ranks: Ranks, tmp_path: Path, written: in
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def full_precision(folder: str, groups: int) -> bool:
+    """Whether rank 0, alone, reads the weights into the module that all ranks still train."""
+    model = build()
+    parameters: Any = list(model.parameters())
+    if groups == 2:
+        parameters = [{"params": parameters[:3], "weight_decay": 0.1}, {"params": parameters[3:]}]
+    given = config(2, optimizer=adamw(), bf16={"enabled": True}) | {"zero_optimization": {"stage": 3}}
+    engine = initialize(model=model, model_parameters=parameters, config=given)[0]
+    engine.backward(loss_of(engine, batch(0, 0, engine.global_rank).bfloat16()))
+    engine.step()
+    engine.save_checkpoint(folder, tag="t")
+    before = [p.detach().clone() for p in model.parameters()]
+    if engine.global_rank == 0:
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(model, folder, tag="t")
+    same = all(
+        torch.allclose(a.float(), b.float(), rtol=2**-7) for a, b in zip(before, model.parameters(), strict=True)
+    )
+    engine._core.sharded.gate.meet("the test")
+    engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize(("world_size", "groups"), [(3, 2), pytest.param(4, 1, marks=pytest.mark.soak)])
+def test_weights_in_fp32_are_read_into_a_model_of_stage_3(
+    ranks: Ranks, tmp_path: Path, world_size: int, groups: int
+) -> None:
+    """Of one and two groups, on numbers of ranks that do not divide the parameters, all of which are small."""
+    assert all(ranks.run(full_precision, str(tmp_path), groups, world_size=world_size))
+
+
 def from_ours(folder: str) -> None:
     engine = sf.Engine(build(), optimizer=torch.optim.AdamW, layout="zero3")
     engine.backward(loss_of(engine, batch(0, 0, 0)))
@@ -350,7 +397,9 @@ def from_ours(folder: str) -> None:
     saved = engine.state_dict()
     engine.close()
     other = start(1)
-    assert other.load_checkpoint(folder) == (f"{folder}/mine", {"epoch": 7}) and other.global_steps == 1
+    found, client = other.load_checkpoint(folder)
+    assert client == {"epoch": 7, "global_steps": 1, "skipped_steps": 0}
+    assert found == f"{folder}/mine" and other.global_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(other), saved.values(), strict=True))
     with pytest.raises(Exception, match="cannot be copied or pickled"):
         pickle.dumps(other)
@@ -386,6 +435,6 @@ def test_nodes_keep_their_own_parts(ranks: Ranks, tmp_path: Path, stage: int, ot
         ranks.run(node_local, str(tmp_path), stage, other, world_size=2)
     ):
         assert files == ["index.json", f"rank-0000{rank}-of-00002.safetensors"]
-        assert client == {"epoch": 4}
+        assert users(client, FIRST, FIRST * BATCH) == {"epoch": 4}
         near(resumed, losses)
         assert (tmp_path / f"node{rank}" / "latest").read_text() == "t"

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from shardfold.compat.deepspeed.initialize import initialize
 from shardfold.compat.deepspeed.runtime import lr_schedules as schedules
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.errors import ConfigError
+from shardfold.testing import Ranks
 
 STEPS = (0, 1, 3, 6, 10)  # after so many calls of `step()`
 
@@ -94,6 +96,22 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
     with caplog.at_level(logging.WARNING, logger.name):
         yield caplog
     logger.removeHandler(caplog.handler)
+
+
+def over_an_engine_s() -> None:
+    model = nn.Linear(2, 2)
+    section = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    settings = {"train_batch_size": 1, "scheduler": section, "zero_optimization": {"stage": 2}}
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, optimizer, _, schedule = initialize(model=model, optimizer=given, config=settings)
+    by_hand = schedules.LRRangeTest(optimizer)
+    assert schedule.optimizer is by_hand.optimizer is optimizer.optimizer is given
+    engine.destroy()
+
+
+def test_a_schedule_over_an_engine_s_optimizer_has_the_inner_one(ranks: Ranks) -> None:
+    """By the config and by hand: whoever looks at ``schedule.optimizer`` finds the class that trains."""
+    ranks.run(over_an_engine_s, world_size=1)
 
 
 @pytest.mark.parametrize("name", RATES)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.compat.deepspeed import utils, zero
+from shardfold.compat.deepspeed.initialize import initialize
 from shardfold.compat.deepspeed.runtime.zero import partition_parameters as pp
 from shardfold.compat.deepspeed.runtime.zero.utils import is_zero_param
 from shardfold.compat.deepspeed.utils import tensor_fragment as fragment
@@ -225,6 +226,77 @@ class _Borrows(nn.Module):
         x = first(x)
         with zero.GatheredParameters(first.weight, fwd_module=self):
             return (self.layers[1](x) @ first.weight).square().mean()
+
+
+def _copied() -> None:
+    engine = _engine()
+    state = engine.module.state_dict()
+    kept, alone = copy.deepcopy(state), copy.deepcopy(engine.module.head.weight.data)
+    assert list(kept) == list(state) and alone.shape == (0,)
+    for name, value in kept.items():
+        assert type(value) is Tensor and value.shape == state[name].shape and value.dtype == state[name].dtype
+        value.add_(1)  # an ordinary tensor of the user's
+    twice = copy.deepcopy([alone, alone])
+    assert twice[0] is twice[1]
+    _backward(engine)
+    engine.close()
+
+
+def test_a_state_dict_without_values_can_be_copied(ranks: Ranks) -> None:
+    """As early-stopping code keeps one; a copy is an ordinary tensor of no elements."""
+    ranks.run(_copied, world_size=2)
+
+
+class _Scaled(nn.Module):
+    """A matrix, its bias and a scale of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(32, 2), nn.Parameter(torch.tensor(2.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def _small(offload: bool) -> None:
+    zeros: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 2}
+    if offload:
+        zeros |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    plain, model = _Scaled(), _Scaled()
+    settings = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": zeros,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }  # fmt: skip
+    engine = initialize(model=model, config=settings)[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x[2 * engine.global_rank :][:2]).square().mean())
+        engine.step()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.scale.item() == pytest.approx(plain.scale.item(), rel=1e-5)
+        torch.testing.assert_close(model.layer.bias, plain.layer.bias)
+        assert model.layer.bias.max() == model.layer.bias.data.max() and torch.equal(model.scale, +model.scale)
+    assert model.layer.weight.data.shape == (0,) and model.layer.weight.ds_status == NOT_AVAILABLE
+    assert model.scale.ds_status == AVAILABLE and model.scale.ds_persist and not model.layer.weight.ds_persist
+    state = copy.deepcopy(model.state_dict())
+    assert state["layer.weight"].shape == (0,) and torch.equal(state["layer.bias"], model.layer.bias)
+    whole = engine.module_state_dict()
+    torch.testing.assert_close(whole["layer.weight"], plain.layer.weight.data)
+    with zero.GatheredParameters([model.scale, model.layer.weight], modifier_rank=0), torch.no_grad():
+        model.scale.fill_(float(engine.global_rank) + 7.0)
+    assert model.scale.item() == 7.0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_small_parameters_are_read_outside(ranks: Ranks, offload: bool) -> None:
+    """At stage 3 what has as many elements as the threshold, or fewer, is whole on every rank, is that of plain
+    PyTorch, and is written like the others."""
+    ranks.run(_small, offload, world_size=2)
 
 
 def _borrows() -> bool:

@@ -39,6 +39,7 @@ def _errors(layout: str | sf.Layout, precision: str, mode: str, more: dict[str, 
 
 
 KEPT = sf.PRESETS["zero3"].replace(held=sf.Cell(dtype="compute", until="step"))
+SMALL = sf.PRESETS["zero3"].edit("params", small=5000)
 CODED = sf.PRESETS["zero3"].replace(gather="int8", reduce="int8")
 DILOCO = sf.PRESETS["zero1"].with_outer(sf.Outer(every=2, optimizer="nesterov"))
 CASES = [  # pairs of what there is of each
@@ -48,6 +49,7 @@ CASES = [  # pairs of what there is of each
     (2, "zero2", "fp32", "recompute", {"accumulate": 2}),
     (2, "zero3", "bf16", "keep", {}),
     (2, "fsdp2", "fp32", "select", {"clip_norm": 1.0}),
+    (2, SMALL, "bf16", "recompute", {"accumulate": 2}),
     pytest.param(2, KEPT, "bf16", "recompute", {"accumulate": 2}, marks=pytest.mark.soak),
     pytest.param(2, KEPT, "fp32", "keep", {"accumulate": 3}, marks=pytest.mark.soak),
     pytest.param(2, CODED, "bf16", "keep", {}, marks=pytest.mark.soak),

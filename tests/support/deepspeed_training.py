@@ -31,9 +31,10 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def config(stage: int = 2, accumulate: int = 1, **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
     return {
         "train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage}, "steps_per_print": None, **more,
+        "zero_optimization": zero, "steps_per_print": None, **more,
     }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ from shardfold.comm.boards import (
     wait_for,
 )
 from shardfold.comm.transport import GlooTransport, Pending, Transport, Waiter, sum_into
-from shardfold.torch_internals import storage_key
+from shardfold.torch_internals import storage_key, when_groups_end
 
 __all__ = ["NearTransport"]
 
@@ -232,6 +232,8 @@ class _Carrier:
         self._readings: list[_Reading] = []
         self._thread: threading.Thread | None = None
         self._users, self._process = 0, os.getpid()
+        self._unregister: Callable[[], None] = lambda: None
+        self._over = False  # there is no process group any more, whoever still has a transport
 
     def join(self) -> None:
         """One transport more is in use."""
@@ -240,8 +242,10 @@ class _Carrier:
         with self._wake:
             self._users += 1
             if self._thread is None:
+                self._over = False
                 self._thread = threading.Thread(target=self._run, name="shardfold-near", daemon=True)
                 self._thread.start()
+                self._unregister = when_groups_end(self._groups_end)
 
     def leave(self) -> None:
         """One transport less. (No waiting: a garbage collection may call this at any moment.)"""
@@ -256,6 +260,14 @@ class _Carrier:
         if not self._users and thread is not None and self._process == os.getpid():
             thread.join()
 
+    def _groups_end(self) -> None:
+        """The thread has ended when this returns."""
+        with self._wake:
+            self._over, thread = True, self._thread
+            self._wake.notify_all()
+        if thread is not None and self._process == os.getpid():
+            thread.join()
+
     def take(self, reading: _Reading) -> None:
         with self._wake:
             self._readings.append(reading)
@@ -264,10 +276,11 @@ class _Carrier:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while self._users and not self._readings:
+                while self._users and not self._readings and not self._over:
                     self._wake.wait()
-                if not self._users:
+                if not self._users or self._over:
                     self._thread = None
+                    self._unregister()
                     self._readings.clear()
                     return
             sleep(PAUSE)  # most are waited for at once

@@ -18,7 +18,7 @@ import linecache
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from shardfold.comm.answered import Answered
 from shardfold.errors import OrderError
-from shardfold.torch_internals import default_store
+from shardfold.torch_internals import default_store, when_groups_end
 
 __all__ = ["Watchdog", "Whereabouts"]
 
@@ -175,6 +175,7 @@ class Watchdog:
         self.waiting = False  # whether the main thread is in one of the engine's own waits
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._unregister: Callable[[], None] = lambda: None
 
     @classmethod
     def of(cls, store: Any, rank: int, world: int) -> Watchdog:
@@ -195,15 +196,22 @@ class Watchdog:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="shardfold-watch", daemon=True)
             self._thread.start()
+            self._unregister = when_groups_end(self._end)
 
     def leave(self, engine: str) -> None:
         """An engine is closed; with the last of them the thread ends."""
         self._engines.pop(engine, None)
-        if not self._engines and self._thread is not None:
+        if not self._engines:
+            self._end()
+
+    def _end(self) -> None:
+        """The thread has ended when this returns: nobody is there to be watched, or the process group is no more."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._unregister()
             self._stop.set()
-            if threading.current_thread() is not self._thread:  # it may be the one that collects
-                self._thread.join()
-            self._thread = None
+            if threading.current_thread() is not thread:  # it may be the one that collects
+                thread.join()
             _watches.pop(id(self._store), None)
 
     # -- the store

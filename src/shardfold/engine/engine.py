@@ -462,10 +462,7 @@ class Engine:
         handlers.rounds = weights or sign_exchange(sharded, handlers.norms.coefficient, lambda: handlers.used)
         runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip, stashes=stashes)
         #: Some parameters follow the policy of the model as a whole.
-        policy = any(
-            not segment.spec.own and (segment.spec.table is None or segment.spec.distinct)
-            for segment in sharded.segments()
-        )
+        policy = any(not segment.spec.own and segment.spec.dtype == precision.compute for segment in sharded.segments())
         narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None
         autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
         self._hooks = Hooks(

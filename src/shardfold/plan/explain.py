@@ -65,7 +65,9 @@ def explain(
         kinds = ", ".join(
             f"{s.dtype}{' own' if s.own else ''}{'' if s.trainable else ' frozen'}" for s in unit.segments
         )
-        held_long = "  (held through each pass)" if unit.root and bound.rest.over else ""
+        held_long = ""
+        if unit.root and bound.rest.over:
+            held_long = "  (held through each pass)" if unit.table_or(bound).rest.over else "  (whole on every rank)"
         tables = unit.trainable and unit.table_or(bound)
         stays = "  (the optimizer's states stay on the device)" if tables and tables.share > bound.share else ""
         lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}{stays}")

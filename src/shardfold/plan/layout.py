@@ -201,6 +201,7 @@ class Cell:
     files. ``share``: of master and moments in a slower tier: at least which part of their bytes rests there, in whole
     units; the others are as if all tiers were the device's (see :meth:`Layout.near`). ``until``: of held, which is
     whole: ``"backward"``, or ``"step"``: what the first micro-batch of a step has gathered stays for all of them.
+    ``small``: of params that are split: those of at most so many elements are not (see :meth:`Layout.whole`).
 
     Examples:
         >>> cell = sf.Cell(over=("intra",), dtype="master", tier="host")
@@ -214,6 +215,7 @@ class Cell:
     folder: Folders = None
     share: float = 1.0
     until: str = "backward"
+    small: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", folders_of(self.folder))
@@ -491,6 +493,17 @@ class Layout:
         return self.replace(grads=grads, master=master, moments=moments)
 
     @property
+    def small(self) -> int:
+        """Parameters of at most so many elements rest whole where others are split."""
+        return self.params.small if self.params is not None else 0
+
+    def whole(self) -> Layout:
+        """The table of small parameters: they rest whole on the device, and an update is gathered once, behind it."""
+        assert self.params is not None
+        params = replace(self.params, over=(), small=0, tier=Tier.DEVICE, folder=None)
+        return self.replace(params=params, held=None, gather=Wire(format="compute"))
+
+    @property
     def buffer(self) -> str:
         """The dtype of the buffer from which gradients are sent that do not rest whole, of a bound table: that of the
         format if it is one, so that they are rounded once and wait narrow."""
@@ -588,6 +601,11 @@ class Layout:
             if not are_folders(cell.folder):
                 raise LayoutError(f"{name} has folder={described(cell.folder)}: it is {FOLDERS}.")
             _check_until(name, cell)
+            if not is_integer(cell.small, 0) or (cell.small and name != "params"):
+                raise LayoutError(
+                    f"{name} has small={described(cell.small)}: it is a number of elements, of params, those of which "
+                    "have at most so many rest whole."
+                )
             if not is_number(cell.share, 0, 1) or not cell.share:
                 raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
         for name, wire, fits in (("gather", self.gather, _is_gathered), ("reduce", self.reduce, bool)):
@@ -697,7 +715,8 @@ class Layout:
                 return None
             carved = Mesh.of(mesh).carved(cell.over)
             over = tuple(axis for axis in carved if mesh[axis] > 1 and axis not in self._apart)
-            return replace(cell, over=over, dtype=resolve(cell.dtype))
+            found = replace(cell, over=over, dtype=resolve(cell.dtype))
+            return found if _away(found) else replace(found, small=0)
 
         changes: dict[str, Any] = {f.name: on_mesh(getattr(self, f.name)) for f in fields(self)[:5]}
         if self.grads.tier is not Tier.DEVICE:
@@ -823,6 +842,7 @@ class Layout:
             else:
                 part = "" if cell.share == 1.0 else f", {cell.share:g} of it or more"
                 part += ", until the step" if cell.until == "step" else ""
+                part += f", whole where there are {cell.small:,} elements or fewer" if cell.small else ""
                 lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}{part}")
         saved = self.activations
         lines.append(f"{'activations':<13}{saved.over or _axes(()):<16}{'as made':<10}{saved.fate}")

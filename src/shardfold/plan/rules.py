@@ -94,6 +94,7 @@ class Rules(Patterns):
         precisions: of each.
         layouts: of each, bound (see :meth:`Layout.bind`); they differ in dtypes only.
         near: of each, that of units whose optimizer's states stay on the device; none where no unit's do.
+        small: parameters of at most so many elements rest whole although others are split; 0: none do.
 
     Raises:
         LayoutError: a policy is unknown or does not fit the layout, ``"*"`` is missing or not the last, or policies
@@ -116,13 +117,22 @@ class Rules(Patterns):
                     "for a whole engine: give every rule the same."
                 )
         self.layouts = tuple(table.bind(precision, mesh) for precision in self.precisions)
-        near = table.near() if table.share < 1 else None
-        self.near = () if near is None else tuple(near.bind(precision, mesh) for precision in self.precisions)
 
-    def table(self, rule: int, distinct: Axes = (), *, near: bool = False) -> Layout:
+        def bound(changed: Layout) -> tuple[Layout, ...]:
+            return tuple(changed.bind(precision, mesh) for precision in self.precisions)
+
+        near = table.near() if table.share < 1 else None
+        self.near = () if near is None else bound(near)
+        self.small = self.layouts[-1].small
+        self._whole = bound(table.whole()) if self.small else ()
+        self._whole_near = bound(near.whole()) if self.small and near is not None else ()
+
+    def table(self, rule: int, distinct: Axes = (), *, near: bool = False, whole: bool = False) -> Layout:
         """The bound layout of parameters that follow the rule of that number, and of which ranks along the axes
-        ``distinct`` have others; ``near``: where their optimizer's states stay on the device."""
-        return (self.near if near else self.layouts)[rule].shared(distinct, self.precisions[rule].compute)
+        ``distinct`` have others; ``near``: where their optimizer's states stay on the device; ``whole``: where they are
+        small."""
+        layouts = (self._whole_near if near else self._whole) if whole else self.near if near else self.layouts
+        return layouts[rule].shared(distinct, self.precisions[rule].compute)
 
     @property
     def default(self) -> Precision:

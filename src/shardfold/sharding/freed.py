@@ -233,6 +233,12 @@ class Hollow(Tensor):
         with no_subclass_functions():
             return self.as_subclass(Tensor).__reduce_ex__(proto)
 
+    def __deepcopy__(self, memo: Any) -> Any:  # an ordinary tensor, as what is unpickled and what a clone is
+        if id(self) not in memo:
+            with no_subclass_functions():
+                memo[id(self)] = self.as_subclass(Tensor).clone()
+        return memo[id(self)]
+
 
 def keeps_dtype(conversion: Callable[..., Tensor], parameter: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether ``parameter.to(...)``, or such, would give its dtype again; only metadata is read."""

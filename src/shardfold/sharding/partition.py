@@ -11,6 +11,10 @@ Then every ``Embedding`` and ``Linear`` outside of these that holds at least as 
 unit of its own (an embedding, a head), and the rest is the root, which is held through a whole pass. A parameter
 that several units share belongs to the root too.
 
+Where the table lets small parameters rest whole, those of all units are a unit of their own beside the root; a unit
+that has no others is whole itself. Parameters of experts are not small, nor those that several stages of a pipeline
+have.
+
 Modules of experts, parameters of which are distinct on an axis on which ranks read other things, are units of their
 own inside of these: their gradients are summed over other ranks, and their table divides them over other ranks.
 """
@@ -42,14 +46,15 @@ from shardfold.sharding.slices import Slice, places_of, slices_on
 
 __all__ = ["ROOT", "Cut", "cut", "main_dtypes"]
 
-ROOT = "(root)"
+ROOT, SMALL = "(root)", "(small)"
 WHOLE = Slice((), None)
 """What is not marked."""
 
 
 @dataclass
 class Cut:
-    """One unit to be: its modules, and its parameters by segment in the order of their slots."""
+    """One unit to be: its modules, and its parameters by segment in the order of their slots. ``whole``: these are
+    small."""
 
     name: str
     modules: list[nn.Module]
@@ -57,6 +62,7 @@ class Cut:
     spec: UnitSpec | None = None
     by_segment: list[list[nn.Parameter]] = field(default_factory=list)
     inside: str = ""
+    whole: bool = False
 
 
 def cut(
@@ -95,7 +101,10 @@ def cut(
     cuts = _with_experts(model, cuts, slices, Mesh.of(mesh))
     root = Cut(ROOT, [model])
     _assign(model, cuts, root)
-    found = [c for c in (root, *cuts) if c.parameters]
+    small = Cut(SMALL, [], whole=True)
+    if rules.small:
+        _take_small((root, *cuts), small, rules.small, slices, Mesh.of(mesh).reading)
+    found = [c for c in (root, small, *cuts) if c.parameters]
     number = rule_numbers(model, rules)
     main = main_dtypes(model, rules)
     for c in found:
@@ -105,11 +114,34 @@ def cut(
     return found
 
 
+def _take_small(cuts: Iterable[Cut], small: Cut, most: int, slices: Mapping[int, Slice], reading: Axes) -> None:
+    """Moves parameters of at most so many elements to the unit ``small``; a unit of which all are is whole itself."""
+
+    def is_small(parameter: nn.Parameter) -> bool:
+        own = slices.get(id(parameter), WHOLE)
+        apart = any(axis in reading for axis in own.axes) or places_of(parameter)
+        return not apart and _numel(parameter, own) <= most
+
+    for c in cuts:
+        taken = {name: p for name, p in c.parameters.items() if is_small(p)}
+        c.whole = c.name != ROOT and len(taken) == len(c.parameters)
+        for name in () if c.whole else taken:
+            small.parameters[name] = c.parameters.pop(name)
+
+
+def _numel(parameter: nn.Parameter, own: Slice) -> int:
+    """Of the whole: ranks may have slices of other sizes, and have to cut alike."""
+    return parameter.numel() if own.box is None else prod(own.box[0])
+
+
 def _let_stay(cuts: Sequence[Cut], rules: Rules) -> None:
     """Gives the units whose optimizer's states stay on the device the tables that say so."""
     specs = [c.spec for c in cuts if c.spec is not None]
     apart = {segment.distinct for spec in specs for segment in spec.segments}
-    near = {rules.table(i, axes): rules.table(i, axes, near=True) for i in range(len(rules.near)) for axes in apart}
+    near = {
+        rules.table(i, axes, whole=whole): rules.table(i, axes, near=True, whole=whole)
+        for i in range(len(rules.near)) for axes in apart for whole in ((False, True) if rules.small else (False,))
+    }  # fmt: skip
     changed = with_staying(specs, rules.layouts[-1], lambda table: near[table])
     for c, spec in zip(cuts, changed, strict=True):
         c.spec = spec
@@ -222,9 +254,8 @@ def _large_leaves(
     """Those outside of the chosen; and, of any size, what ranks that read other things have other parameters of, which
     are summed over other ranks than the rest."""
 
-    def numel(p: nn.Parameter) -> int:  # of the whole: ranks may have slices of other sizes, and have to cut alike
-        box = slices.get(id(p), WHOLE).box
-        return p.numel() if box is None else prod(box[0])
+    def numel(p: nn.Parameter) -> int:
+        return _numel(p, slices.get(id(p), WHOLE))
 
     inside = {id(m) for _, unit in chosen for m in unit.modules()}
     total = sum(map(numel, model.parameters()))
@@ -319,7 +350,7 @@ def _lay_out(
         ModelError: a parameter has a dtype that cannot be split.
         LayoutError: gradients of one unit would be summed over different axes.
     """
-    mesh = Mesh.of(mesh)
+    mesh, whole = Mesh.of(mesh), c.whole
     policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
     segments: dict[tuple[str, bool, bool, int, int, Axes, Any], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in c.parameters.items():
@@ -339,7 +370,7 @@ def _lay_out(
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []
     for (dtype, keeps, trainable, group, rule, apart, shared), members in segments.items():
-        layout = rules.table(rule, apart)
+        layout = rules.table(rule, apart, whole=whole)
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         boxes = {name: box for name, p in members.items() if (box := slices.get(id(p), WHOLE).box) is not None}
         parts = mesh.parts(mesh.summed(apart))
@@ -355,9 +386,10 @@ def _lay_out(
         table = layout if layout != rules.layouts[-1] else None
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart, tuple(shared[1:])))
         c.by_segment.append(list(members.values()))
-    if len({(rules.table(rule, apart).axes, mesh.summed(apart)) for *_, rule, apart, _ in segments}) > 1:
+    summed = {(rules.table(rule, apart, whole=whole).axes, mesh.summed(apart)) for *_, rule, apart, _ in segments}
+    if len(summed) > 1:
         raise LayoutError(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
             "distinct on one or follow another layout: choose units= so that those are a unit of their own."
         )
-    c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT, inside=c.inside)
+    c.spec = UnitSpec(c.name, tuple(specs), root=c.name in (ROOT, SMALL), inside=c.inside)

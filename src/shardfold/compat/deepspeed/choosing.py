@@ -20,21 +20,16 @@ def chosen_optimizer(given: Any, settings: Settings, model: nn.Module, model_par
 
     Args:
         given: an optimizer, a callable that makes one of ``model_parameters``, or None.
-        settings: with type and arguments of the config's optimizer, if it has one.
+        settings: with type and arguments of the config's optimizer, if it has one and none is given.
         model: whose parameters are the default.
         model_parameters: parameters or groups of them, in any iterable; None: all of the model's.
 
     Raises:
-        WrongArgument: two optimizers are given, or one of another kind; or there is nothing to optimize.
+        WrongArgument: one of another kind is given; or there is nothing to optimize.
     """
     section = settings.optimizer
     if given is None and section is None:
         return None
-    if given is not None and section is not None:
-        raise WrongArgument(
-            f"initialize() was given an optimizer, and the config's optimizer.type is {section[0]!r}: take one of them "
-            "away."
-        )
     if isinstance(given, Optimizer):
         optimizer = given
     else:
@@ -92,4 +87,4 @@ def chosen_scheduler(given: Any, settings: Settings, optimizer: EngineOptimizer)
         return given(optimizer.optimizer) if callable(given) else given
     if settings.scheduler is None:
         return None
-    return make_scheduler(*settings.scheduler, optimizer)
+    return make_scheduler(*settings.scheduler, optimizer.optimizer)

@@ -195,10 +195,11 @@ ZERO = (
     _refused("zero_optimization.zenflow", "object", None, "it delays the update of most gradients"),
     _honoured("zero_optimization.stage3_prefetch_bucket_size", "integer", 50_000_000, "0: nothing is gathered ahead of "
               "its use; else one unit is, of whatever size", low=0, aliases=("prefetch_bucket_size",)),
-    _noted("zero_optimization.stage3_param_persistence_threshold", "integer", 100_000, "small parameters are sharded "
-           "with their unit, which costs no message of their own", low=0, aliases=("param_persistence_threshold",)),
-    _noted("zero_optimization.stage3_model_persistence_threshold", "integer", sys.maxsize, "no parameter stays whole",
-           low=0, aliases=("model_persistence_threshold",)),
+    _honoured("zero_optimization.stage3_param_persistence_threshold", "integer", 100_000, "parameters of at most so "
+              "many elements stay whole on every rank; their gradients and masters are split", low=0,
+              aliases=("param_persistence_threshold",)),
+    _noted("zero_optimization.stage3_model_persistence_threshold", "integer", sys.maxsize, "small parameters stay "
+           "whole however many there are", low=0, aliases=("model_persistence_threshold",)),
     _noted("zero_optimization.stage3_max_live_parameters", "integer", 1_000_000_000, "two units are full at a time",
            low=0, aliases=("max_live_parameters",)),
     _noted("zero_optimization.stage3_max_reuse_distance", "integer", 1_000_000_000, "two units are full at a time",

@@ -93,7 +93,10 @@ class Settings:
         table = table_of(self.layout, self.offload, self.offload_folders)
         if self.optimizer is not None and self.optimizer[0] in SIGNED:
             table = named(table).with_outer(Signs(axis="inter"))
-        return named(table).replace(**self.wires) if self.wires else table
+        if self.wires:
+            table = named(table).replace(**self.wires)
+        small = self["zero_optimization.stage3_param_persistence_threshold"] if self.stage == 3 else 0
+        return named(table).edit("params", small=small) if small else table
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -137,6 +140,7 @@ def read(
     early: bool = False,
     data_ranks: int | None = None,
     told: Mapping[str, Sequence[Said]] | None = None,
+    optimizer_given: bool = False,
 ) -> Settings:
     """Reads a config.
 
@@ -148,6 +152,7 @@ def read(
         data_ranks: that the triad is solved for; None: as ``world_size`` and the config say.
         told: ranks of ``"tensor"``, ``"sequence"`` and ``"pipeline"``, as far as they were said beside the config, and
             of ``"autotp"``: those of tensor of a model that is cut by itself.
+        optimizer_given: one is, beside the config: the config's own is not used.
 
     Raises:
         DeepSpeedConfigError: it cannot be honoured; one sentence says what, where and how to mend it.
@@ -183,6 +188,10 @@ def read(
             readers, ranks_from = sizes.data, f"copies of the model on {ranks} ranks"
     batch = None if early else solve(train, micro, accumulate, readers, ranks_from)
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
+    if optimizer_given and optimizer is not None:
+        why = "it is not used: initialize(optimizer=...) was given one, which is; leave one of them out"
+        notes.append(Note("optimizer.type", optimizer[0], why))
+        optimizer = None
     _say_defaults(checked, early, optimizer)
     layout, mesh = layout_of(get, stage, ranks // (sizes.tensor * sizes.pipeline), notes, early)
     if optimizer is not None and optimizer[0] in SIGNED and not stage and mesh is None and not early:
@@ -262,7 +271,7 @@ def _say_defaults(checked: Checked, early: bool, optimizer: tuple[str, dict[str,
             Note("gradient_clipping", 1.0, "it is absent, so DeepSpeed's default holds and gradients are clipped to a "
                  "norm of 1.0; 0 does not clip")
         )  # fmt: skip
-    if str(given.get("optimizer.type", "")).lower() == "lamb":
+    if optimizer is not None and optimizer[0] == "Lamb":
         notes.append(
             Note("optimizer.type", "Lamb", "the trust ratio is of the update with its bias correction, as in arXiv "
                  "1904.00962; DeepSpeed's is of the update without")

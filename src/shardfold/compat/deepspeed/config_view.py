@@ -78,6 +78,7 @@ class DeepSpeedConfig:
         mpu: tells the number of data-parallel ranks, or of those that share sequences, if given.
         mesh_device: likewise, a device mesh with dims ``"data_parallel"`` and ``"sequence_parallel"``.
         told: as of ``config_read.read``.
+        optimizer: one that is used in place of the config's, if given.
 
     Raises:
         DeepSpeedConfigError: it cannot be honoured; one sentence says what, where and how to mend it.
@@ -90,6 +91,7 @@ class DeepSpeedConfig:
         mesh_device: Any = None,
         *,
         told: Mapping[str, Sequence[Said]] | None = None,
+        optimizer: Any = None,
     ) -> None:
         ranks: int | None = None
         if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
@@ -98,7 +100,7 @@ class DeepSpeedConfig:
             told = told or {"sequence": [Said(int(mpu.get_sequence_parallel_world_size()), "mpu=")]}
         elif mesh_device is not None:
             ranks = int(mesh_device.get_group(mesh_dim="data_parallel").size())
-        self.settings = read(config, data_ranks=ranks, told=told)
+        self.settings = read(config, data_ranks=ranks, told=told, optimizer_given=optimizer is not None)
         settings = self.settings
         self._param_dict = settings.raw
         self.world_size, self.global_rank = settings.world_size, _rank()

@@ -13,6 +13,7 @@ from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimize
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, Note, Settings, said
 from shardfold.compat.deepspeed.config_parallel import Said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
+from shardfold.compat.deepspeed.git_version_info import git_branch, git_hash, version
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.mpu import told_by
 from shardfold.compat.deepspeed.pipeline_module import PipelineModule
@@ -22,6 +23,7 @@ from shardfold.compat.deepspeed.tensor import check_dtype, told_of
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import log_dist, set_log_level_from_string
 from shardfold.compat.deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+from shardfold.plan.version import __version__
 
 __all__ = ["initialize"]
 
@@ -50,7 +52,7 @@ def initialize(
             config's.
         model_parameters: parameters or groups of them to optimize; None: all of the model's.
         training_data: a dataset, of which the engine makes a loader.
-        lr_scheduler: a schedule, or a callable that makes one of the optimizer; None: the config's.
+        lr_scheduler: a schedule, or a callable that makes one of the optimizer, in place of the config's.
         distributed_port: of rank 0, where no launcher says it.
         mpu: says how ranks are shared out, in Megatron's words: those of tensor, by layers of the model's own, or of
             sequence.
@@ -67,11 +69,18 @@ def initialize(
         ConfigError: an argument or the config cannot be honoured, on any rank; a sentence says why.
     """
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    log_dist(
+        f"DeepSpeed info: version={version}, git-hash={git_hash}, git-branch={git_branch} (DeepSpeed's interface, of "
+        f"Shardfold {__version__})",
+        ranks=[0],
+    )
     with together("deepspeed.initialize()"):
         if not isinstance(model, nn.Module):
             given = "no model" if model is None else f"a {type(model).__name__}"
             raise WrongArgument(f"initialize(model=...) was given {given}: it requires a torch.nn.Module.")
-        view = DeepSpeedConfig(_config(args, config, config_params), told=_told(model, mpu, mesh_param))
+        view = DeepSpeedConfig(
+            _config(args, config, config_params), told=_told(model, mpu, mesh_param), optimizer=optimizer
+        )
         settings = view.settings
         comm.configure(view)
         check_dtype(model, settings)
@@ -101,9 +110,11 @@ def initialize(
         from shardfold.compat.deepspeed import zero
 
         zero.note_parameters(engine)
+    if type(model).to is not nn.Module.to:  # parameters are there already: what else a module of the user's has, moves
+        model.to(engine.device)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    if notes := [*settings.notes, *_without_optimizer(basic, settings, lr_scheduler)]:
+    if notes := [*settings.notes, *_unused_schedule(basic, settings, lr_scheduler)]:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -132,11 +143,14 @@ def _config(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(found.values()))
 
 
-def _without_optimizer(optimizer: Any, settings: Settings, lr_scheduler: Any) -> list[Note]:
-    """A schedule that has nothing to schedule: DeepSpeed makes none, and an engine may only evaluate."""
-    why = "it is not used: there is no optimizer, in the config or as initialize(optimizer=...)"
+def _unused_schedule(optimizer: Any, settings: Settings, lr_scheduler: Any) -> list[Note]:
+    """The config's schedule where another was given; and one that has nothing to schedule: DeepSpeed makes none, and an
+    engine may only evaluate."""
     if optimizer is not None:
-        return []
+        why = "it is not used: initialize(lr_scheduler=...) was given one, which is; leave one of them out"
+        both = lr_scheduler is not None and settings.scheduler is not None
+        return [Note("scheduler.type", settings.scheduler[0], why)] if both else []  # pyright: ignore
+    why = "it is not used: there is no optimizer, in the config or as initialize(optimizer=...)"
     if lr_scheduler is not None:
         return [Note("initialize(lr_scheduler=...)", type(lr_scheduler).__name__, why)]
     return [Note("scheduler.type", settings.scheduler[0], why)] if settings.scheduler is not None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -27,6 +28,7 @@ from shardfold.checkpoint.rng import rng_state, set_rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.checkpoint.trust import dump_object, load_object
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
+from shardfold.compat.deepspeed.git_version_info import version
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall, check_client_state, check_folder, loading_state
 from shardfold.compat.deepspeed.tensor import Joining
 from shardfold.compat.deepspeed.utils.logging import log_dist
@@ -48,6 +50,8 @@ __all__ = [
     "save_checkpoint",
 ]
 
+TOLD = ("ds_version", "ds_config", "buffer_names")
+"""What a checkpoint tells of itself beside the user's own: as it was when that was saved."""
 COUNTS = ("global_steps", "skipped_steps", "global_samples")
 OWN = "deepspeed"  # of what the compatibility layer keeps beside the user's own
 SCRIPT = '''#!/usr/bin/env python
@@ -184,7 +188,26 @@ def _own_state(engine: SavedEngine) -> dict[str, Any]:
         "skipped_steps": engine.skipped_steps, "dp_world_size": engine.dp_world_size,
         "mp_world_size": engine.mp_world_size, "zero_stage": engine.zero_optimization_stage(),
         "lr_scheduler": _packed({"state": schedule}, "lr_scheduler") if schedule is not None else None,
+        "ds_version": version,
+        "ds_config": json.loads(json.dumps(engine._settings.raw, default=str)),  # which may have any object
+        "buffer_names": _buffer_names(engine.module),
     }  # fmt: skip
+
+
+def _buffer_names(module: nn.Module) -> list[str]:
+    """Of those that are saved."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    ]
+
+
+def _with_own(client: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user kept, beside what DeepSpeed's interface adds to it; the user's win."""
+    names = (*COUNTS, "dp_world_size", "mp_world_size", *TOLD)
+    return {name: own[name] for name in names if name in own} | dict(client)
 
 
 def _packed(state: Mapping[str, Any], what: str = "client_state") -> dict[str, Any]:
@@ -249,8 +272,9 @@ def load_checkpoint(
         custom: loads the model by itself: ``custom(src=state dict, dst=model)``; the optimizer's state stays.
 
     Returns:
-        The checkpoint's path and the ``client_state`` that it was saved with; ``(None, None)`` without a tag and a
-        file ``latest``.
+        The checkpoint's path and the ``client_state`` that it was saved with, beside ``global_steps``,
+        ``global_samples``, ``skipped_steps``, ``dp_world_size``, ``mp_world_size``, ``ds_version``, ``ds_config`` and
+        ``buffer_names`` as they were then; ``(None, None)`` without a tag and a file ``latest``.
 
     Raises:
         CheckpointError: on all ranks: it is not there, not complete or damaged, or does not fit.
@@ -299,7 +323,7 @@ def load_checkpoint(
     engine.loaded_checkpoint_mp_world_size = own.get("mp_world_size")
     engine.observers.step = engine.global_steps
     engine._tell_boundary()
-    return str(path), client
+    return str(path), _with_own(client, own)
 
 
 def _states(engine: SavedEngine, path: Path, source: Path, *, scheduler: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -404,6 +428,7 @@ def _foreign_state(path: Path) -> dict[str, Any]:
     model = DeepSpeedFolder.open(path)._model
     names = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size", "lr_scheduler")
     own = {"global_steps": 0, "skipped_steps": 0} | {name: model[name] for name in names if name in model}
+    own |= {name: model[name] for name in TOLD if name in model and is_plain(model[name])}
     if not is_plain(own.get("lr_scheduler")):
         log_dist(
             f"the schedule's state in {path} is left out: it has objects, of which nothing runs here.",
@@ -468,9 +493,9 @@ def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> di
     segments = [s for unit in core.units for s in unit.segments]
     segments = [s for s in segments if not exclude_frozen or any(p.requires_grad for p in s.parameters)]
     shards = [
-        (s, rest, core.layout.rest.over)
+        (s, rest, s.table.rest.over)
         if (rest := s.shard("params")) is not None
-        else (s, s.shard("master"), core.layout.master.over)
+        else (s, s.shard("master"), s.table.master.over)
         for s in segments
     ]
     joining = Joining(core, lambda text: _everyone(engine, text))

@@ -15,6 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardfold.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.optim import schedules
@@ -70,12 +71,13 @@ class WrongScheduleError(ConfigError, TypeError):
 
 
 def get_torch_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer, or the one inside of it.
+    """The optimizer, or the one inside of it; of what ``initialize`` returned, which is one too, the one inside.
 
     Raises:
         WrongScheduleError: (a ``TypeError``) there is none.
     """
-    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+    inner = getattr(optimizer, "optimizer", None)
+    for candidate in (inner, optimizer) if isinstance(optimizer, DeepSpeedOptimizer) else (optimizer, inner):
         if isinstance(candidate, Optimizer):
             return candidate
     raise WrongScheduleError(

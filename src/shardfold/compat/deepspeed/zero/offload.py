@@ -78,9 +78,18 @@ def note_parameters(engine: Any) -> None:
         core = model_of(parameter)
         for unit in core.units if core is not None else ():
             unit.hollow = True  # clients read the data, as of DeepSpeed's parameters: it has no elements
+    _note_small(engine.module)
     optimizer = getattr(engine, "optimizer", None)
     if optimizer is not None and not isinstance(optimizer, DeepSpeedZeRoOffload):
         optimizer.parameter_offload = DeepSpeedZeRoOffload(engine.module)
+
+
+def _note_small(module: nn.Module) -> None:
+    """Parameters that are whole although others are split say so."""
+    for core in {id(core): core for p in module.parameters() if (core := model_of(p)) is not None}.values():
+        for unit in core.units if core.layout.small else ():
+            for _, parameter in unit.parameters() if not unit.spec.table_or(core.layout).comes_and_goes else ():
+                parameter.ds_persist = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
