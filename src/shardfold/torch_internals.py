@@ -472,6 +472,11 @@ def call_instead(module: nn.Module, call: Callable[..., Any] | None) -> Callable
     return before
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """How often the tensor was changed; None where nobody counts: it was made under ``torch.inference_mode``."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def counted_together(a: Tensor, b: Tensor) -> bool:
     """Whether a change of one is counted as one of the other, so that versions of both can be compared. Views have the
     counter of their base; those of ``unsafe_chunk``, ``unsafe_split`` and ``.data`` have one of their own."""

@@ -110,6 +110,7 @@ from shardfold.plan.report import MemoryReport, SavedReport, StepReport, Traffic
 from shardfold.plan.rules import Rules
 from shardfold.plan.signs import Signs
 from shardfold.sharding import ownership
+from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.loans import refuse_during
@@ -466,7 +467,7 @@ class Engine:
             not segment.spec.own and (segment.spec.table is None or segment.spec.distinct)
             for segment in sharded.segments()
         )
-        narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None
+        narrow = TORCH_DTYPES[precision.input_dtype] if policy and precision.input_dtype else None
         autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
         self._hooks = Hooks(
             sharded.module, sharded.units, runner, cast=narrow, casts=sharded.rules.mixed, autocast=autocast,
@@ -510,7 +511,7 @@ class Engine:
         self._reports.of_stages = lambda: made.measured(self.accumulate)
         if staged is not None:
             precision = self.precision
-            narrow = TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
+            narrow = TORCH_DTYPES[precision.input_dtype] if precision.input_dtype else None
             autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
             staged.settle()
             dress(staged.skeleton.module, self.sharded.rules, narrow, autocast)
@@ -824,6 +825,7 @@ class Engine:
         if not self._runner.under_way:
             self._gate.follow()
 
+    @outside_inference()
     def state_dict(self, *, frozen: str = "keep") -> dict[str, Tensor]:
         """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank.
 
@@ -834,6 +836,7 @@ class Engine:
         self._gate.secure()
         return state_dict(self.sharded, frozen)
 
+    @outside_inference()
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
 
@@ -853,6 +856,7 @@ class Engine:
         elif self._freeze is not None:
             self._freeze.forget()
 
+    @outside_inference()
     def save(
         self,
         path: str | Path,
@@ -922,6 +926,7 @@ class Engine:
             left_out=self._base.left_out(frozen), latest=latest, gradients=gradients, shared=shared,
         )  # fmt: skip
 
+    @outside_inference()
     def load(
         self,
         path: str | Path,
@@ -976,6 +981,7 @@ class Engine:
             self._freeze.follow()
         return report
 
+    @outside_inference()
     def synchronize(self) -> None:
         """Brings all groups of ranks together now, whatever of a round of outer steps is over: behind it the model is
         the same everywhere, as at the end of a run it is to be. Nothing without ``outer=``.
@@ -1054,6 +1060,7 @@ class Engine:
         """
         self._end("")
 
+    @outside_inference()
     def release(self, *, of: str = "params") -> nn.Module:
         """Closes the engine and leaves the model a plain module with whole parameters on every rank, which all call it.
 
@@ -1065,6 +1072,7 @@ class Engine:
         """
         return ownership.release(self.sharded, of, self._end)
 
+    @outside_inference()
     def close_split(self, reason: str = "") -> None:
         """Closes the engine and leaves what it held in parts as under :func:`shardfold.sharded_init`, for another
         engine to take over; all ranks call it. ``reason``: what calls of this one raise with."""

@@ -33,6 +33,7 @@ from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.engine.engine import Engine
 from shardfold.errors import CheckpointError, ShardfoldError, by_rank
+from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.whole_segments import whole_segments
 from shardfold.sharding.whole_state import named_state
@@ -89,6 +90,7 @@ class SavedEngine(Protocol):
 # -- saving
 
 
+@outside_inference()
 def save_checkpoint(
     engine: SavedEngine,
     save_dir: Any,
@@ -224,6 +226,7 @@ def _unpacked(state: Mapping[str, Any], where: Path, what: str = "client_state")
 # -- loading
 
 
+@outside_inference()
 def load_checkpoint(
     engine: SavedEngine,
     load_dir: Any,
@@ -415,6 +418,7 @@ def _foreign_state(path: Path) -> dict[str, Any]:
 # -- the model's values
 
 
+@outside_inference()
 def module_state_dict(
     engine: SavedEngine,
     destination: dict[str, Any] | None,
@@ -451,6 +455,7 @@ def _of_stages(
     return state
 
 
+@outside_inference()
 def consolidated(engine: SavedEngine, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
     """Whole values in the dtype that forward reads, on the CPU of rank 0; None on others."""
     if engine._settings.sizes.pipeline > 1:
@@ -483,6 +488,7 @@ def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> di
     return named_state(engine.module, values) if keeps else None
 
 
+@outside_inference()
 def load_module_state_dict(
     engine: SavedEngine,
     state: Mapping[str, Tensor],
