@@ -123,8 +123,9 @@ from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.shared import share_values
 from shardfold.sharding.slices import check_early
+from shardfold.sharding.stand_ins import Read
 from shardfold.sharding.unit import Life, Unit
-from shardfold.sharding.whole_state import check_state, load_state, state_dict
+from shardfold.sharding.whole_state import check_state, load_state, read_state, state_dict, values_to_read
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tiers import Tiers
 
@@ -826,30 +827,36 @@ class Engine:
             self._gate.follow()
 
     @outside_inference()
-    def state_dict(self, *, frozen: str = "keep") -> dict[str, Tensor]:
-        """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank.
+    def state_dict(self, *, frozen: str = "keep") -> dict[str, Any]:
+        """What the module's own ``state_dict()`` gives of all parameters (in the master's precision) and persistent
+        buffers, on the CPU of every rank: hooks, overrides, extra state and ``_metadata`` are as in plain PyTorch.
 
-        Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have. Buffers that training
-        changes are this rank's own until the next forward, as under DDP; what is saved is rank 0's.
+        Tied names share memory. ``frozen="skip"`` leaves out what the optimizer does not have. Buffers that training
+        changes, and extra state, are this rank's own, as under DDP; what is saved is rank 0's.
+
+        Raises:
+            ConfigError: ``frozen`` is none of its words.
+            ModelError: a hook writes into a parameter, or needs values that are left out or of other stages.
         """
         self._gate.meet(f"engine.state_dict(frozen={frozen!r})", follow=True, buffers=False)
         self._gate.secure()
         return state_dict(self.sharded, frozen)
 
     @outside_inference()
-    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Takes parameters, buffers and extra state from a full state dict that every rank has, as the module's own
+        ``load_state_dict()`` does, with its hooks, overrides and versions; the optimizer's state stays.
 
         Raises:
             ModelError: on all ranks: a value is no tensor, a shape differs, or (strict) names are missing or
-                unexpected; all are listed. Nothing was changed.
+                unexpected; all are listed. No parameter or buffer was changed.
         """
-
-        def check() -> None:
-            check_state(self.sharded, state, strict=strict)
-
-        self._gate.meet("engine.load_state_dict()", follow=True, check=check)
-        load_state(self.sharded, state)
+        what = "engine.load_state_dict()"
+        self._gate.meet(what, follow=True, check=lambda: check_state(state, self.sharded.loans))
+        self._gate.secure()
+        values, read = values_to_read(self.sharded), list[Read]()
+        self._gate.meet(what, check=lambda: read.append(read_state(self.sharded, state, values, strict=strict)))
+        load_state(self.sharded, read[0])
         self._pipelined.drop()
         if self._rounds is not None:
             self._rounds.forget()
