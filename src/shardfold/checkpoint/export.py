@@ -75,7 +75,9 @@ def export_to(
     rename: Rename | None = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportReport:
-    """Writes the weights of a checkpoint for other programs: parameters, frozen or not, and persistent buffers.
+    """Writes the weights of a checkpoint for other programs: parameters, frozen or not, and persistent buffers; to
+    ``"torch"`` extra state of modules, too. Values are the parameters' own, not what hooks of the state dict make of
+    them.
 
     One tensor is in memory at a time (``dcp``: at most the largest one's bytes, or 1/256 of all).
 
@@ -128,6 +130,11 @@ def export_to(
         def told(done: int) -> None:
             tick(done, total)
 
+        if stored.extra and to != "torch":
+            LOG.warning(
+                "%s has extra state of modules (%s), which %r files have no place for: it is left out; to='torch' "
+                "writes it.", checkpoint.path, ", ".join(stored.extra), to,
+            )  # fmt: skip
         with _beside_its_place(target) as draft:
             if to == "hf":
                 files = _to_hf(stored, draft, shard_bytes, told)
