@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.checkpoint.export import export_to
+from shardfold.checkpoint.imports import import_from
 from shardfold.checkpoint.inspect import inspect
 from shardfold.compat import deepspeed
 from shardfold.errors import CheckpointError, ModelError
@@ -262,6 +263,10 @@ def test_checkpoints_have_extra_state_and_values_as_the_model_has_them(ranks: Ra
     assert state["counting._extra_state"]["seen"] == 3 and state["counting._extra_state"]["of"] == ("a", None)
     assert torch.equal(state["counting._extra_state"]["scales"], torch.ones(20))
     assert torch.equal(state["halved.weight"], plain.halved.weight)
+    import_from(tmp_path / "x.pt", tmp_path / "back")
+    again = sf.load_model(tmp_path / "back", moved(Net()))
+    assert isinstance(again.counting, Counting) and again.counting.seen == 3
+    assert torch.equal(again.counting.scales, torch.ones(20)) and apart(live(again), live(plain)) == []
 
 
 def test_an_export_says_what_it_has_no_place_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

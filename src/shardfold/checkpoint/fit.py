@@ -106,7 +106,7 @@ class Fit:
     def extra_of(self, name: str) -> Any:
         """The extra state of a module, by its name in the engine."""
         old = self.extra[name]
-        return self._checkpoint.parameter(old) if old in self._theirs else self._kept_extra[old]
+        return self._checkpoint.buffer(old) if old in self._theirs else self._kept_extra[old]
 
     @cached_property
     def _kept_extra(self) -> dict[str, Any]:
