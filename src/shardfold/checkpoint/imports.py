@@ -243,7 +243,11 @@ def _sorted_out(tree: dict[str, Any], key: str | None, path: Path) -> tuple[dict
         if home is not None:
             weights = rest.pop(home)
         else:
-            weights = {name: rest.pop(name) for name, value in tree.items() if isinstance(value, Tensor | Later)}
+            weights = {
+                name: rest.pop(name)
+                for name, value in tree.items()
+                if isinstance(value, Tensor | Later) or str(name).rpartition(".")[2] == EXTRA
+            }
     if not isinstance(weights, Mapping) or not any(isinstance(v, Tensor | Later) for v in weights.values()):
         where = f"under {key!r}" if key is not None else f"at its top or under {', '.join(MODEL)}"
         if not tree:

@@ -831,7 +831,7 @@ class Engine:
         """What the module's own ``state_dict()`` gives of all parameters (in the master's precision) and persistent
         buffers, on the CPU of every rank: hooks, overrides, extra state and ``_metadata`` are as in plain PyTorch.
 
-        Tied names share memory. ``frozen="skip"`` leaves out what the optimizer does not have. Buffers that training
+        Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have. Buffers that training
         changes, and extra state, are this rank's own, as under DDP; what is saved is rank 0's.
 
         Raises:

@@ -32,7 +32,7 @@ class _Receiver(nn.Parameter):
     @staticmethod
     def like(parameter: Tensor) -> _Receiver:
         empty = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-        made = cast(_Receiver, torch.Tensor._make_subclass(_Receiver, empty, parameter.requires_grad))
+        made = _Receiver(empty, requires_grad=parameter.requires_grad)
         made.given = None
         return made
 
@@ -128,7 +128,8 @@ def own_state(module: nn.Module, whole: Mapping[int, Tensor], hollow: Iterable[s
     for place in _written(module, places, "state dict"):
         with torch.no_grad():
             place.own.copy_(place.found)
-    found = OrderedDict((name, _told(value)) for name, value in state.items() if not _is_meta(value))
+    once: dict[Any, Any] = {}  # tied names have one tensor
+    found = OrderedDict((name, _told(value, once)) for name, value in state.items() if not _is_meta(value))
     cast(Any, found)._metadata = getattr(state, "_metadata", metadata_of(module))
     return found
 
@@ -158,8 +159,11 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _told(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def _told(value: Any, once: dict[Any, Any]) -> Any:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
+        return value
+    kept = value.detach().cpu()
+    return once.setdefault((kept.data_ptr(), kept.shape, kept.stride(), kept.dtype), kept)
 
 
 def metadata_of(module: nn.Module) -> OrderedDict[str, dict[str, Any]]:
