@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.compat import deepspeed
 from shardfold.errors import UsageError
+from shardfold.parallel.split import Shared
 from shardfold.sharding.autograd import outside_inference
 from shardfold.testing import Ranks
 from tests.support import models
@@ -127,34 +128,16 @@ def test_deepspeeds_accessors_read_states(ranks: Ranks) -> None:
     ranks.run(accessors, world_size=2)
 
 
-class Written(nn.Module):
-    """Changes what two columns read between them, which an inference tensor does not tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 1.0
-        a = self.first(x)
-        x.mul_(2)
-        return self.out(a + self.second(x))
-
-
-def written_between() -> None:
-    plan = {"first": "column", "second": "column", "out": "row"}
-    torch.manual_seed(0)
-    plain = Written()
-    torch.manual_seed(0)
-    engine = sf.Engine(Written(), optimizer=ADAM, mesh={"tensor": 2}, tensor=plan)
-    x = torch.arange(8.0).view(2, 4)
-    with torch.inference_mode():
-        assert torch.allclose(engine(x), plain(x), atol=1e-6)
-    engine.close()
-
-
-def test_what_two_columns_read_may_be_written_in_between(ranks: Ranks) -> None:
-    ranks.run(written_between, world_size=2)
+def test_what_two_columns_read_may_be_written_in_between() -> None:
+    """Of what is gathered for columns (``sequence_parallel``); an inference tensor does not tell of changes."""
+    for mode, again in ((torch.no_grad, False), (torch.inference_mode, True)):
+        shared = Shared()
+        with mode():
+            x = torch.ones(2)
+            first = shared.copy(x, torch.clone)
+            assert (shared.copy(x, torch.clone) is not first) == again
+            x.mul_(2)
+            assert torch.equal(shared.copy(x, torch.clone), torch.full((2,), 2.0))
 
 
 def test_outside_of_it_tensors_count_changes() -> None:
