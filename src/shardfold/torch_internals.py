@@ -251,6 +251,10 @@ ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch.nn.Module._buffers", "buffers as a module has them", _NOTHING),
     Internal("torch.nn.Module._modules", "changes of the structure", _NOTHING),
     Internal("torch.nn.Module._non_persistent_buffers_set", "which buffers are saved", _NOTHING),
+    Internal("torch.nn.Module._load_from_state_dict", "which modules load by code of their own", "state dicts"),
+    Internal("torch.nn.Module._load_state_dict_pre_hooks", "which modules load by hooks", "state dicts"),
+    Internal("torch.nn.Module._load_state_dict_post_hooks", "which modules load by hooks", "state dicts"),
+    Internal("torch.nn.Module.state_dict._metadata", "versions in state dicts", "state dicts of old forms"),
     Internal("torch.nn.Module._forward_hooks", "the engine's hook stays the last one", _NOTHING),
     Internal("torch.nn.Module._forward_hooks_with_kwargs", "copies without the engine's hooks", "copies of a model"),
     Internal("torch.nn.Module._forward_hooks_always_called", "copies without the engine's hooks", "copies of a model"),
@@ -472,6 +476,11 @@ def call_instead(module: nn.Module, call: Callable[..., Any] | None) -> Callable
     else:
         module._compiled_call_impl = call  # pyright: ignore
     return before
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often the tensor was changed; None where nobody counts: it was made under ``torch.inference_mode``."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def counted_together(a: Tensor, b: Tensor) -> bool:

@@ -294,8 +294,15 @@ def test_reading_imports_no_torch():
     ],
 )  # fmt: skip
 def test_precision(stage: int, sections: dict[str, Any], wanted: Precision):
-    """And outputs keep the dtype that they have, as DeepSpeed casts none."""
-    assert read(nested("zero_optimization.stage", stage, **sections)).precision == replace(wanted, outputs="compute")
+    """And inputs and outputs keep the dtype that they have, as DeepSpeed casts none."""
+    kept = replace(wanted, inputs="own", outputs="compute")
+    assert read(nested("zero_optimization.stage", stage, **sections)).precision == kept
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+def test_inputs_are_cast_under_auto_cast_of_fp16_only(mode: str):
+    sections = {"fp16": {"enabled": mode == "fp16", "auto_cast": True}, "bf16": {"enabled": mode == "bf16"}}
+    assert read({"train_batch_size": 8, **sections}).precision.inputs == ("compute" if mode == "fp16" else "own")
 
 
 @pytest.mark.parametrize(

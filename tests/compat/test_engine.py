@@ -55,8 +55,8 @@ def train(stage: int, accumulate: int, dtype: str) -> tuple[list[float], list[fl
     assert engine.global_samples == STEPS * accumulate * RANKS * ROWS
     found = weights(engine)
     assert next(engine.module.parameters()).dtype == DTYPES[dtype]
-    with torch.no_grad():  # as DeepSpeed, which casts no outputs
-        assert engine(batch(0, 0, engine.global_rank)).dtype == DTYPES[dtype]
+    with torch.no_grad():  # as DeepSpeed, which casts no inputs and no outputs
+        assert engine(batch(0, 0, engine.global_rank).to(DTYPES[dtype])).dtype == DTYPES[dtype]
     engine.destroy()
     return losses, norms, found
 

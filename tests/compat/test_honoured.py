@@ -42,6 +42,7 @@ BOTH: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "scheduler.type": ("WarmupLR", "OneCycle", {}),
     "scheduler.params": ({"warmup_num_steps": 1}, {}, {"scheduler": {"type": "WarmupLR"}}),
     "fp16.enabled": (False, True, {}),
+    "fp16.auto_cast": (False, True, FP16),
     "fp16.loss_scale": (0, 8, FP16),
     "fp16.initial_scale_power": (4, 5, FP16),
     "fp16.loss_scale_window": (4, 5, FP16),

@@ -245,8 +245,8 @@ def test_bf16_skips_a_step_that_is_not_finite_and_plain_backward_stays_legal():
         precision=settings.precision, loss_scale=settings.loss_scale,
     )  # fmt: skip
     before = {name: value.clone() for name, value in engine.state_dict().items()}
-    engine(torch.full((4, 8), float("inf"))).square().mean().backward()
+    engine(torch.full((4, 8), float("inf"), dtype=torch.bfloat16)).square().mean().backward()
     assert engine.step().skipped
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
-    engine(torch.ones(4, 8)).square().mean().backward()
+    engine(torch.ones(4, 8, dtype=torch.bfloat16)).square().mean().backward()
     assert engine.step().updated

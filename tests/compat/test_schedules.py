@@ -174,3 +174,51 @@ def test_what_is_no_optimizer_or_no_argument_is_a_type_error() -> None:
         for kind in (TypeError, ConfigError):
             with pytest.raises(kind, match=r"not a torch\.optim\.Optimizer|Did you mean 'warmup_num_steps'"):
                 make()
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def three_groups(model: nn.Sequential, where: int) -> tuple[torch.optim.Optimizer, Any]:
+    """One of them without parameters."""
+    groups: list[Any] = [{"params": [*model[0].parameters()]}, {"params": [*model[1].parameters()], "lr": 0.01}]
+    groups.insert(where, {"params": [], "lr": 1.0})
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s, k=k: 1 / (1 + k * s) for k in range(3)])
+
+
+def with_an_empty_group(stage: int) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    for where in (0, 1):
+        plain, model = two_layers(), two_layers()
+        optimizer, schedule = three_groups(plain, where)
+        mine, its = three_groups(model, where)
+        engine, shown, _, _ = initialize(model=model, optimizer=mine, lr_scheduler=its, config=config)
+        for _ in range(3):
+            optimizer.zero_grad()
+            plain(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+        assert [group["lr"] for group in shown.param_groups] == [group["lr"] for group in optimizer.param_groups]
+        state = engine.module_state_dict()
+        assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in plain.state_dict().items())
+        engine.destroy()
+    model = two_layers()
+    alone = torch.optim.SGD([{"params": [*model.parameters()]}, {"params": []}], lr=0.1)
+    engine, shown, _, _ = initialize(model=model, optimizer=alone, config=config)
+    assert len(shown.param_groups) == 1  # as DeepSpeed has it
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_schedule_goes_on_with_the_groups_that_it_was_made_of(ranks: Ranks, stage: int) -> None:
+    """A group without parameters, such as an adapter's of what does not decay, is taken away, as by DeepSpeed, only
+    where no schedule counts it: the rates of those behind it would be others'."""
+    ranks.run(with_an_empty_group, stage, world_size=2)

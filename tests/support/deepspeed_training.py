@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,10 @@ def batch(step: int, micro: int, rank: int) -> Tensor:
     return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
 
 
-def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return model(x).float().square().mean()
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    """Of a model, or of the engine of one; inputs are in the model's dtype, as nothing casts them."""
+    dtype = next(getattr(model, "module", model).parameters()).dtype
+    return model(x.to(dtype)).float().square().mean()
 
 
 def config(stage: int = 2, accumulate: int = 1, **more: Any) -> dict[str, Any]:

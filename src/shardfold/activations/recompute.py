@@ -20,7 +20,7 @@ from shardfold.errors import UsageError
 from shardfold.sharding.autograd import inside_checkpoint
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.unit import Unit
-from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten
+from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten, version_of
 
 __all__ = ["KEPT", "recomputing", "without_filling"]
 
@@ -200,13 +200,13 @@ class _Buffer(NamedTuple):
     owner: dict[str, Tensor | None]
     name: str
     buffer: Tensor
-    version: int
+    version: int | None
     value: Tensor
     statistics: bool  # of a normalization, which PyTorch changes without a word
 
     def changed(self) -> bool:
         found = self.owner.get(self.name)
-        return self.statistics or found is not self.buffer or self.buffer._version != self.version
+        return self.statistics or found is not self.buffer or version_of(self.buffer) != self.version
 
 
 def _small_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
@@ -215,7 +215,7 @@ def _small_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.nbytes <= SMALL:
                 value = buffer.detach().clone()
-                yield _Buffer(module._buffers, name, buffer, buffer._version, value, statistics)
+                yield _Buffer(module._buffers, name, buffer, version_of(buffer), value, statistics)
 
 
 @contextmanager

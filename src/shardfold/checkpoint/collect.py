@@ -24,6 +24,7 @@ from shardfold.sharding.lost import LOST
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
+from shardfold.sharding.stand_ins import extra_states
 from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
 
 __all__ = ["average_state", "collect", "header", "is_average", "is_moment"]
@@ -64,8 +65,9 @@ def collect(
             parts.append(_whole("buffer", "", name, buffer))
         if model.rank:  # of another stage than rank 0's, which the header tells of
             _describe(model, index, left_out, {})
-    if model.rank == 0:
-        parts += [_whole("run", "", name, tensor) for name, tensor in run_tensors.items()]
+            run_tensors = dict[str, Tensor]()
+            index.run = {"extra": _extra(model, run_tensors)}
+    parts += [_whole("run", "", name, tensor) for name, tensor in run_tensors.items()]
     return parts, index
 
 
@@ -82,6 +84,7 @@ def header(
     }
     tree = encode(run, "run", tensors)
     tree["state"] = encode(plain(state), "run.state", tensors, "state")
+    tree["extra"] = _extra(model, tensors)
     index = Index(
         step=model.run.steps,
         written={
@@ -96,6 +99,17 @@ def header(
     )  # fmt: skip
     _describe(model, index, left_out, tensors)
     return index, tensors
+
+
+def _extra(model: ShardedModel, tensors: dict[str, Tensor]) -> Any:
+    """Extra state of this rank's modules, as a tree by its names in a state dict.
+
+    Raises:
+        CheckpointError: a module's is what only a pickle holds.
+    """
+    hollow = model.whole.hollow if model.whole is not None else frozenset[str]()
+    found = {name: part.get_extra_state() for name, part in extra_states(model.module, hollow).items()}
+    return encode(found, "run.extra", tensors, "extra state")
 
 
 def _describe(model: ShardedModel, index: Index, left_out: Mapping[str, str], tensors: dict[str, Tensor]) -> None:

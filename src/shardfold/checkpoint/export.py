@@ -32,6 +32,7 @@ __all__ = ["TARGETS", "ExportReport", "export_to"]
 
 LOG = getLogger("shardfold")
 TARGETS = ("hf", "torch", "dcp")
+LEFT_OUT = "%s has extra state of modules (%s), which %r files have no place for: it is left out; to='torch' writes it."
 Tick = Callable[[int], None]
 
 #: What a folder of transformers has beside the weights.
@@ -75,7 +76,8 @@ def export_to(
     rename: Rename | None = None,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportReport:
-    """Writes the weights of a checkpoint for other programs: parameters, frozen or not, and persistent buffers.
+    """Writes the weights of a checkpoint for other programs: parameters, frozen or not, persistent buffers and, to
+    ``"torch"``, extra state of modules; values are the parameters' own, without hooks of a state dict.
 
     One tensor is in memory at a time (``dcp``: at most the largest one's bytes, or 1/256 of all).
 
@@ -128,6 +130,8 @@ def export_to(
         def told(done: int) -> None:
             tick(done, total)
 
+        if stored.extra and to != "torch":
+            LOG.warning(LEFT_OUT, checkpoint.path, ", ".join(stored.extra), to)
         with _beside_its_place(target) as draft:
             if to == "hf":
                 files = _to_hf(stored, draft, shard_bytes, told)

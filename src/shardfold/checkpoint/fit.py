@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardfold.checkpoint.collect import is_moment
 from shardfold.checkpoint.files import DTYPES
@@ -15,6 +16,7 @@ from shardfold.errors import CheckpointError, did_you_mean
 from shardfold.plan.box import Box
 from shardfold.plan.placement import Slot
 from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.stand_ins import EXTRA, extra_states, takes_extra
 from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
 
 __all__ = ["Fit"]
@@ -23,6 +25,11 @@ __all__ = ["Fit"]
 STRUCTURE = ("amsgrad", "centered", "momentum")
 #: Options that say how an update is computed, not what it is: the engine's own stay.
 MEANS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class _Names(NamedTuple):
+    missing: set[str]
+    unexpected: set[str]
 
 
 class Fit:
@@ -37,6 +44,7 @@ class Fit:
         rows: by the engine's name of a parameter, for each of its rows the checkpoint's, or -1.
         parameters: by the engine's name of a parameter, the checkpoint's.
         buffers: the same of buffers.
+        extra: the same of extra state of modules, by its names in a state dict.
         missing: names of the model that the checkpoint does not have.
         unexpected: the other way round.
         trained: by the engine's name, the checkpoint's, of parameters whose optimizer state is loaded.
@@ -73,8 +81,36 @@ class Fit:
         twice = {known[name] for names in also.values() for name in names if name in known}  # tied ones, kept twice
         elsewhere = model.whole.names if model.whole is not None else frozenset[str]()
         of_others = {known[name] for name in elsewhere if name in known}
-        self.unexpected = tuple(sorted(self._theirs.keys() - set(mine.values()) - twice - of_others))
-        self.missing = tuple(sorted((self._mine.keys() | self._buffers.keys()) - mine.keys()))
+        self.extra = dict[str, str]()
+        extra = self._fit_extra(renamer(rename, "engine.load"))
+        unexpected = self._theirs.keys() - set(mine.values()) - twice - of_others - set(self.extra.values())
+        self.unexpected = tuple(sorted(unexpected | extra.unexpected))
+        self.missing = tuple(sorted(((self._mine.keys() | self._buffers.keys()) - mine.keys()) | extra.missing))
+
+    def _fit_extra(self, named: Callable[[str], str]) -> _Names:
+        """Finds the extra state of modules; what of it is not there, and what no module takes."""
+        model, kept = self._model, self._checkpoint.extra_names()
+        hollow = model.whole.hollow if model.whole is not None else frozenset[str]()
+        here = extra_states(model.module, hollow)
+        takes = {name for name, part in here.items() if takes_extra(part)}
+        tensors = {name for name in self._theirs if name.rpartition(".")[2] == EXTRA}  # of others' files
+        theirs = {named(old): old for old in (kept or set()) | tensors}
+        self.extra = {name: theirs[name] for name in takes if name in theirs}
+        missing = takes - theirs.keys()
+        if kept is None and missing:
+            self.notes.append(f"The checkpoint has no extra state of modules: {', '.join(sorted(missing))} stay.")
+            missing = set[str]()
+        known = extra_states(model.module)
+        return _Names(missing, {old for new, old in theirs.items() if new not in known})
+
+    def extra_of(self, name: str) -> Any:
+        """The extra state of a module, by its name in the engine."""
+        old = self.extra[name]
+        return self._checkpoint.buffer(old) if old in self._theirs else self._kept_extra[old]
+
+    @cached_property
+    def _kept_extra(self) -> dict[str, Any]:
+        return self._checkpoint.extra()
 
     @property
     def left_out(self) -> dict[str, Parameter]:

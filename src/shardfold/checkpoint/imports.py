@@ -18,10 +18,12 @@ from shardfold.checkpoint.files import check_dense
 from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.paths import check_apart, check_regular
 from shardfold.checkpoint.stored import Later, Stored, form_of, of_safetensors
+from shardfold.checkpoint.trees import strangers
 from shardfold.checkpoint.trust import load_object, trusted
 from shardfold.checkpoint.writer import Writer
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
 from shardfold.plan.arguments import known_arguments
+from shardfold.sharding.stand_ins import EXTRA
 
 __all__ = ["SOURCES", "ImportReport", "import_from"]
 
@@ -184,8 +186,9 @@ def _of_weights(
         moments.write(writer)
         report.optimizer = True
     state = {name: value for name, value in rest.items() if _keeps(value)}
-    if state:
-        writer.run({"schedule": None, "loss_scale": None, "averages": [], "state": state})
+    if state or stored.extra:
+        extra = {"extra": stored.extra} if stored.extra else {}
+        writer.run({"schedule": None, "loss_scale": None, "averages": [], "state": state, **extra})
     if left := sorted(set(rest) - set(state)):
         report.notes.append(f"Left out, being neither weights nor numbers: {', '.join(left)}.")
     report.num_tensors = len(stored.tensors)
@@ -240,7 +243,11 @@ def _sorted_out(tree: dict[str, Any], key: str | None, path: Path) -> tuple[dict
         if home is not None:
             weights = rest.pop(home)
         else:
-            weights = {name: rest.pop(name) for name, value in tree.items() if isinstance(value, Tensor | Later)}
+            weights = {
+                name: rest.pop(name)
+                for name, value in tree.items()
+                if isinstance(value, Tensor | Later) or str(name).rpartition(".")[2] == EXTRA
+            }
     if not isinstance(weights, Mapping) or not any(isinstance(v, Tensor | Later) for v in weights.values()):
         where = f"under {key!r}" if key is not None else f"at its top or under {', '.join(MODEL)}"
         if not tree:
@@ -260,6 +267,9 @@ def _stored(weights: Mapping[str, Any], path: Path, report: ImportReport) -> Sto
     first: dict[Any, str] = {}
     others: list[str] = []
     for name, value in weights.items():
+        if name.rpartition(".")[2] == EXTRA and not isinstance(value, Later) and _is_tree(value):
+            stored.extra = {**(stored.extra or {}), name: value}
+            continue
         if isinstance(value, Tensor):
             check_dense(value, f"{name!r} of {path}")
             where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
@@ -282,6 +292,10 @@ def _later(value: Tensor | Later) -> Later:
 
 def _is_buffer(name: str, later: Later) -> bool:
     return not later.dtype.is_floating_point or name.rpartition(".")[2] in BUFFERS
+
+
+def _is_tree(value: Any) -> bool:
+    return next(strangers(value, EXTRA), None) is None
 
 
 def _keeps(value: Any) -> bool:

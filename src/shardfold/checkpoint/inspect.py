@@ -155,6 +155,8 @@ class Contents:
                 said[name.replace("_", " ")] = _keys(index.run[name])
         if isinstance(index.run.get("averages"), list) and index.run["averages"]:
             said["averages"] = str(len(index.run["averages"]))
+        if index.run.get("extra"):
+            said["extra state"] = ", ".join(map(str, index.run["extra"]))
         if index.run.get("state"):
             said["state"] = _keys(index.run["state"])
         if index.ranks:

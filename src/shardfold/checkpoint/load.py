@@ -41,6 +41,7 @@ from shardfold.sharding.lost import LOST, take_lost
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
+from shardfold.sharding.stand_ins import extra_states
 from shardfold.sharding.whole_state import buffers_of, most_precise
 
 __all__ = ["LoadReport", "load"]
@@ -360,6 +361,9 @@ class _Work:
             for name, (buffer, _) in buffers_of(model.module).items():
                 if name in self._fit.buffers:
                     self.attempt(lambda b=buffer, n=name: b.copy_(self._checkpoint.buffer(self._fit.buffers[n])))
+            for name, part in extra_states(model.module).items():
+                if name in self._fit.extra:
+                    self.attempt(lambda p=part, n=name: p.set_extra_state(self._fit.extra_of(n)))
 
     def attempt(self, do: Callable[[], T]) -> T | None:
         """Does something that sends nothing, unless something went wrong, which then is the outcome."""

@@ -17,6 +17,7 @@ from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described
 from shardfold.sharding.materialize import meta_init
 from shardfold.sharding.segment import check_dtype
+from shardfold.sharding.stand_ins import extra_states, takes_extra
 from shardfold.sharding.whole_state import every_buffer
 
 __all__ = ["load_model"]
@@ -82,6 +83,9 @@ def load_model(
         if names[0] in homes:
             later = stored.tensors[homes[names[0]]].cast(dtype if dtype is not None else old.dtype)
             _assign(model, names, old, later, device)
+    for name, part in extra_states(model).items():
+        if takes_extra(part) and name in (stored.extra or {}):
+            part.set_extra_state(stored.extra[name])  # pyright: ignore[reportOptionalSubscript]
     if dtype is not None or device is not None:
         model.to(device=device, dtype=dtype)  # what is not of the checkpoint
     return model.eval()
@@ -106,6 +110,10 @@ def _homes(
             missing.append(names[0])
     missing += [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in tensors]
     unexpected = sorted(set(stored.tensors) - set(homes.values()) - set(tensors)) if strict else []
+    if strict and stored.extra is not None:
+        parts = extra_states(model)
+        missing += [name for name, part in parts.items() if takes_extra(part) and name not in stored.extra]
+        unexpected += sorted(stored.extra.keys() - parts.keys())
     wrong = [
         f"{name} is {_shape(stored.tensors[home].shape)} there and {_shape(tensors[name].shape)} in the model"
         for name, home in homes.items()

@@ -311,6 +311,7 @@ def _join_stage(header: Index, part: Index) -> None:
     """What the first rank of a stage tells of that beside its pieces; stages come in the model's order."""
     header.parameters += part.parameters
     header.buffers += part.buffers
+    header.run["extra"] = part.run.get("extra", {}) | header.run.get("extra", {})
     if part.optimizer is not None and header.optimizer is not None:
         for mine, theirs in zip(header.optimizer["groups"], part.optimizer["groups"], strict=True):
             mine["parameters"] += theirs["parameters"]

@@ -17,9 +17,11 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from shardfold.checkpoint.format import SUM_BYTES
 from shardfold.checkpoint.stored import Later, Stored
@@ -47,10 +49,17 @@ def write_pt(stored: Stored, path: Path, tick: Callable[[int], None]) -> None:
         path: of the file.
         tick: called with the bytes done so far, every few MiB.
     """
-    state: OrderedDict[str, _StandIn] = OrderedDict()
-    for number, (name, later) in enumerate(stored.tensors.items()):
-        state[name] = _StandIn(_Storage(str(number), later.dtype, later.nbytes), later.shape)
+    state: OrderedDict[str, Any] = OrderedDict()
+    written: list[Later] = []
+
+    def stand_in(later: Later) -> _StandIn:
+        written.append(later)
+        return _StandIn(_Storage(str(len(written) - 1), later.dtype, later.nbytes), later.shape)
+
+    for name, later in stored.tensors.items():
+        state[name] = stand_in(later)
     state.update((name, state[first]) for name, first in stored.also.items())
+    state.update((name, _with_stand_ins(value, stand_in)) for name, value in (stored.extra or {}).items())
     pickled = io.BytesIO()
     _Pickler(pickled, protocol=2).dump(state)
     done = 0
@@ -58,12 +67,26 @@ def write_pt(stored: Stored, path: Path, tick: Callable[[int], None]) -> None:
         with zipfile.ZipFile(file, "w") as archive:
             _record(archive, file, "data.pkl", [pickled.getvalue()])
             _record(archive, file, "byteorder", [sys.byteorder.encode()])
-            for number, later in enumerate(stored.tensors.values()):
+            for number, later in enumerate(written):
                 _record(archive, file, f"data/{number}", _blocks(later), lambda more, before=done: tick(before + more))
                 done += later.nbytes
             _record(archive, file, "version", [b"3\n"])
         file.flush()
         os.fsync(file.fileno())
+
+
+def _with_stand_ins(value: Any, stand_in: Callable[[Later], _StandIn]) -> Any:
+    """A tree whose tensors are stand-ins; arrays become tensors, as ``weights_only=True`` takes no others."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, Tensor):
+        whole = value.contiguous()
+        return stand_in(Later(tuple(whole.shape), whole.dtype, lambda: whole))
+    if isinstance(value, dict):
+        return {key: _with_stand_ins(inner, stand_in) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_stand_ins(inner, stand_in) for inner in cast("list[Any]", value))
+    return value
 
 
 def _record(

@@ -296,6 +296,21 @@ class Checkpoint:
         """What all ranks share: the schedule, the loss scale, averages, the user's own."""
         return decode(self.index.run, self._of_run)
 
+    def extra_names(self) -> set[str] | None:
+        """Names of the extra state of modules, as a state dict has them; None: whoever wrote it, kept none of any.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        said = self.index.run.get("extra")
+        if said is not None and not isinstance(said, dict):
+            raise CheckpointError(f"{self.path} is damaged: its extra state of modules is not an object.")
+        return None if said is None else set(said)
+
+    def extra(self) -> dict[str, Any]:
+        """Extra state of modules, by these names, as plain values and tensors."""
+        return {name: decode(self.index.run["extra"][name], self._of_run) for name in self.extra_names() or ()}
+
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Of each group of the optimizer: its options, and the names of its parameters."""
         if self.index.optimizer is None:

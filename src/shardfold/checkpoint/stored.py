@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ __all__ = [
     "weights_of",
 ]
 
+T = TypeVar("T")
 HF_INDEX = "model.safetensors.index.json"
 
 
@@ -60,11 +61,13 @@ class Stored:
         tensors: parameters and persistent buffers in the order of the model, tied ones by their first name.
         also: further names, and the first name of each.
         buffers: which of the tensors are buffers, where that is known.
+        extra: extra state of modules, by its names in a state dict; None: it is not known of.
     """
 
     tensors: dict[str, Later] = field(default_factory=dict[str, Later])
     also: dict[str, str] = field(default_factory=dict[str, str])
     buffers: set[str] = field(default_factory=set[str])
+    extra: dict[str, Any] | None = None
 
     def renamed(self, rename: Callable[[str], str], where: str) -> Stored:
         """The same under other names.
@@ -79,7 +82,8 @@ class Stored:
             tensors[rename(name)] = later
         also = {rename(name): rename(first) for name, first in self.also.items()}
         also = {name: first for name, first in also.items() if name not in tensors}
-        return Stored(tensors, also, {rename(name) for name in self.buffers})
+        extra = None if self.extra is None else {rename(name): value for name, value in self.extra.items()}
+        return Stored(tensors, also, {rename(name) for name in self.buffers}, extra)
 
 
 class Values(Mapping[str, Tensor]):
@@ -148,8 +152,8 @@ def weights_of(checkpoint: Checkpoint, state: str = "weight") -> Stored:
         CheckpointError: no parameter has such a state.
     """
 
-    def reader(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def once() -> Tensor:
+    def reader(read: Callable[[], T]) -> Callable[[], T]:
+        def once() -> T:
             try:
                 return read()
             finally:
@@ -172,6 +176,8 @@ def weights_of(checkpoint: Checkpoint, state: str = "weight") -> Stored:
         stored.tensors[name] = Later(buffer.shape, DTYPES[buffer.dtype], reader(lambda n=name: checkpoint.buffer(n)))
         stored.also |= dict.fromkeys(buffer.also, name)
         stored.buffers.add(name)
+    if checkpoint.extra_names() is not None:
+        stored.extra = reader(checkpoint.extra)()
     return stored
 
 

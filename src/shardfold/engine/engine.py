@@ -110,6 +110,7 @@ from shardfold.plan.report import MemoryReport, SavedReport, StepReport, Traffic
 from shardfold.plan.rules import Rules
 from shardfold.plan.signs import Signs
 from shardfold.sharding import ownership
+from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.loans import refuse_during
@@ -122,8 +123,9 @@ from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.shared import share_values
 from shardfold.sharding.slices import check_early
+from shardfold.sharding.stand_ins import Read
 from shardfold.sharding.unit import Life, Unit
-from shardfold.sharding.whole_state import check_state, load_state, state_dict
+from shardfold.sharding.whole_state import check_state, load_state, read_state, state_dict, values_to_read
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tiers import Tiers
 
@@ -463,7 +465,7 @@ class Engine:
         runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip, stashes=stashes)
         #: Some parameters follow the policy of the model as a whole.
         policy = any(not segment.spec.own and segment.spec.dtype == precision.compute for segment in sharded.segments())
-        narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None
+        narrow = TORCH_DTYPES[precision.input_dtype] if policy and precision.input_dtype else None
         autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
         self._hooks = Hooks(
             sharded.module, sharded.units, runner, cast=narrow, casts=sharded.rules.mixed, autocast=autocast,
@@ -507,7 +509,7 @@ class Engine:
         self._reports.of_stages = lambda: made.measured(self.accumulate)
         if staged is not None:
             precision = self.precision
-            narrow = TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
+            narrow = TORCH_DTYPES[precision.input_dtype] if precision.input_dtype else None
             autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
             staged.settle()
             dress(staged.skeleton.module, self.sharded.rules, narrow, autocast)
@@ -821,35 +823,44 @@ class Engine:
         if not self._runner.under_way:
             self._gate.follow()
 
-    def state_dict(self, *, frozen: str = "keep") -> dict[str, Tensor]:
-        """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank.
+    @outside_inference()
+    def state_dict(self, *, frozen: str = "keep") -> dict[str, Any]:
+        """What the module's own ``state_dict()`` gives of all parameters (in the master's precision) and persistent
+        buffers, on the CPU of every rank: hooks, overrides, extra state and ``_metadata`` are as in plain PyTorch.
 
         Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have. Buffers that training
-        changes are this rank's own until the next forward, as under DDP; what is saved is rank 0's.
+        changes, and extra state, are this rank's own, as under DDP; what is saved is rank 0's.
+
+        Raises:
+            ConfigError: ``frozen`` is none of its words.
+            ModelError: a hook writes into a parameter, or needs values that are left out or of other stages.
         """
         self._gate.meet(f"engine.state_dict(frozen={frozen!r})", follow=True, buffers=False)
         self._gate.secure()
         return state_dict(self.sharded, frozen)
 
-    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
+    @outside_inference()
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Takes parameters, buffers and extra state from a full state dict that every rank has, as the module's own
+        ``load_state_dict()`` does, with its hooks, overrides and versions; the optimizer's state stays.
 
         Raises:
             ModelError: on all ranks: a value is no tensor, a shape differs, or (strict) names are missing or
-                unexpected; all are listed. Nothing was changed.
+                unexpected; all are listed. No parameter or buffer was changed.
         """
-
-        def check() -> None:
-            check_state(self.sharded, state, strict=strict)
-
-        self._gate.meet("engine.load_state_dict()", follow=True, check=check)
-        load_state(self.sharded, state)
+        what = "engine.load_state_dict()"
+        self._gate.meet(what, follow=True, check=lambda: check_state(state, self.sharded.loans))
+        self._gate.secure()
+        values, read = values_to_read(self.sharded), list[Read]()
+        self._gate.meet(what, check=lambda: read.append(read_state(self.sharded, state, values, strict=strict)))
+        load_state(self.sharded, read[0])
         self._pipelined.drop()
         if self._rounds is not None:
             self._rounds.forget()
         elif self._freeze is not None:
             self._freeze.forget()
 
+    @outside_inference()
     def save(
         self,
         path: str | Path,
@@ -922,6 +933,7 @@ class Engine:
             left_out=self._base.left_out(frozen), latest=latest, gradients=gradients, shared=shared,
         )  # fmt: skip
 
+    @outside_inference()
     def load(
         self,
         path: str | Path,
@@ -978,6 +990,7 @@ class Engine:
             self._freeze.follow()
         return report
 
+    @outside_inference()
     def synchronize(self) -> None:
         """Brings all groups of ranks together now, whatever of a round of outer steps is over: behind it the model is
         the same everywhere, as at the end of a run it is to be. Nothing without ``outer=``.
@@ -1060,6 +1073,7 @@ class Engine:
         self._end("")
         self.saver.raise_failure()
 
+    @outside_inference()
     def release(self, *, of: str = "params") -> nn.Module:
         """Closes the engine and leaves the model a plain module with whole parameters on every rank, which all call it.
 
@@ -1074,6 +1088,7 @@ class Engine:
         self.saver.raise_failure()
         return module
 
+    @outside_inference()
     def close_split(self, reason: str = "") -> None:
         """Closes the engine and leaves what it held in parts as under :func:`shardfold.sharded_init`, for another
         engine to take over; all ranks call it. ``reason``: what calls of this one raise with."""

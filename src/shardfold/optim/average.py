@@ -20,6 +20,7 @@ from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_number
 from shardfold.plan.layout import Axes, Tier
 from shardfold.plan.report import MemoryRow
+from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.loans import Loan, refuse_during
 from shardfold.sharding.model import Owner, ShardedModel
 from shardfold.sharding.segment import Segment
@@ -139,6 +140,7 @@ class Average:
                     target.write(value)
             self._mark_written()
 
+    @outside_inference()
     def state_dict(self) -> dict[str, Tensor]:
         """Whole tensors on the CPU of every rank, with the names of PyTorch's ``AveragedModel``, which can load it.
 
@@ -164,6 +166,7 @@ class Average:
         state = {PREFIX + name: value for name, value in named_state(model.module, whole).items()}
         return {COUNT: torch.tensor(self.updates), **state}
 
+    @outside_inference()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes what :meth:`state_dict` gave, under any layout; every rank calls it.
 

@@ -30,6 +30,7 @@ from shardfold.parallel.stream import DROPOUTS, TOKENS, Stream, apart_draws
 from shardfold.plan.nearest import nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
+from shardfold.torch_internals import version_of
 
 __all__ = [
     "WORKS",
@@ -100,14 +101,15 @@ class Shared:
     once."""
 
     given: Tensor | None = None
-    version: int = -1
+    version: int | None = None
     copied: Tensor | None = None
 
     def copy(self, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """What ``make`` gives of ``x``, or gave of it before."""
-        if self.copied is None or self.given is not x or self.version != x._version:
+        version = version_of(x)  # None: it may have been changed, and nobody would know
+        if self.copied is None or self.given is not x or self.version != version or version is None:
             copied = make(x)
-            self.given, self.version, self.copied = x, x._version, copied
+            self.given, self.version, self.copied = x, version, copied
             return copied
         return self.copied
 

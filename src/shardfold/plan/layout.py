@@ -95,6 +95,8 @@ class Precision:
         autocast: forward runs under ``torch.autocast`` with this dtype (``bf16`` or ``fp16``); None: without.
         buffers: ``"own"``: buffers keep their dtype. ``"compute"``: floating ones, but for fp64, follow ``compute``, as
             some models read them together with activations and do not cast.
+        inputs: ``"compute"``: floating inputs of the model of up to 32 bits are cast to ``compute``, if that has 16.
+            ``"own"``: the model gets them as they are, such as a time step that bf16 would round.
         outputs: ``"fp32"``: what the model gives in 16 bits comes back in fp32, so that a loss that is computed from it
             is; its gradients enter the model in 16 bits again. ``"compute"``: it stays as the model gives it.
         rounding: of a bf16 master and its moments after each update: ``"nearest"``, or ``"stochastic"``, which moves
@@ -116,6 +118,7 @@ class Precision:
     moments: str = "fp32"
     autocast: str | None = None
     buffers: str = "own"
+    inputs: str = "compute"
     outputs: str = "fp32"
     rounding: str = "nearest"
     tf32: bool | None = None
@@ -129,6 +132,11 @@ class Precision:
     def narrow(self) -> bool:
         """Whether forward computes in 16 bits."""
         return self.autocast is not None or self.compute in ("bf16", "fp16")
+
+    @property
+    def input_dtype(self) -> str | None:
+        """What floating inputs of the model are cast to; None: they are left alone."""
+        return self.compute if self.inputs == "compute" and self.compute in ("bf16", "fp16") else None
 
     @property
     def widens(self) -> bool:
@@ -150,6 +158,11 @@ class Precision:
         if self.buffers not in ("own", "compute"):
             near = did_you_mean(str(self.buffers), ("own", "compute"))
             raise LayoutError(f"Precision.buffers is {self.buffers!r}, which is unknown.{near}")
+        if self.inputs not in ("compute", "own"):
+            raise LayoutError(
+                f"Precision.inputs is {self.inputs!r}: it is 'compute', or 'own' for what the model is given to keep "
+                "its dtype."
+            )
         if self.outputs not in ("fp32", "compute"):
             raise LayoutError(
                 f"Precision.outputs is {self.outputs!r}: it is 'fp32', or 'compute' for what the model gives in 16 "

@@ -109,6 +109,7 @@ class Rules(Patterns):
             ("autocast", {p.autocast for p in self.precisions}),
             ("tf32", {p.tf32 for p in self.precisions}),
             ("rounding", {p.rounding for p in self.precisions if p.master == "bf16"}),
+            ("inputs", {p.inputs for p in self.precisions if p.compute in ("bf16", "fp16")}),
             ("outputs", {p.outputs for p in self.precisions if p.narrow}),
         ):
             if len(values) > 1:

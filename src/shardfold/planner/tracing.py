@@ -301,7 +301,7 @@ def _borders(
 
 def _narrow(precision: Precision) -> torch.dtype | None:
     """What inputs are cast to."""
-    return TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
+    return TORCH_DTYPES[precision.input_dtype] if precision.input_dtype else None
 
 
 def _wide(precision: Precision, module: nn.Module, args: Any, output: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from shardfold.torch_internals import in_backward, no_subclass_functions, top_saved_hooks
 
-__all__ = ["Kept", "accumulator_of", "hear", "inside_checkpoint", "is_heard", "keep", "tensors_in"]
+__all__ = ["Kept", "accumulator_of", "hear", "inside_checkpoint", "is_heard", "keep", "outside_inference", "tensors_in"]
 
 HEARD = "shardfold"
 """In the metadata of a node of autograd's whose gradients an engine takes."""
@@ -37,6 +38,17 @@ def hear(parameter: nn.Parameter) -> Any:
 def is_heard(parameter: nn.Parameter) -> bool:
     """Whether the parameter has the node still that was marked: ``Tensor.set_`` makes autograd forget it."""
     return HEARD in accumulator_of(parameter).metadata
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Inside, tensors are made whose changes are counted and which autograd takes, also where the user is inside of
+    ``torch.inference_mode``; a function that it decorates runs so."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def inside_checkpoint() -> bool:

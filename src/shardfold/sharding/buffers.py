@@ -27,7 +27,7 @@ from shardfold.comm.coalesced import BATCH
 from shardfold.comm.comm import Comm
 from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
-from shardfold.torch_internals import set_versions
+from shardfold.torch_internals import set_versions, version_of
 
 __all__ = ["Buffers", "take_first_rank"]
 
@@ -41,7 +41,7 @@ class _Seen(NamedTuple):
 
     def left_trace(self, now: Tensor) -> bool:
         """Whether what is there now is another, or was written in a way that shows."""
-        return self.buffer() is not now or self.version != _version(now)
+        return self.buffer() is not now or self.version != version_of(now)
 
     def other_values(self, now: Tensor) -> bool:
         return self.digest is not None and self.digest != _digest(now)
@@ -112,11 +112,7 @@ class Buffers:
 
     def _state(self) -> list[_Seen]:
         looks = not self._alone and (self._always or self._looks)
-        return [_Seen(ref(each), _version(each), _digest(each) if looks else None) for each in self._present()]
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
+        return [_Seen(ref(each), version_of(each), _digest(each) if looks else None) for each in self._present()]
 
 
 def _digest(buffer: Tensor) -> int:

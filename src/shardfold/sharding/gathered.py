@@ -30,6 +30,7 @@ from shardfold.errors import (
     did_you_mean,
 )
 from shardfold.plan.layout import Tier
+from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.loans import Loan
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES, Segment, dtype_name
@@ -95,7 +96,7 @@ def gathered(
     if write or of != "params" or not all(home.unit.pins for home in homes):  # else nothing is sent
         model.gate.meet(what, settle=of == "params")
     lent: Lent
-    with model.comm.agreement.uninterrupted():
+    with model.comm.agreement.uninterrupted(), outside_inference():
         if of == "params":
             lent = _Parameters(model, homes, asked, what, write)
         else:
@@ -110,7 +111,7 @@ def gathered(
                 _leave_by_exception(model, lent, homes, error)
             raise
         if write:
-            with model.comm.agreement.uninterrupted():
+            with model.comm.agreement.uninterrupted(), outside_inference():
                 _write_back(model, lent, loan, homes, source, strict)
         elif (changed := loan.changed()) and not strict:
             outcome = "that is gone now" if lent.dropped else "it was kept"

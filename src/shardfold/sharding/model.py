@@ -132,11 +132,13 @@ class Whole:
         also: further names of parameters, by the first.
         untold: names of persistent buffers that this rank has and another tells of: that of the last stage that has
             them, which runs the most of the model's code.
+        hollow: paths of modules that this rank has nothing of.
     """
 
     names: frozenset[str]
     also: Mapping[str, tuple[str, ...]]
     untold: frozenset[str] = frozenset()
+    hollow: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.layout import Axes
-from shardfold.sharding.loans import refuse_during
+from shardfold.sharding.loans import Loan, refuse_during
 from shardfold.sharding.model import ShardedModel, Whole
+from shardfold.sharding.plain import StrangeValue, from_text, to_text
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
+from shardfold.sharding.stand_ins import Read, metadata_of, own_state, reads_values
 from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.whole_segments import whole_segments
 
@@ -25,103 +29,145 @@ __all__ = [
     "most_precise",
     "named_state",
     "names_of",
+    "read_state",
     "state_dict",
+    "values_to_read",
 ]
 
 
-def state_dict(model: ShardedModel, frozen: str) -> dict[str, Tensor]:
+def state_dict(model: ShardedModel, frozen: str) -> OrderedDict[str, Any]:
     """See :meth:`Engine.state_dict`; 16 MiB, or one segment, are whole at a time.
 
     Raises:
         ConfigError: ``frozen`` is neither ``"keep"`` nor ``"skip"``.
+        ModelError: a hook of the state dict cannot run here.
     """
     if frozen not in ("keep", "skip"):
         raise ConfigError(f"engine.state_dict(frozen={frozen!r}): frozen parameters are kept ('keep') or not ('skip').")
-    whole: dict[int, Tensor] = {}
     segments = [s for unit in model.units for s in unit.segments if frozen == "keep" or s.spec.trainable]
+    whole = _whole_values(model, segments, "engine.state_dict()")
+    if model.whole is None:
+        return own_state(model.module, whole)
+    return _of_all_stages(model, model.whole, whole)
+
+
+def _whole_values(model: ShardedModel, segments: Sequence[Segment], what: str) -> dict[int, Tensor]:
+    """Parameters' values in the master's precision, by ``id``, on the CPU."""
+    whole: dict[int, Tensor] = {}
     copies = [(segment, most_precise(model, segment)) for segment in segments]
     shards = [(segment, kept, over) for segment, (kept, _, over) in copies]
-    for segment, flat in whole_segments(model.comm, shards, "engine.state_dict()"):
+    for segment, flat in whole_segments(model.comm, shards, what):
         values = flat.cpu()
         for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
             whole[id(parameter)] = view.clone()
-    state = named_state(model.module, whole)
-    return state if model.whole is None else _of_all_stages(model, model.whole, state)
+    return whole
 
 
-def _of_all_stages(model: ShardedModel, whole: Whole, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dicts of all stages in one, on every rank."""
+def _of_all_stages(model: ShardedModel, whole: Whole, values: Mapping[int, Tensor]) -> OrderedDict[str, Any]:
+    """The state dicts of all stages in one, on every rank.
+
+    Raises:
+        ModelError: on all ranks: a hook of one of them cannot run, or gives what stages cannot send.
+    """
     comm, axes = model.comm, model.comm.mesh.sizes.stages
-    told = {name: value for name, value in state.items() if name not in whole.untold}
-    mine = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in told.items()}
-    said = [json.loads(text) for text in comm.job.exchange("the state of a stage", json.dumps(mine))]
+    mine: dict[str, Any] = {}
+    told: dict[str, Any] = {}
+    refused = ""
+    try:
+        state = own_state(model.module, values, whole.hollow)
+        told = {name: value for name, value in state.items() if name not in whole.untold}
+        for name, value in told.items():
+            if isinstance(value, Tensor):
+                mine[name] = [list(value.shape), str(value.dtype).removeprefix("torch.")]
+            else:
+                mine[name] = to_text(value)
+    except StrangeValue as error:
+        refused = (
+            f"the model's state dict has a {error} on rank {model.rank}, which stages cannot send to each other: give "
+            "numbers, strings, bytes, lists, dicts or tensors as extra state."
+        )
+    except ModelError as error:
+        refused = str(error)
+    said = [json.loads(text) for text in comm.job.exchange("the state of a stage", json.dumps([refused, mine]))]
+    if problem := next((text for text, _ in said if text), ""):
+        raise ModelError(problem)
     row = next(row for row in comm.mesh.sizes.rows(axes) if model.rank in row)
-    found: dict[str, Tensor] = {}
+    found: OrderedDict[str, Any] = OrderedDict()
     for place, rank in enumerate(row):
-        for name, (shape, dtype) in said[rank].items():
+        for name, form in said[rank][1].items():
+            if isinstance(form, str):
+                found.setdefault(name, told[name] if rank == model.rank else from_text(form))
+                continue
+            shape, dtype = form
             here = rank == model.rank
-            value = state[name] if here else torch.empty(shape, dtype=getattr(torch, dtype))
+            value = told[name] if here else torch.empty(shape, dtype=getattr(torch, dtype))
             sent = value.to(model.device).contiguous()
             comm.broadcast(sent.view(-1), "the state of a stage", place, over=axes, detail=name)
             found.setdefault(name, value if here else sent.cpu())
     for first, names in whole.also.items():
         if first in found:
             found.update(dict.fromkeys(names, found[first]))
+    cast(Any, found)._metadata = metadata_of(model.module)
     return found
 
 
-def check_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Looks at a state dict; nothing is changed.
-
-    Raises:
-        ModelError: it does not.
+def check_state(state: Any, loans: Sequence[Loan]) -> None:
     """
-    refuse_during(model.loans, "engine.load_state_dict()")
+    Raises:
+        ModelError: it is no state dict.
+        UsageError: values are lent.
+    """
+    refuse_during(loans, "engine.load_state_dict()")
     if not isinstance(state, Mapping):
         raise ModelError(
             f"engine.load_state_dict(): the state dict is of type {type(state).__name__}: give a dict of tensors by "
             "name."
         )
-    parameters = dict(model.module.named_parameters(remove_duplicate=False))
-    buffers = every_buffer(model.module)
-    known: dict[str, Tensor] = {**parameters, **buffers}
-    elsewhere = model.whole.names if model.whole is not None else frozenset[str]()
-    missing, unexpected = sorted(set(known) - set(state)), sorted(map(str, set(state) - set(known) - elsewhere))
-    if strict and (missing or unexpected):
+
+
+def values_to_read(model: ShardedModel) -> dict[int, Tensor]:
+    """What the model's own code may read of its parameters while it loads a state dict, by ``id``; all ranks call
+    it."""
+    asked = reads_values(model.module)
+    segments = [s for unit in model.units for s in unit.segments if any(id(p) in asked for p in s.parameters)]
+    whole = _whole_values(model, segments, "engine.load_state_dict()")
+    return {number: value for number, value in whole.items() if number in asked}
+
+
+def read_state(model: ShardedModel, state: Mapping[str, Any], values: Mapping[int, Tensor], *, strict: bool) -> Read:
+    """What the model makes of a state dict; parameters and buffers are not changed yet.
+
+    Raises:
+        ModelError: it does not fit.
+    """
+    whole = model.whole
+    read = Read(model.module, state, values, whole.hollow if whole is not None else ())
+    elsewhere = whole.names if whole is not None else frozenset[str]()
+    unexpected = [name for name in read.unexpected if name not in elsewhere]
+    if strict and (read.missing or unexpected):
         raise ModelError(
-            f"the state dict does not fit the model: missing {', '.join(missing) or 'nothing'}; unexpected "
+            f"the state dict does not fit the model: missing {', '.join(read.missing) or 'nothing'}; unexpected "
             f"{', '.join(unexpected) or 'nothing'}; pass strict=False to load what fits."
         )
-    for name in state.keys() & known.keys():
-        value = state[name]
-        if not isinstance(value, Tensor):
-            raise ModelError(f"the state dict has {name!r} of type {type(value).__name__}: give a tensor.")
-        if value.shape != known[name].shape:
-            raise ModelError(
-                f"the state dict gives {name!r} the shape {tuple(value.shape)}, but the model's is "
-                f"{tuple(known[name].shape)}."
-            )
+    return read
 
 
-def load_state(model: ShardedModel, state: Mapping[str, Tensor]) -> None:
+def load_state(model: ShardedModel, read: Read) -> None:
     """See :meth:`Engine.load_state_dict`; the state has been looked at."""
-    parameters = dict(model.module.named_parameters(remove_duplicate=False))
-    buffers = every_buffer(model.module)
-    by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
 
     def take() -> None:
         model.let_go()
         for unit in model.units:
             for segment in unit.segments:
                 for slot, parameter in enumerate(segment.parameters):
-                    if id(parameter) in by_id:
-                        segment.take(slot, by_id[id(parameter)])
+                    if id(parameter) in read.parameters:
+                        segment.take(slot, read.parameters[id(parameter)])
             torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
 
     with torch.no_grad():
         together(model.comm, "engine.load_state_dict()", take, files=on_disk(model.layout))
-        for name in state.keys() & buffers.keys():
-            buffers[name].copy_(state[name])
+        for buffer, value in read.buffers:
+            buffer.copy_(value)
 
 
 def most_precise(model: ShardedModel, segment: Segment) -> tuple[Shard, tuple[int, int], Axes]:

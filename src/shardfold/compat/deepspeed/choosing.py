@@ -53,7 +53,10 @@ def chosen_optimizer(given: Any, settings: Settings, model: nn.Module, model_par
             f"the function given as initialize(optimizer=...) made a {type(optimizer).__name__}: it has to return a "
             "torch.optim.Optimizer."
         )
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    # DeepSpeed takes away groups that have no parameters. One that a schedule was made with stays: schedules go through
+    # groups by their numbers, and write initial_lr into each.
+    groups = optimizer.param_groups
+    groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
     return optimizer
 
 

@@ -104,8 +104,8 @@ OPTIMIZER = (
 
 PRECISION = (
     _honoured("fp16.enabled", "boolean", False, "parameters and activations in fp16, masters in fp32"),
-    _noted("fp16.auto_cast", "boolean", False, "floating inputs of forward are cast to fp16 in any case",
-           off=(None, True)),
+    _honoured("fp16.auto_cast", "boolean", False, "floating inputs of forward are cast to fp16; otherwise, and under "
+              "bf16, they stay as they are"),
     _honoured("fp16.loss_scale", "number", 0, "0: dynamic; else this scale", low=0),
     _honoured("fp16.initial_scale_power", "integer", 16, "the first dynamic scale is 2 to this power", low=0, high=126),
     _honoured("fp16.loss_scale_window", "integer", 1000, "steps without overflow until the scale doubles"),

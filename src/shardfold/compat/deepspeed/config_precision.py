@@ -64,7 +64,8 @@ def precision_of(get: Get, given: Mapping[str, Any], stage: int, notes: list[Not
     grads, reduce = _travel(given, stage, notes, narrow=master)
     return Precision(
         compute=compute, grads=grads, reduce=reduce, master=master, moments=master, autocast=autocast,
-        buffers=_buffers(get, compute, notes), outputs="compute",
+        buffers=_buffers(get, compute, notes),
+        inputs="compute" if compute == "fp16" and get("fp16.auto_cast") else "own", outputs="compute",
     )  # fmt: skip
 
 

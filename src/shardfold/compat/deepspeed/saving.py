@@ -7,10 +7,11 @@ import logging
 import os
 import shutil
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +36,10 @@ from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.engine.engine import Engine
 from shardfold.errors import CheckpointError, ShardfoldError, by_rank
+from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.segment import TORCH_DTYPES
+from shardfold.sharding.stand_ins import own_state
 from shardfold.sharding.whole_segments import whole_segments
-from shardfold.sharding.whole_state import named_state
 
 __all__ = [
     "client_state_of",
@@ -93,6 +95,7 @@ class SavedEngine(Protocol):
 # -- saving
 
 
+@outside_inference()
 def save_checkpoint(
     engine: SavedEngine,
     save_dir: Any,
@@ -248,6 +251,7 @@ def _unpacked(state: Mapping[str, Any], where: Path, what: str = "client_state")
 # -- loading
 
 
+@outside_inference()
 def load_checkpoint(
     engine: SavedEngine,
     load_dir: Any,
@@ -309,7 +313,7 @@ def load_checkpoint(
         if custom is not None:
             with _opened(engine, source) as checkpoint:
                 state = {n: checkpoint.parameter(n) for p in checkpoint.index.parameters for n in (p.name, *p.also)}
-                state |= {name: checkpoint.buffer(name) for name in checkpoint.buffers}
+                state |= {name: checkpoint.buffer(name) for name in checkpoint.buffers} | checkpoint.extra()
             load_module_state_dict(engine, state, strict, custom)
         else:
             engine._core.load(source, weights_only=weights_only, strict=strict)
@@ -441,6 +445,7 @@ def _foreign_state(path: Path) -> dict[str, Any]:
 # -- the model's values
 
 
+@outside_inference()
 def module_state_dict(
     engine: SavedEngine,
     destination: dict[str, Any] | None,
@@ -452,11 +457,9 @@ def module_state_dict(
     if engine._settings.sizes.pipeline > 1:
         return _of_stages(engine, destination, prefix, exclude_frozen_parameters)
     if engine.zero_optimization_partition_weights() or engine.mp_world_size > 1:
-        state: dict[str, Any] = {} if destination is None else destination
         whole = _whole(engine, exclude_frozen_parameters, everywhere=True)
         assert whole is not None
-        state.update({prefix + name: value for name, value in whole.items()})
-        return state
+        return _prefixed(_begun(destination), whole, prefix)
     state = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # pyright: ignore
     if exclude_frozen_parameters:
         for name, parameter in engine.module.named_parameters(remove_duplicate=False):
@@ -471,12 +474,31 @@ def _of_stages(
     """The whole model's, on every rank, in the dtype that forward reads; each value is on one stage."""
     whole = engine._core.state_dict(frozen="skip" if exclude_frozen else "keep")
     dtype = engine._core.precision.compute
-    state: dict[str, Any] = {} if destination is None else destination
     for name, value in whole.items():
-        state[prefix + name] = value.to(TORCH_DTYPES[dtype]) if value.dtype == torch.float32 else value
+        wide = isinstance(value, Tensor) and value.dtype == torch.float32
+        whole[name] = value.to(TORCH_DTYPES[dtype]) if wide else value
+    return _prefixed(_begun(destination), whole, prefix)
+
+
+def _begun(destination: dict[str, Any] | None) -> dict[str, Any]:
+    """The state dict to add to: the user's, or one that has versions."""
+    if destination is not None:
+        return destination
+    begun: OrderedDict[str, Any] = OrderedDict()
+    cast(Any, begun)._metadata = OrderedDict()
+    return begun
+
+
+def _prefixed(state: dict[str, Any], whole: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Adds a state dict to ``state`` below ``prefix``, with the versions of its modules."""
+    state.update({prefix + name: value for name, value in whole.items()})
+    versions: Any = getattr(state, "_metadata", None)
+    if versions is not None:
+        versions.update({(prefix + path).rstrip("."): said for path, said in cast(Any, whole)._metadata.items()})
     return state
 
 
+@outside_inference()
 def consolidated(engine: SavedEngine, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
     """Whole values in the dtype that forward reads, on the CPU of rank 0; None on others."""
     if engine._settings.sizes.pipeline > 1:
@@ -485,7 +507,7 @@ def consolidated(engine: SavedEngine, exclude_frozen_parameters: bool) -> dict[s
     return _whole(engine, exclude_frozen_parameters, everywhere=False)
 
 
-def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> dict[str, Tensor] | None:
+def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> dict[str, Any] | None:
     """16 MiB, or one segment, are whole on the device at a time, and one parameter of which ranks have parts."""
     core = engine._core
     core.sharded.gate.meet("a consolidated state dict", follow=True)
@@ -506,9 +528,10 @@ def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> di
                 whole = joining.whole(parameter, view)
                 if keeps:
                     values[id(parameter)] = whole.cpu().clone()
-    return named_state(engine.module, values) if keeps else None
+    return own_state(engine.module, values) if keeps else None
 
 
+@outside_inference()
 def load_module_state_dict(
     engine: SavedEngine,
     state: Mapping[str, Tensor],

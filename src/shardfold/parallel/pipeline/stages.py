@@ -125,7 +125,7 @@ class Stages:
         self.names = [{*names, *self._buffers_of(stage)} for stage, names in enumerate(by_stage)]
         self.places = list(range(count) if places is None else places)
         names = frozenset([*parameters, *every_buffer(model)])
-        self.whole = Whole(names, names_of(model), self._untold(model))
+        self.whole = Whole(names, names_of(model), self._untold(model), self._hollow(model))
         self.shared = self._shared(model, by_stage)
         parameters = {name: p for names in by_stage for name, p in names.items()}
         self.mine = {id(p): p for stage in self.own for p in by_stage[stage].values()}
@@ -177,6 +177,14 @@ class Stages:
             if self.places[stage] != here:
                 found.add(name)
         return frozenset(found)
+
+    def _hollow(self, model: nn.Module) -> frozenset[str]:
+        here, away = set[int](), set[int]()
+        for piece, stage in zip(self.pieces, self.stage_of, strict=True):
+            (here if stage in self.own else away).update(map(id, piece.module.modules()))
+        away -= here
+        named = model.named_modules(remove_duplicate=False)
+        return frozenset(path for path, module in named if path and all(id(m) in away for m in module.modules()))
 
     def _buffers_of(self, stage: int) -> list[str]:
         mine = (piece for piece, at in zip(self.pieces, self.stage_of, strict=True) if at == stage)

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardfold.errors import ModelError
 from shardfold.parallel.pipeline.pieces import Piece
-from shardfold.torch_internals import DispatchMode, storage_key, tree_flatten, tree_unflatten
+from shardfold.sharding.autograd import outside_inference
+from shardfold.torch_internals import DispatchMode, storage_key, tree_flatten, tree_unflatten, version_of
 
 __all__ = [
     "Call",
@@ -215,7 +216,7 @@ class Skeleton:
                 for number, name in enumerate(self.names):
                     self._origins.begin(held[name], Origin(-1, number))
                 try:
-                    with self._origins, _Reads(self._origins):
+                    with outside_inference(), self._origins, _Reads(self._origins):
                         made = call(self.module)
                     break
                 except RuntimeError as error:
@@ -236,22 +237,22 @@ class Skeleton:
         trace, self._trace, self._origins = self._trace, Trace(), _Origins()
         return trace
 
-    def _buffers_around(self) -> list[tuple[str, Any, Tensor, Tensor, int]]:
+    def _buffers_around(self) -> list[tuple[str, Any, Tensor, Tensor, int | None]]:
         """Buffers around the pieces, which are the model's own: name, place, object, values and version."""
-        found: list[tuple[str, Any, Tensor, Tensor, int]] = []
+        found: list[tuple[str, Any, Tensor, Tensor, int | None]] = []
         for name in self.around:
             place, _, own = name.rpartition(".")
             held = self.module.get_submodule(place)._buffers
             if (buffer := held.get(own)) is not None:
-                found.append((name, held, buffer, buffer.clone(), buffer._version))
+                found.append((name, held, buffer, buffer.clone(), version_of(buffer)))
         return found
 
-    def _put_back(self, around: Sequence[tuple[str, Any, Tensor, Tensor, int]]) -> tuple[str, ...]:
+    def _put_back(self, around: Sequence[tuple[str, Any, Tensor, Tensor, int | None]]) -> tuple[str, ...]:
         """A run that finds shapes leaves no trace in the model; gives the names of what it has written."""
         written: list[str] = []
         for name, held, buffer, values, version in around:
             own = name.rpartition(".")[2]
-            if held.get(own) is not buffer or buffer._version != version:
+            if held.get(own) is not buffer or version_of(buffer) != version:
                 written.append(name)
                 held[own] = buffer
                 with torch.no_grad():

@@ -37,6 +37,7 @@ from shardfold.parallel.batch import IGNORED, read_documents
 from shardfold.parallel.cut import CONTIGUOUS, Cut
 from shardfold.parallel.link import Link
 from shardfold.parallel.ulysses import across_heads, check_heads, ulysses_attention
+from shardfold.torch_internals import version_of
 
 __all__ = [
     "SequenceTiledCompute",
@@ -95,7 +96,7 @@ class UlyssesSPAttentionHF(nn.Module):
         self.local_seq_length, self.global_seq_length = local_seq_length, global_seq_length
         self.disable_in_eval = disable_in_eval
         self.core_attn_implementation: str | None = None
-        self._last: tuple[Any, int, tuple[Cut, Tensor]] | None = None
+        self._last: tuple[Any, int | None, tuple[Cut, Tensor]] | None = None
         check_heads(attn_head_count, self.world_size)
 
     @property
@@ -174,7 +175,8 @@ class UlyssesSPAttentionHF(nn.Module):
                 "attention over ranks that share sequences needs position_ids (batch, tokens) of whole sequences in "
                 "every forward: UlyssesSPDataLoaderAdapter makes and cuts them."
             )
-        if self._last is not None and self._last[0]() is positions and self._last[1] == positions._version:
+        version = version_of(positions)  # None: they may have been changed, and nobody would know
+        if version is not None and self._last is not None and self._last[0]() is positions and self._last[1] == version:
             return self._last[2]
         tokens, length = query.shape[2], query.shape[2] * link.size
         if positions.shape[1] != tokens or (not self.seq_length_is_variable and tokens != self.local_seq_length):
@@ -186,7 +188,7 @@ class UlyssesSPAttentionHF(nn.Module):
         all_positions = link.all_gather(positions, 1)
         documents = read_documents({"position_ids": all_positions}, query.shape[0], length)
         found = Cut.of(length, link.size, CONTIGUOUS, documents, query.shape[0]), all_positions
-        self._last = ref(positions), positions._version, found
+        self._last = ref(positions), version, found
         return found
 
     @classmethod
