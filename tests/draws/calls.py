@@ -236,7 +236,8 @@ class Plain:
     def evaluate_copy(self, seed: int) -> Any:
         self.settle()
         self._follow()
-        copy.deepcopy(self.model)  # which a tensor with a history that is kept aside does not allow
+        for model in self.models:
+            copy.deepcopy(model)  # which a tensor with a history that is kept aside does not allow
         due, seen = self.due, self.evaluate(seed)
         self.due = due
         return seen
