@@ -206,7 +206,7 @@ def _wrong_names() -> list[str]:
     said = []
     for call in (
         lambda: engine.gathered("hed.weight").__enter__(),
-        lambda: engine.load_state_dict({"head.weight": torch.zeros(1)}),
+        lambda: engine.load_state_dict({"head.weight": torch.zeros(50, 24)}),
         lambda: engine.load_state_dict({**engine.state_dict(), "head.weight": torch.zeros(1)}),
     ):
         try:

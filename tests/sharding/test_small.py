@@ -100,11 +100,11 @@ def _goes_on(folder: str, layout: str, most: int) -> list[float]:
 
 def test_checkpoints_know_nothing_of_it(ranks: Ranks, tmp_path: Path) -> None:
     """One that was saved with small parameters whole goes on without, and the other way round."""
-    ranks.run(_saves, str(tmp_path / "whole"), "zero3", SMALL, world_size=2)
-    ranks.run(_saves, str(tmp_path / "split"), "zero3", 0, world_size=2)
-    wanted = ranks.run(_goes_on, str(tmp_path / "split"), "zero3", 0, world_size=2)
-    assert ranks.run(_goes_on, str(tmp_path / "whole"), "zero3", 0, world_size=2) == wanted
-    assert ranks.run(_goes_on, str(tmp_path / "split"), "zero3", SMALL, world_size=2) == wanted
+    ranks.run(_saves, str(tmp_path / "whole" / "step"), "zero3", SMALL, world_size=2)
+    ranks.run(_saves, str(tmp_path / "split" / "step"), "zero3", 0, world_size=2)
+    wanted = ranks.run(_goes_on, str(tmp_path / "split" / "step"), "zero3", 0, world_size=2)
+    assert ranks.run(_goes_on, str(tmp_path / "whole" / "step"), "zero3", 0, world_size=2) == wanted
+    assert ranks.run(_goes_on, str(tmp_path / "split" / "step"), "zero3", SMALL, world_size=2) == wanted
 
 
 def _unfrozen() -> tuple[list[float], list[float]]:

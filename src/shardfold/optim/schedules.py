@@ -65,17 +65,8 @@ def warmup_cosine(*, warmup: int, total: int, floor: float = 0.1) -> Callable[[O
 def renew_rates(schedule: Any) -> None:
     """Gives the groups of the optimizer the rates that a schedule of functions of the step has for the one that comes,
     where it has gone on from a run whose functions or base rates were others. Other schedules stay."""
-    if not isinstance(schedule, LambdaLR):
-        return
-    rates = [
-        base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    schedule._last_lr = rates
+    if isinstance(schedule, LambdaLR):
+        schedule._update_lr(schedule.last_epoch)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Curve(LRScheduler):

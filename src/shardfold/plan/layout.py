@@ -596,31 +596,7 @@ class Layout:
             named = replace(self.outer, format=format_named(self.outer.format, "what outer steps send", (), _is_outer))
             object.__setattr__(self, "outer", named)
         for name, cell in self.cells().items():
-            if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise LayoutError(f"{name} is split over {cell.over!r}: over= takes a tuple of axes, as in ('intra',).")
-            if len(set(cell.over)) != len(cell.over):
-                raise LayoutError(
-                    f"{name} is split over {_axes(cell.over)}, which names an axis twice: name each once."
-                )
-            _check_dtype(name, cell.dtype)
-            if cell.tier not in list(Tier):
-                near = meant(str(cell.tier), [str(tier) for tier in Tier])
-                raise LayoutError(f"{name} {rests(name)} in tier {cell.tier!r}, which is unknown.{near}")
-            if cell.folder is not None and cell.tier is not Tier.DISK:
-                raise LayoutError(
-                    f"the cell of {name} has a folder, but {name} {rests(name)} in the {cell.tier} tier: it is of the "
-                    "disk tier; leave it out."
-                )
-            if not are_folders(cell.folder):
-                raise LayoutError(f"{name} has folder={described(cell.folder)}: it is {FOLDERS}.")
-            _check_until(name, cell)
-            if not is_integer(cell.small, 0) or (cell.small and name != "params"):
-                raise LayoutError(
-                    f"{name} has small={described(cell.small)}: it is a number of elements, of params, those of which "
-                    "have at most so many rest whole."
-                )
-            if not is_number(cell.share, 0, 1) or not cell.share:
-                raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
+            _check_cell(name, cell)
         for name, wire, fits in (("gather", self.gather, _is_gathered), ("reduce", self.reduce, bool)):
             object.__setattr__(self, name, replace(wire, format=format_named(wire.format, name, ROLES, fits)))
         if self.gather.format not in ROLES and FORMATS[self.gather.format].state is not None:
@@ -865,6 +841,32 @@ class Layout:
         if self.signs is not None:
             lines.append(f"signs: {self.signs}")
         return "\n".join(lines)
+
+
+def _check_cell(name: str, cell: Cell) -> None:
+    if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(f"{name} is split over {cell.over!r}: over= takes a tuple of axes, as in ('intra',).")
+    if len(set(cell.over)) != len(cell.over):
+        raise LayoutError(f"{name} is split over {_axes(cell.over)}, which names an axis twice: name each once.")
+    _check_dtype(name, cell.dtype)
+    if cell.tier not in list(Tier):
+        near = meant(str(cell.tier), [str(tier) for tier in Tier])
+        raise LayoutError(f"{name} {rests(name)} in tier {cell.tier!r}, which is unknown.{near}")
+    if cell.folder is not None and cell.tier is not Tier.DISK:
+        raise LayoutError(
+            f"the cell of {name} has a folder, but {name} {rests(name)} in the {cell.tier} tier: it is of the "
+            "disk tier; leave it out."
+        )
+    if not are_folders(cell.folder):
+        raise LayoutError(f"{name} has folder={described(cell.folder)}: it is {FOLDERS}.")
+    _check_until(name, cell)
+    if not is_integer(cell.small, 0) or (cell.small and name != "params"):
+        raise LayoutError(
+            f"{name} has small={described(cell.small)}: it is a number of elements, of params, those of which "
+            "have at most so many rest whole."
+        )
+    if not is_number(cell.share, 0, 1) or not cell.share:
+        raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
 
 
 def _check_until(name: str, cell: Cell) -> None:

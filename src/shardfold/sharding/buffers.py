@@ -36,7 +36,7 @@ class _Seen(NamedTuple):
     """A buffer as it was; an object whose number another has since is not that other."""
 
     buffer: ReferenceType[Tensor]
-    version: int
+    version: int | None  # None: nobody counts
     digest: int | None  # of the values; None: they were not looked at
 
     def left_trace(self, now: Tensor) -> bool:

@@ -69,11 +69,7 @@ def initialize(
         ConfigError: an argument or the config cannot be honoured, on any rank; a sentence says why.
     """
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    log_dist(
-        f"DeepSpeed info: version={version}, git-hash={git_hash}, git-branch={git_branch} (DeepSpeed's interface, of "
-        f"Shardfold {__version__})",
-        ranks=[0],
-    )
+    _say_version()
     with together("deepspeed.initialize()"):
         if not isinstance(model, nn.Module):
             given = "no model" if model is None else f"a {type(model).__name__}"
@@ -88,13 +84,7 @@ def initialize(
         basic = chosen_optimizer(optimizer, settings, model, model_parameters)
         if basic is not None:
             check_scheduler(lr_scheduler, settings, basic)
-    if settings["log_level"] is not None:
-        set_log_level_from_string(settings["log_level"])
-    apply_zero_leaf_module_config(model, view.zero_config.leaf_module)
-    NOW.enter(settings.sizes.tensor, settings.sizes.sequence, settings.sizes.pipeline)
-    NOW.mpu, NOW.mesh_device = mpu, None
-    if mesh_param is not None and settings.sizes.tensor == 1:
-        NOW.mesh_device = comm.initialize_mesh_device(tuple(mesh_param), ("data_parallel", "sequence_parallel"))
+    _enter(view, model, mpu, mesh_param)
     kind = _engine_class(model)
     engine = kind(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
@@ -117,6 +107,27 @@ def initialize(
     if notes := [*settings.notes, *_unused_schedule(basic, settings, lr_scheduler)]:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _say_version() -> None:
+    """In DeepSpeed's words, for which the tests of its clients look."""
+    log_dist(
+        f"DeepSpeed info: version={version}, git-hash={git_hash}, git-branch={git_branch} (DeepSpeed's interface, of "
+        f"Shardfold {__version__})",
+        ranks=[0],
+    )
+
+
+def _enter(view: DeepSpeedConfig, model: nn.Module, mpu: Any, mesh_param: Any) -> None:
+    """What the interface's global calls answer from now on."""
+    settings = view.settings
+    if settings["log_level"] is not None:
+        set_log_level_from_string(settings["log_level"])
+    apply_zero_leaf_module_config(model, view.zero_config.leaf_module)
+    NOW.enter(settings.sizes.tensor, settings.sizes.sequence, settings.sizes.pipeline)
+    NOW.mpu, NOW.mesh_device = mpu, None
+    if mesh_param is not None and settings.sizes.tensor == 1:
+        NOW.mesh_device = comm.initialize_mesh_device(tuple(mesh_param), ("data_parallel", "sequence_parallel"))
 
 
 def _engine_class(model: nn.Module) -> type[DeepSpeedEngine]:

@@ -282,6 +282,11 @@ class TrainConfig(Settings):
             from shardfold.parallel.pipeline.order import choose_order  # imports torch, which other commands do without
 
             choose_order(self.order)
+            if self.pipeline == 1:
+                raise ConfigError(
+                    f"order is {self.order}, an order of stages, of which there is 1: give --pipeline 2, or leave "
+                    "--order out."
+                )
         for name, given in (("sequence", self.sequence > 1), ("sequence-parallel", self.sequence_parallel)):
             if self.pipeline > 1 and given:
                 raise ConfigError(f"stages do not cut sequences: leave --{name} out, or --pipeline.")
