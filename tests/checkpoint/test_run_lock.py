@@ -38,8 +38,8 @@ def lock_of(root: Path, pid: int, **other: str) -> None:
     (root / LOCK).write_text(json.dumps(said | other))
 
 
-def test_a_second_run_that_does_not_resume_is_refused(tmp_path: Path) -> None:
-    """Its save removes and replaces nothing; beside it, under a name of its own, one that moves nothing is written."""
+def test_a_second_run_that_does_not_resume_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its save removes and replaces nothing; under a name of its own, one that removes nothing is written."""
     root = tmp_path / "run"
     begun(root, 3, keep=2).close()
     second = engine("ddp")
@@ -51,15 +51,18 @@ def test_a_second_run_that_does_not_resume_is_refused(tmp_path: Path) -> None:
             second.save(root / name, keep=2, wait=True)
     assert names(root) == ["step-2", "step-3"] and (root / "latest").read_text() == "step-3"
     second.save(root / "teacher", latest=False, wait=True)
+    assert (root / "latest").read_text() == "step-3" and not caplog.text
+    second.save(root / "other", wait=True)
+    assert (root / "latest").read_text() == "other" and "checkpoints of another run beside other" in caplog.text
     with pytest.raises(CheckpointError, match="another run"):  # that one is there
         second.save(root / "step-2", latest=False, wait=True)
     second.close()
     first = engine("ddp")
-    first.load(root)
+    first.load(root / "step-3")
     train(first)
     first.save(root / "step-4", keep=1, wait=True)
     first.close()
-    assert names(root) == ["teacher", "step-4"]  # keep= counts the run's own
+    assert names(root) == ["teacher", "other", "step-4"]  # keep= counts the run's own
 
 
 def test_two_at_once_in_one_process(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_two_at_once_in_one_process(tmp_path: Path) -> None:
     second.load(root, weights_only=True)  # goes on with nothing
     train(second)
     with pytest.raises(CheckpointError, match="another engine of this process saves"):
-        second.save(root / "b", wait=True)
+        second.save(root / "b", keep=1, wait=True)
     second.load(root)
     train(second)
     second.save(root / "step-2", wait=True)

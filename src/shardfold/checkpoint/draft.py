@@ -43,7 +43,7 @@ class Draft:
         token: of this save, 12 hexadecimal digits, the same on all ranks.
         latest: whether it becomes the latest checkpoint.
         lock: whose the folder around it is; None: that does not matter.
-        adds: whether nothing that is there moves or goes, if there is nothing at ``target``.
+        adds: whether no checkpoint goes, if there is nothing at ``target``.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Draft:
             )
         self._check_target()
         if self.lock is not None:
-            self._claimed = self.lock.claim(self.target, adds=self._adds)
+            self._claimed = self.lock.claim(self.target, adds=self._adds, latest=self._latest)
         _clear(parent, self.path.name)
         self.path.mkdir(exist_ok=self._tried)
         self._ours = True

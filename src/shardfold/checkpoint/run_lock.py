@@ -66,6 +66,7 @@ class RunLock:
         self._saves: set[str] = set()  # of this engine
         self._known: dict[Path, set[str]] = {}  # saves that were in a folder when it was loaded from
         self._held: set[Path] = set()
+        self._beside: set[Path] = set()  # folders of others in which this one has saved, too
         _open[self._token] = self
 
     def adopt(self, checkpoint: Path) -> None:
@@ -84,13 +85,13 @@ class RunLock:
         """Whether it is of this run, or of none that is known, as checkpoints of earlier versions are."""
         return origin(checkpoint).run in (*self._runs, "")
 
-    def claim(self, target: Path, *, adds: bool) -> bool:
+    def claim(self, target: Path, *, adds: bool, latest: bool) -> bool:
         """This process is the one that saves in the folder around ``target`` from now on; False if it was so before.
 
         Args:
             target: of a checkpoint.
-            adds: it takes nothing from others if there is nothing in its place: no ``latest`` moves, no checkpoint is
-                removed.
+            adds: it removes no checkpoint, so that it takes none from others if there is nothing in its place. Only
+                a ``latest`` moves, which is refused where another process saves there.
 
         Raises:
             CheckpointError: the folder is another's; says whose, and what to do.
@@ -103,8 +104,13 @@ class RunLock:
         try:
             return self._claim(folder)
         except CheckpointError:
-            if not adds or target.exists():
+            held = _read(folder)
+            theirs = held is not None and held.alive and held.holder != Holder.here()
+            if not adds or target.exists() or (theirs and latest):
                 raise
+        if latest and _real(folder) not in self._beside:
+            self._beside.add(_real(folder))
+            LOG.warning("%s has checkpoints of another run beside %s, which `latest` names now.", folder, target.name)
         return False
 
     def check(self, folder: Path) -> None:

@@ -95,7 +95,7 @@ class Saver:
         self._refuse_after_failure(target, token)
         lost = sums_of_lost(model.comm, list(model.trainable()), "engine.save()")
         self.lock.begin(token)
-        draft = Draft(target, token, latest=latest, lock=self.lock, adds=not latest and keep is None)
+        draft = Draft(target, token, latest=latest, lock=self.lock, adds=keep is None)
         job = Job(model, draft, keep, nonfinite, begun)
         try:
             said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out, lost))
