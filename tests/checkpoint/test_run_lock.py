@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardfold as sf
-from shardfold.checkpoint import holder
+from shardfold.checkpoint import holder, run_lock
 from shardfold.checkpoint.folders import listed
 from shardfold.checkpoint.holder import Holder
 from shardfold.checkpoint.run_lock import LOCK
@@ -38,7 +38,9 @@ def lock_of(root: Path, pid: int, **other: str) -> None:
     (root / LOCK).write_text(json.dumps(said | other))
 
 
-def test_a_second_run_that_does_not_resume_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_run_that_does_not_resume_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its save removes and replaces nothing; under a name of its own, one that removes nothing is written."""
     root = tmp_path / "run"
     begun(root, 3, keep=2).close()
@@ -54,8 +56,13 @@ def test_a_second_run_that_does_not_resume_is_refused(tmp_path: Path, caplog: py
     assert (root / "latest").read_text() == "step-3" and not caplog.text
     second.save(root / "other", wait=True)
     assert (root / "latest").read_text() == "other" and "checkpoints of another run beside other" in caplog.text
-    with pytest.raises(CheckpointError, match="another run"):  # that one is there
-        second.save(root / "step-2", latest=False, wait=True)
+    second.save(root / "other", wait=True)
+    third = engine("ddp")
+    third.save(root / "other", wait=True)  # of the same program
+    monkeypatch.setattr(run_lock, "_saves", set[str]())  # another process has none
+    with pytest.raises(CheckpointError, match="another run"):
+        third.save(root / "step-2", latest=False, wait=True)
+    third.close()
     second.close()
     first = engine("ddp")
     first.load(root / "step-3")

@@ -34,6 +34,7 @@ LOG = getLogger("shardfold")
 LOCK = ".shardfold-run.json"
 TRIES = 8
 _open: WeakValueDictionary[str, RunLock] = WeakValueDictionary()  # of this process, by token
+_saves: set[str] = set()  # of this process, whose engines may replace each other's
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class RunLock:
         self.run = self.run or token
         self._runs.add(self.run)
         self._saves.add(token)
+        _saves.add(token)
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether it is of this run, or of none that is known, as checkpoints of earlier versions are."""
@@ -106,12 +108,17 @@ class RunLock:
         except CheckpointError:
             held = _read(folder)
             theirs = held is not None and held.alive and held.holder != Holder.here()
-            if not adds or target.exists() or (theirs and latest):
+            if not adds or (theirs and latest) or (target.exists() and not self._may_replace(target)):
                 raise
         if latest and _real(folder) not in self._beside:
             self._beside.add(_real(folder))
             LOG.warning("%s has checkpoints of another run beside %s, which `latest` names now.", folder, target.name)
         return False
+
+    def _may_replace(self, target: Path) -> bool:
+        """Whether another engine of this program made it, of whose run this engine is not."""
+        folder = _real(target.parent)
+        return origin(target).save in _saves and folder not in self._held and folder not in self._known
 
     def check(self, folder: Path) -> None:
         """
