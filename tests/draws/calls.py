@@ -82,6 +82,7 @@ class Plain:
         self.count = Count(draw.accumulate)
         self.total = 0.0  # of weights since the last step
         self.saved: Any = None
+        self.delayed = draw.delayed
         self.under_way: list[Tensor] | None = None  # of a delayed update
         self.due = False  # whether buffers are to become rank 0's
 
@@ -160,7 +161,7 @@ class Plain:
         self.settle()
         before = [p.detach().clone() for p in self.model.parameters()]
         self.optimizer.step()
-        if self.draw.delayed:
+        if self.delayed:
             after = [p.detach().clone() for p in self.model.parameters()]
             self._put(before)
             self.under_way = after
@@ -204,7 +205,7 @@ class Plain:
         self._end()
 
     def fail_step(self, late: bool = False) -> Any:
-        if self.draw.delayed:
+        if self.delayed:
             raise Void("a step that goes on behind it")
         if self.count.ready:
             self._end()
@@ -311,6 +312,7 @@ class Plain:
         self.due = False
         self.optimizer = make_optimizer(self.draw.optimizer, self.model)
         self.saved = None
+        self.delayed = False  # the other engine has no overlap of its own
 
 
 class Sharded:
