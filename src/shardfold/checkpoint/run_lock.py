@@ -1,8 +1,9 @@
 """Whose a folder of checkpoints is: it belongs to one run, of which one process at a time saves there.
 
 Who has loaded a checkpoint of it goes on with the run, and knows what was there at that moment. Anything else there is
-another's, and who finds it when it begins to save there is refused, so that it neither replaces nor removes what others
-have written. Which process saves there now says a file in the folder, until the engine is closed:
+another's: who finds it when it begins to save there is refused, if the save could replace or remove what others have
+written. A save that only adds one is written beside them, without a claim. Which process saves there now says a file in
+the folder, until the engine is closed:
 
     held here, alive            refused
     held here, dead             taken over

@@ -883,7 +883,8 @@ class Engine:
 
         Args:
             path: the checkpoint's folder. What was there is replaced. The folder around it is this run's from now on:
-                one that has checkpoints of another run, which was not loaded, is refused.
+                where it has checkpoints of another run, which was not loaded, ``keep=`` is refused, and so is a name
+                that is there.
             state: more to keep, rank 0's, by name: numbers, strings, lists, dicts, tensors, or objects with
                 ``state_dict()``, such as a sampler.
             rank_state: the same of each rank.
