@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -302,21 +303,61 @@ def test_passes_end_with_a_fence_and_shards_written_inside_of_one_have_their_own
         assert old == [True] * 4
 
 
-def _late() -> float:
-    """Rank 0 waits for two sums that rank 1 has begun but does not wait for, as it stands in something else."""
+def _late(mode: Any) -> list[float]:
+    """Rank 0 waits for what rank 1 has begun but does not wait for, as it stands in something else."""
     _, wire, group, mesh = _wires()
-    tensor = torch.full((100_000,), 1.0 + mesh.rank)
+    found: list[float] = []
+    with mode():
+        for collective in ("sum", "exchange"):
+            tensor = torch.full((60_000,), 1.0 + mesh.rank)
+            if collective == "sum":
+                pending, out = wire.all_reduce(tensor, group), tensor
+            else:
+                each = [60_000 // dist.get_world_size()] * dist.get_world_size()
+                out = torch.zeros(60_000)
+                pending = wire.exchange(tensor, each, out, each, group)
+            if mesh.rank == 0:
+                pending.wait(_wait)
+            dist.barrier()
+            pending.wait(_wait)
+            found.append(float(out.sum()))
+    tensor = torch.full((1000,), 1.0 + mesh.rank)
+    wire.all_reduce(tensor, group).wait(_wait)  # through the room that was made in that mode
+    mesh.close()
+    return [*found, float(tensor.sum())]
+
+
+@pytest.mark.parametrize(("mode", "world_size"), [(torch.no_grad, 2), (torch.inference_mode, 3)])
+def test_a_rank_goes_on_with_what_it_began_while_it_stands_elsewhere(ranks: Ranks, mode: Any, world_size: int) -> None:
+    total = world_size * (world_size + 1) / 2
+    want = [60_000 * total, 60_000 / world_size * total, 1_000 * total]
+    assert ranks.run(_late, mode, world_size=world_size) == [want] * world_size
+
+
+def _fails_once() -> bool:
+    """A sum in place that fails behind its first block, on the thread that nobody waits for."""
+    _, wire, group, mesh = _wires()
+    tensor, add = torch.full((10,), 1.0 + mesh.rank), wire._adder.sum
+    failed = threading.Event()
+
+    def fail(*args: Any) -> None:
+        add(*args)
+        if not failed.is_set():
+            failed.set()
+            raise MemoryError("no room for the next block")
+
+    wire._adder.sum = fail
     pending = wire.all_reduce(tensor, group)
-    if mesh.rank == 0:
+    assert failed.wait(LIMIT.total_seconds())
+    with pytest.raises(MemoryError, match="no room for the next"):
         pending.wait(_wait)
     dist.barrier()
-    pending.wait(_wait)
     mesh.close()
-    return float(tensor.sum())
+    return torch.equal(tensor.sort().values.unique(), torch.tensor([1.0 + mesh.rank, 3.0]))
 
 
-def test_a_rank_goes_on_with_what_it_began_while_it_stands_elsewhere(ranks: Ranks) -> None:
-    assert ranks.run(_late, world_size=2) == [300_000.0] * 2
+def test_a_sum_that_failed_half_way_is_not_done_again(ranks: Ranks) -> None:
+    assert ranks.run(_fails_once, world_size=2) == [True, True]
 
 
 def _losses(off: tuple[int, ...], layout: str, precision: str) -> tuple[list[float], bool]:

@@ -97,7 +97,8 @@ def over_axes(axis: str) -> None:
         engine.step()
         found.append((before, engine.state_dict()))
         engine.close()
-    assert abs(found[0][0] - found[1][0]) <= 1e-5 * abs(found[0][0])  # where memory begins may choose the kernel
+    # where memory begins may choose the kernel
+    assert abs(found[0][0] - found[1][0]) <= 1e-5 * abs(found[0][0]), (found[0][0], found[1][0])
     for name, value in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], value, rtol=1e-5, atol=1e-6)
 

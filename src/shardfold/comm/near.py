@@ -87,15 +87,22 @@ class _Reading(Pending):
         self._mark = None if at_once else Mark(group, phases[0][0], READY)
         self._lock = threading.Lock()
         self._last = phases[-1][0]
+        self._inference = torch.is_inference_mode_enabled()
+        self._failure: Exception | None = None
 
     def advance(self) -> bool:
-        """Goes as far as the others allow; whether this rank has read all. False while another thread is at it."""
+        """Goes as far as the others allow; whether this rank has read all. False while another thread is at it.
+
+        A deed that failed fails for whoever asks next, too: it may have summed in place, so it is not done again.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:
+            if self._failure is not None:
+                raise self._failure
             while self._phases and (self._mark is None or self._mark.is_completed()):
                 number, deed = self._phases[0]
-                deed(number)
+                self._do(deed, number)
                 self.group.done(number)
                 del self._phases[0]
                 if self._phases:
@@ -103,6 +110,19 @@ class _Reading(Pending):
             return not self._phases
         finally:
             self._lock.release()
+
+    def _do(self, deed: Callable[[int], None], number: int) -> None:
+        """In the mode in which it was begun, on whichever thread: what is made under ``torch.inference_mode`` cannot be
+        written without it."""
+        try:
+            if torch.is_inference_mode_enabled() == self._inference:
+                deed(number)
+            else:
+                with torch.inference_mode(self._inference):
+                    deed(number)
+        except Exception as error:
+            self._failure = error
+            raise
 
     def note(self) -> None:
         """A profiler is to see what this reads and sums, as ``near:gather`` and ``near:reduce``."""
@@ -160,7 +180,8 @@ class _Adder:
         with self._lock, torch.no_grad():
             step = BLOCK // full.itemsize
             if self._block.dtype != full.dtype or self._block.numel() < near.size * step:
-                self._block = torch.empty(near.size * step, dtype=full.dtype)
+                with torch.inference_mode(False):  # it serves those without it, too
+                    self._block = torch.empty(near.size * step, dtype=full.dtype)
             rooms = self._block.view(-1, step)[: near.size]
             addresses = near.addresses(number)
             # With three ranks and more a partial sum would overwrite this rank's own row where that is ``out`` itself.
@@ -295,8 +316,8 @@ class _Carrier:
 
     @staticmethod
     def _is_over(reading: _Reading) -> bool:
-        # Of any kind: here an exception would end what carries all other readings. None is lost, as a phase that failed
-        # is not over: whoever waits for this reading does it again, and raises what that raises.
+        # Of any kind: here an exception would end what carries all other readings. None is lost: the reading keeps it
+        # for whoever waits for it.
         try:
             return reading.group.closed or reading.advance()
         except Exception:
