@@ -759,3 +759,64 @@ def test_a_forward_without_backward_counts_its_calls_wherever_it_comes(ranks: Ra
     """Ahead of a backward or right before the step: the same bytes by as many collectives."""
     for first, second in ranks.run(_unpaired, world_size=2):
         assert first == second and first[0] > 0 and first[1] > 0
+
+
+# -- weights of another block -----------------------------------------------------------------------------------------
+
+
+class _ReadsAnother(nn.Module):
+    """Blocks of which the second reads the matrix of the first, which it does not contain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), _Reads()])
+        self.blocks[1].other = (self.blocks[0],)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+class _Reads(nn.Module):
+    other: tuple[nn.Linear]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * nn.functional.linear(x, self.other[0].weight)
+
+
+def _two_recomputed_forwards(kind: str) -> None:
+    def train(model: Any, backward: Any, step: Any, part: Any) -> None:
+        for number in range(3):
+            loss = model(part(number)).square().sum()
+            for more in range(number):  # in the first step one forward, then more of them before one backward
+                loss = loss + model(part(10 + more)).square().sum()
+            backward(loss)
+            step()
+
+    plain = _ReadsAnother().double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(plain, lambda loss: (loss / 2).backward(), step, rows)
+    options: dict[str, Any] = {"layout": "zero3"} if kind == "zero3" else KEPT[kind]
+    engine = sf.Engine(
+        _ReadsAnother().double(), optimizer=partial(torch.optim.SGD, lr=0.1), units=["blocks.*"],
+        activations="recompute", **options,
+    )  # fmt: skip
+    train(engine, engine.backward, engine.step, lambda seed: rows(seed, engine))
+    assert_weights(engine, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["zero3", "held", "once", "hpz"])
+def test_what_a_recomputed_block_reads_of_another_stays_until_its_backward(ranks: Ranks, kind: str) -> None:
+    ranks.run(_two_recomputed_forwards, kind, world_size=2)

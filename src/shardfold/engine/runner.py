@@ -477,9 +477,6 @@ class Runner:
             return False
         if unit.life is Life.GATHERING:
             self.handlers.finish_gather(unit)
-        if in_backward():
-            self._pass.enter(unit)
-            return True
         if isinstance(self._pass, ReplayedPass):
             self._go_on_asking()
         assert isinstance(self._pass, NegotiatedPass)
