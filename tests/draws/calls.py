@@ -84,6 +84,7 @@ class Plain:
         self.saved: Any = None
         self.delayed = draw.delayed
         self.under_way: list[Tensor] | None = None  # of a delayed update
+        self.trained = {p for p in first.parameters() if p.requires_grad}  # that the engine has units with gradients for
         self.due = False  # whether buffers are to become rank 0's
 
     @property
@@ -99,7 +100,12 @@ class Plain:
         return seen if isinstance(seen, list) else [seen] * self.ranks
 
     def _follow(self, *, anyway: bool = False) -> None:
-        """Buffers of all ranks become rank 0's, if they are due to."""
+        """Buffers of all ranks become rank 0's, if they are due to; what comes to train makes units anew, for which a
+        delayed update arrives."""
+        train = {p for p in self.model.parameters() if p.requires_grad}
+        if not train <= self.trained:
+            self.settle()
+            self.trained |= train
         for model in self.models[1:] if self.due or anyway else ():
             for mine, theirs in zip(model.modules(), self.model.modules(), strict=True):
                 for name, buffer in theirs._buffers.items():
