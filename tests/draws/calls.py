@@ -84,7 +84,9 @@ class Plain:
         self.saved: Any = None
         self.delayed = draw.delayed
         self.under_way: list[Tensor] | None = None  # of a delayed update
-        self.trained = {p for p in first.parameters() if p.requires_grad}  # that the engine has units with gradients for
+        self.trained = {
+            p for p in first.parameters() if p.requires_grad
+        }  # that the engine has units with gradients for
         self.due = False  # whether buffers are to become rank 0's
 
     @property

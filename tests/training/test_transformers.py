@@ -108,8 +108,7 @@ def test_a_transformers_model_trains_as_in_plain_pytorch(ranks: Ranks, build: An
 def test_a_transformers_model_trains_for_30_steps_at_every_world_size(
     ranks: Ranks, build: Any, layout: str, world: int
 ) -> None:
-    for accumulate in (1, 2):
-        check(ranks, build, layout, world, 30, accumulate=accumulate)
+    check(ranks, build, layout, world, 30, accumulate=1 + (MODELS.index(build) + world) % 2)
 
 
 def _from_meta(layout: str) -> tuple[list[str], float]:
