@@ -5,7 +5,7 @@
 #   make clean   remove everything that make and the tools made
 #   make docs    the documentation as a site, build/site/index.html
 #   make numerics   the numerical tests with each set of kernels that this CPU has
-#   make mutants    listed faults, each in a copy of the package: tests have to notice all
+#   make mutants    listed faults, each in a copy of the package: tests have to notice all; PART=3/12, too
 #   make matrix  a part of the tests under other versions of PyTorch and Python (MATRIX="--torch 2.11.0")
 #   make dist    sdist and wheel of the last commit, checked, the same bytes each time
 #   make gpu     what only a GPU can show, and one report of it, in 10 minutes at most (DEVICE=sim RANKS=2: a rehearsal)
@@ -52,7 +52,7 @@ numerics: $(TOOLS)
 	@JOBS=$(JOBS) $(BIN)/python tests/support/numerics.py
 
 mutants: $(TOOLS)
-	@JOBS=$(JOBS) $(BIN)/python tests/support/mutants.py
+	@JOBS=$(JOBS) $(BIN)/python -m tests.support.mutants $(if $(PART),--part $(PART))
 	@$(BIN)/python -m tests.support.synchronizations
 
 matrix: $(TOOLS)

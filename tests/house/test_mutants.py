@@ -79,9 +79,14 @@ def test_a_fault_that_does_not_fit_is_refused(
 
 
 def test_the_list_is_shown_and_searched() -> None:
-    """``--list`` runs nothing; words choose."""
-    command = [sys.executable, mutants.__file__, "--list", "numerics/clipping.py"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert shown and all(line.startswith("numerics/clipping.py") for line in shown)
-    command = [sys.executable, mutants.__file__, "--liste"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+    """``--list`` runs nothing; words choose, and parts are all of it."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", mutants.__name__, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=mutants.ROOT)
+
+    shown = run("--list", "numerics/clipping.py").stdout.splitlines()
+    assert len(shown) > 1 and all(line.startswith("numerics/clipping.py") for line in shown)
+    parts = [run("--list", "--part", f"{k}/2", "numerics/clipping.py").stdout.splitlines() for k in (1, 2)]
+    assert parts == [shown[::2], shown[1::2]]
+    assert run("--lis").returncode == 2

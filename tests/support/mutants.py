@@ -4,15 +4,17 @@ A fault is one entry of `mutants.toml` beside this file: a file of the package, 
 becomes, and the tests that have to fail. Nothing in the checkout is changed. A control without a fault runs all of
 these tests first: a test that fails by itself notices nothing.
 
-    python tests/support/mutants.py                 all faults; exit status 1 if one survives
-    python tests/support/mutants.py clip optim/     those whose description, file or tests contain one of these words
-    python tests/support/mutants.py --list          what there is
-    python tests/support/mutants.py --no-control    leaves the control out
+    python -m tests.support.mutants                 all faults; exit status 1 if one survives
+    python -m tests.support.mutants clip optim/     those whose description, file or tests contain one of these words
+    python -m tests.support.mutants --part 3/12     the third of twelve parts of them
+    python -m tests.support.mutants --list          what there is
+    python -m tests.support.mutants --no-control    leaves the control out
     JOBS=2                                  so many faults at a time
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import queue
 import re
@@ -26,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.selection import part_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -231,21 +235,26 @@ def run(
 
 
 def main(arguments: Sequence[str]) -> int:
-    words = [word for word in arguments if not word.startswith("--")]
-    if unknown := {word for word in arguments if word.startswith("--")} - {"--list", "--no-control"}:
-        print(f"unknown: {', '.join(sorted(unknown))}; there are --list and --no-control", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.mutants", description="Tries listed faults.", allow_abbrev=False
+    )
+    parser.add_argument("words", nargs="*", help="of the description, file or tests of a fault; none: all faults")
+    parser.add_argument("--part", type=part_of, default=slice(None), metavar="K/N", help="the K-th of N parts of them")
+    parser.add_argument("--list", action="store_true", help="print them only")
+    parser.add_argument("--no-control", action="store_true", help="without the control")
+    given = parser.parse_args(arguments)
     try:
         faults = [
             fault
             for fault in read()
-            if not words or any(word in f"{fault.what} {fault.file} {' '.join(fault.tests)}" for word in words)
-        ]
-        if "--list" in arguments:
+            if not given.words
+            or any(word in f"{fault.what} {fault.file} {' '.join(fault.tests)}" for word in given.words)
+        ][given.part]
+        if given.list:
             for fault in faults:
                 print(f"{fault.file:<32} {fault.what:<58} {', '.join(fault.tests)}")
             return 0
-        return int(run(faults, jobs=int(os.environ.get("JOBS", "1")), first="--no-control" not in arguments) > 0)
+        return int(run(faults, jobs=int(os.environ.get("JOBS", "1")), first=not given.no_control) > 0)
     except WrongFault as error:
         print(error, file=sys.stderr)
         return 2
