@@ -239,7 +239,7 @@ def one_after_the_other(folder: str) -> list[Any]:
         second = trained.save(root / "c", busy="wait")
         order = first.done
         second.wait()
-    for number in range(4):
+    for number in range(5):
         train(trained)
         expect(trained, root)
         trained.save(root / f"kept-{number}", wait=True, keep=2)
@@ -252,8 +252,8 @@ def test_saves_wait_for_each_other_or_are_skipped(ranks: Ranks, tmp_path: Path) 
     root = tmp_path / "run"
     root.mkdir()
     assert ranks.run(one_after_the_other, str(root), world_size=2) == [[None, False, True]] * 2
-    assert sorted(p.name for p in root.iterdir()) == ["kept-2", "kept-3", "latest"]
-    assert whole(root) == 6
+    assert sorted(p.name for p in root.iterdir()) == ["kept-3", "kept-4", "latest"]
+    assert whole(root) == 7
 
 
 def leaving(folder: str, how: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardfold as sf
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_read import read
 from shardfold.compat.deepspeed.initialize import initialize
@@ -72,8 +73,11 @@ def with_a_schedule_that_lacks_an_argument(on: int) -> tuple[str, bool]:
     model, params = build(), {} if dist.get_rank() == on else {"total_num_steps": 9}
     schedule = {"type": "WarmupDecayLR", "params": params}
     config = {**ONE, "optimizer": adamw(), "scheduler": schedule, "zero_optimization": {"stage": 3}}
-    with pytest.raises(ValueError) as raised:
+    made: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as raised:
+        patch.setattr(sf.Engine, "__init__", lambda *args, **options: made.append(args))
         initialize(model=model, config=config)
+    assert not made
     kept = zip(model.state_dict().values(), build().state_dict().values(), strict=True)
     return str(raised.value), all(torch.equal(here, before) for here, before in kept)
 
