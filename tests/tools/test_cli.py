@@ -22,7 +22,7 @@ from shardfold.tools.recipes.config import TrainConfig
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The steps that a run wrote; a number that was not finite is NaN."""
-    optional = ("grad_norm", "held_out_bits_per_byte", "loss_scale")
+    optional = ("grad_norm", "held_out_bits_per_byte", "loss_scale", "mfu")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     lost = [{name: math.nan for name, value in row.items() if value is None and name not in optional} for row in rows]
     return [StepMetrics(**(row | nan)) for row, nan in zip(rows, lost, strict=True)]
