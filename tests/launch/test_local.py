@@ -217,7 +217,8 @@ def test_a_second_interruption_kills(tmp_path: Path):
         received += fifo.read_text()
     assert launcher.process.poll() is None
     launcher.process.send_signal(signal.SIGINT)
-    assert launcher.finish() == (launch.INTERRUPTED, "")
+    said = "Error: interrupted before the ranks could end by themselves.\n"
+    assert launcher.finish() == (launch.INTERRUPTED, said)
 
 
 def test_ranks_that_are_deaf_to_an_interruption_are_killed_in_time(

@@ -138,6 +138,8 @@ def launch(command: list[str], num_procs: int) -> int:
         if time.monotonic() >= interrupts.until:
             given = f"{GRACE_AFTER_SIGTERM:g} s"
             print(f"Error: the ranks did not end within {given} of the signal and were killed.", file=sys.stderr)
+        elif ranks[0].process.returncode != INTERRUPTED:  # which has said so itself
+            print("Error: interrupted before the ranks could end by themselves.", file=sys.stderr)
         return INTERRUPTED  # before it could stop cleanly, or by the second signal
     report(ranks[failed.local_rank], ranks)
     return exit_status(returncode)

@@ -73,7 +73,7 @@ def explain(
         )
         held_long = ""
         if unit.root and bound.rest.over:
-            held_long = "  (held through each pass)" if unit.table_or(bound).rest.over else "  (whole on every rank)"
+            held_long = "  (whole through each pass)" if unit.table_or(bound).rest.over else "  (whole on every rank)"
         tables = unit.trainable and unit.table_or(bound)
         stays = "  (the optimizer's states stay on the device)" if tables and tables.share > bound.share else ""
         lines.append(f"{name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}{stays}")
