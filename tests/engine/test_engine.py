@@ -395,7 +395,7 @@ def test_memory_and_traffic_are_what_table_and_program_say(
 
 def test_reports_read_well(ranks: Ranks) -> None:
     said = ranks.run(_reports, "zero2", "bf16", 1, 2, world_size=2)[0]
-    assert str(said["memory"]).splitlines()[0].split() == ["state", "memory", "table", "padding", "held"]
+    assert str(said["memory"]).splitlines()[0].split() == ["state", "memory", "table", "padding", "measured"]
     assert "REDUCE_SCATTER  intra" in str(said["traffic"])
     assert "ALL_GATHER blocks.0 master -> params [intra] bf16" in said["text"]
 

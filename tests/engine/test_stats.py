@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardfold as sf
+from shardfold import accelerator
+from shardfold.engine.peak import Peak, peak_of
 from shardfold.engine.stats import Clock
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
@@ -44,6 +47,7 @@ def test_before_anything_happened_nothing_is_made_up() -> None:
     assert stats.exposed_seconds is None and stats.transient_peak is None
     numel = sum(p.numel() for p in models.small().parameters())
     assert stats.mfu_formula == f"(6 x {numel} trainable parameters) x tokens/s / 1e+12 peak FLOP/s"
+    assert [line.split()[:2] for line in repr(stats).splitlines()] == [["Stats", "of"], ["at", "rest"]]
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.steps = 1  # type: ignore[misc]
 
@@ -83,6 +87,37 @@ def test_rates_bytes_and_mfu_are_what_was_told_measured_and_held(ranks: Ranks, l
         assert stats.mfu_formula == (
             f"(6 x {numel} trainable parameters) x {stats.tokens_per_second:.6g} tokens/s / 1e+09 peak FLOP/s"
         )
+
+
+def test_what_is_known_is_shown_in_a_few_short_lines() -> None:
+    engine = make("ddp")
+    for number in range(3):
+        backward(engine, number)
+        engine.step(tokens=100)
+    stats = engine.stats(peak_flops=1e9)
+    head, *rows = repr(stats).splitlines()
+    assert head == "Stats of 3 steps"
+    assert [row[2:20].strip() for row in rows] == ["a step", "of it waiting", "tokens/s", "MFU", "at rest"]
+    assert f"{stats.mfu:.1%} = {stats.mfu_formula}" in rows[3] and max(map(len, rows)) <= 120
+    engine.close()
+
+
+GPU = {"compute": "bf16"}, {"autocast": "fp16"}, {"compute": "fp32"}, {"compute": "fp32", "tf32": False}
+
+
+def test_the_peak_of_a_device_is_its_makers_or_its_own_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the dtype of products; of fp32 only where they cannot run in TF32. Of a CPU nothing is printed."""
+    policies = [sf.Precision(**each) for each in GPU]  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    assert [peak_of(None, device, each).flops for each in policies] == [None] * 4
+    monkeypatch.setattr(accelerator, "product", lambda _: "NVIDIA H100 80GB HBM3")
+    assert [peak_of(None, device, each).flops for each in policies] == [989e12, 989e12, None, 67e12]
+    assert str(peak_of(None, device, policies[0])) == "9.89e+14 peak FLOP/s (H100, bf16)"
+    profile = tmp_path / "machine.json"
+    profile.write_text('{"name": "mine", "memory": 1, "flops": {"bf16": 2e9, "fp32": 1e9}, "bandwidth": 1}')
+    assert [peak_of(profile, device, each).flops for each in policies] == [2e9, 1e9, 1e9, 1e9]
+    with pytest.raises(ConfigError, match="is not a profile of a machine"):
+        peak_of(str(tmp_path / "none.json"), device, policies[0])
 
 
 class Late:
@@ -177,7 +212,7 @@ def test_a_token_costs_what_counting_every_multiplication_gives() -> None:
     clock.end_step(0.0)
     rate = clock.tokens_per_second
     assert rate is not None
-    utilization, _ = clock.mfu(trainable, frozen, peak_flops=1e9)
+    utilization, _ = clock.mfu(trainable, frozen, Peak(1e9))
     assert utilization == pytest.approx(counter.get_total_flops() / 7 * rate / 1e9, rel=1e-12)
 
 

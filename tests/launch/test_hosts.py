@@ -409,6 +409,10 @@ def test_a_death_in_words():
         "the other 7 ranks were ended."
     )
     assert death.Death(0, 1, "b", 3).sentence("") == "Error: rank 0 on host b: exited with status 3."
+    told = death.Death(0, 2, "b", 1, why="rank 1 has closed its engine").sentence("; the other rank was ended")
+    assert told == (
+        "Error: rank 1 has closed its engine; so rank 0 on host b: exited with status 1; the other rank was ended."
+    )
     assert death.Death.from_json(killed.to_json()) == killed
 
 

@@ -107,6 +107,20 @@ def test_a_rank_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.
     assert run(script) == 4
 
 
+def test_the_last_line_begins_with_what_the_engine_said_of_the_cause(capfd: pytest.CaptureFixture[str]):
+    """The first sentence of what the rank left for the launcher; how to mend it was in the rank's own message."""
+    told = "0 old words"
+    script = (
+        f"def tell(words): open(os.environ['SHARDFOLD_FOLLOWS'], 'w').write(words)\n"
+        f"tell({told!r}); tell('1rank 1 has closed its engine, v1.5. Give all ranks the same calls.')\n"
+        "sys.exit(rank == 0)"
+    )
+    assert run(script) == 1
+    assert capfd.readouterr().err == (
+        "Error: rank 1 has closed its engine, v1.5; so rank 0 of 2 exited with status 1; the other rank was ended.\n"
+    )
+
+
 def test_one_sentence_about_bad_input_is_said_once(capfd: pytest.CaptureFixture[str]):
     """All ranks find the same fault in the same input."""
     assert run("print('Error: no such thing.', file=sys.stderr); sys.exit(2)", 3) == 2
@@ -203,7 +217,8 @@ def test_a_second_interruption_kills(tmp_path: Path):
         received += fifo.read_text()
     assert launcher.process.poll() is None
     launcher.process.send_signal(signal.SIGINT)
-    assert launcher.finish() == (launch.INTERRUPTED, "")
+    said = "Error: interrupted before the ranks could end by themselves.\n"
+    assert launcher.finish() == (launch.INTERRUPTED, said)
 
 
 def test_ranks_that_are_deaf_to_an_interruption_are_killed_in_time(

@@ -263,6 +263,29 @@ def test_the_first_failure_is_named_and_ends_the_others(capfd: pytest.CaptureFix
     assert f"Error: rank 1 on host {host}: exited with status 3; the other rank was ended.\n" in capfd.readouterr().err
 
 
+EXTRA = """
+import torch, shardfold as sf
+from torch.optim import SGD
+model = torch.nn.Linear(2, 2)
+engine = sf.Engine(model, optimizer=SGD(model.parameters(), lr=0.1), layout="zero3")
+engine(torch.ones(1, 2)).sum().backward()
+engine.step()
+if engine.rank == 0:
+    engine(torch.ones(1, 2))
+engine.close()
+"""
+
+
+@pytest.mark.soak
+def test_the_last_line_says_why_a_rank_waited_in_vain(capfd: pytest.CaptureFixture[str]):
+    """Rank 0 runs a forward more than rank 1, which closes its engine and ends in good order: that is the cause."""
+    assert run("--nproc-per-node=2", write("extra.py", EXTRA)) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "Error: rank 1 has closed its engine, and the meeting before a forward pass in training takes all ranks; so "
+        f"rank 0 on host {os.uname().nodename}: exited with status 1; the other rank was ended."
+    )
+
+
 @pytest.mark.soak
 def test_the_rank_that_an_engine_lost_is_named_though_its_process_ends_last(capfd: pytest.CaptureFixture[str]):
     """Rank 1 leaves as one does whose script raised, and its process is slow to end: rank 0's is gone before."""

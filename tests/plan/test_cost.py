@@ -499,7 +499,7 @@ def test_explain_shows_the_mesh_the_table_the_padding_the_bytes_and_the_program(
     for words in (
         "mesh: inter=2 x intra=4",
         "master is params",
-        "(held through each pass)",
+        "(whole through each pass)",
         "fp32 frozen",
         "step of 2 micro-batches:",
     ):

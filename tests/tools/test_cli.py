@@ -22,7 +22,7 @@ from shardfold.tools.recipes.config import TrainConfig
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The steps that a run wrote; a number that was not finite is NaN."""
-    optional = ("grad_norm", "held_out_bits_per_byte", "loss_scale")
+    optional = ("grad_norm", "held_out_bits_per_byte", "loss_scale", "mfu")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     lost = [{name: math.nan for name, value in row.items() if value is None and name not in optional} for row in rows]
     return [StepMetrics(**(row | nan)) for row, nan in zip(rows, lost, strict=True)]
@@ -95,6 +95,7 @@ BAD = [
     (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),
     (["train", "--matrix-lr", "0.1"], "give --optimizer muon"),
     (["explain", "zero9"], "Did you mean"),
+    (["plan", "--gpus", "8xA100"], "'A100' is made with more than one memory: write A100-40G or A100-80G."),
     (["explain", "--ranks", "3", "--nodes", "2"], "choose --ranks"),
     (["explain", "--offload", "cpu"], "Did you mean 'host'?"),
 ]

@@ -251,6 +251,7 @@ class Agreement:
         """By another thread, while the device waits in vain and this rank's own one for the device: from here on this
         engine raises ``message`` on every rank. Whether the device did wait in vain."""
         self._dead, self._mesh.gave_up = message, True
+        _tell_launcher(message)
         with suppress(RuntimeError):  # the process that served the store may have died
             if self.aborted() is None:
                 self._tell_abort(message)
@@ -601,11 +602,12 @@ class Agreement:
                 return gone
             left, stopped = [], ""
         self._mesh.end_kernels(lost=True)
-        _tell_launcher()
+        closed = f"rank {', '.join(map(str, left))} has closed its engine" if left else ""
+        _tell_launcher(stopped or (closed and f"{closed}, and {self.doing} takes all ranks"), follows=True)
         if stopped:
             return CollectiveError(f"{what}: {stopped}{self._here()}")
         if left:
-            return CollectiveError(f"{what}: rank {', '.join(map(str, left))} has closed its engine.{self._here()}")
+            return CollectiveError(f"{what}: {closed}.{self._here()}")
         return CollectiveError(
             f"{what} ({str(error).splitlines()[0]}); another rank has probably died or left the training loop: look at "
             f"its output.{self._here()}"
@@ -747,6 +749,7 @@ class Agreement:
 
     def _give_up(self, message: str) -> OrderError:
         self._dead, self._mesh.gave_up = message, True
+        _tell_launcher(message)
         self._mesh.end_kernels()
         return OrderError(f"{message}{self._here()}")
 
@@ -776,12 +779,13 @@ class Agreement:
         self._mesh.abandon()
 
 
-def _tell_launcher() -> None:
-    """Another rank's end is why this one fails: so the launcher names that one. It has left a file for it."""
+def _tell_launcher(why: str, *, follows: bool = False) -> None:
+    """The launcher has left a file for why this rank fails, which it says should the rank end so; ``follows``: another
+    rank's end is why, which it names instead if that one failed."""
     if place := os.environ.get("SHARDFOLD_FOLLOWS"):
         with suppress(OSError):
-            sign = os.open(place, os.O_WRONLY)
-            os.write(sign, b"1")
+            sign = os.open(place, os.O_WRONLY | os.O_TRUNC)
+            os.write(sign, f"{int(follows)}{' '.join(why.split())}".encode())
             os.close(sign)
 
 

@@ -1024,8 +1024,16 @@ class Engine:
         """Bytes this rank sent in the last step, by purpose and axes, beside what the program says."""
         return self._reports.traffic()
 
-    def stats(self, *, peak_flops: float | None = None) -> Stats:
-        """Times, rates, waiting, bytes sent and held, as data; ``peak_flops`` of this rank's device is for the MFU."""
+    def stats(self, *, peak_flops: float | str | Path | None = None) -> Stats:
+        """Times, rates, waiting, bytes sent and held, as data.
+
+        Args:
+            peak_flops: what this rank's device could do, for the MFU: FLOP/s, or the file of a profile that ``shardfold
+                doctor --measure`` wrote; None: as its maker prints it, of a GPU that ``shardfold plan`` knows by name.
+
+        Raises:
+            ConfigError: it is neither.
+        """
         return self._reports.stats(peak_flops)
 
     def explain(self, batch: Any = None, compute: Callable[[nn.Module, Any], Tensor] | None = None) -> str:

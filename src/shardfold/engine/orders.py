@@ -280,7 +280,7 @@ class Orders:
         held = {name for _, touched, _ in said for name in touched}
         if held:
             names = ", ".join(sorted(held))
-            LOG.info("held through each pass from now on, because other modules read their weights: %s", names)
+            LOG.info("whole through each pass from now on, because other modules read their weights: %s", names)
             self.roots |= held
         orders = [[name for name in order if name not in self.roots] for order, _, _ in said]
         if mode != "backward" and (found := contradiction(orders)) is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.activations.modes import Replacements
+from shardfold.engine.peak import peak_of
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
@@ -154,12 +156,12 @@ class Reports:
             f"{'' if trained == numel else f' ({trained:,} trained)'}{state})"
         )
 
-    def stats(self, peak_flops: float | None) -> Stats:
+    def stats(self, peak_flops: float | str | Path | None) -> Stats:
         """See :meth:`Engine.stats`."""
         model, clock = self._model, self._clock
         numels = [(segment.spec.trainable, segment.spec.numel) for segment in model.segments()]
         trainable, frozen = (sum(numel for trains, numel in numels if trains is what) for what in (True, False))
-        mfu, formula = clock.mfu(trainable, frozen, peak_flops)
+        mfu, formula = clock.mfu(trainable, frozen, peak_of(peak_flops, model.device, model.rules.default))
         memory = self.memory()
         peak = accelerator.peak(model.device)
         return Stats(

@@ -6,16 +6,18 @@ One ``Clock`` per engine takes a lap at each update; everything else is computed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
+from shardfold.engine.peak import Peak
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.checks import described, is_number
 from shardfold.plan.report import MemoryReport, TierSeconds, TrafficReport
+from shardfold.plan.sizes import human
 
 __all__ = ["Clock", "Stats"]
 
@@ -24,9 +26,10 @@ WINDOW = 50
 """Steps that medians are taken over."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Stats:
-    """What an engine knows of its last steps. Everything is this rank's; asking sends nothing.
+    """What an engine knows of its last steps. Everything is this rank's; asking sends nothing. ``print`` shows what is
+    known, in a few lines.
 
     Medians are over the last 50 steps, each from the end of one update to the end of the next, whatever the program did
     between them. None: not known yet, or not told.
@@ -37,7 +40,8 @@ class Stats:
         step_seconds: median time of a step; None before the second.
         tokens_per_second: of this rank, the median over steps that were told by ``engine.step(tokens=...)``.
         samples_per_second: the same for ``engine.step(samples=...)``.
-        mfu: model FLOPs utilization, between 0 and 1, of the device whose ``peak_flops`` were given.
+        mfu: model FLOPs utilization, between 0 and 1; None unless both ``tokens_per_second`` and the device's peak are
+            known: as printed by its maker, of a GPU that ``shardfold plan`` knows by name, or as ``peak_flops`` says.
         mfu_formula: how ``mfu`` is computed, with its numbers; without them where they are not known.
         exposed_seconds: median time per step that this rank's main thread waited for other ranks and for bytes; None
             on NCCL, where waiting orders streams and the host does not see it.
@@ -69,6 +73,40 @@ class Stats:
     transient_peak: int | None
     pipeline: PipelineStats | None = None
     put_off: int = 0
+
+    def __repr__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        lines = [f"Stats of {self.steps} step{'s' * (self.steps != 1)}{skipped}", *map(_line, self._rows())]
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        """What is known, by what it is."""
+        if self.step_seconds is not None:
+            yield "a step", f"{self.step_seconds:.4g} s"
+        if self.exposed_seconds is not None:
+            yield "of it waiting", f"{self.exposed_seconds:.4g} s"
+        for name, rate in (("tokens", self.tokens_per_second), ("samples", self.samples_per_second)):
+            if rate is not None:
+                yield f"{name}/s", f"{rate:,.4g}" if rate < 1000 else f"{rate:,.0f}"
+        if self.mfu is not None:
+            yield "MFU", f"{self.mfu:.1%} = {self.mfu_formula}"
+        for name, seconds in self.tiers._asdict().items():
+            if seconds:
+                yield "host's updates" if name == "update" else f"waits for {name}", f"{seconds:.4g} s a step"
+        if self.pipeline is not None:
+            waits = "" if self.pipeline.bubble is None else f", waits {self.pipeline.bubble:.1%} of a batch"
+            yield "pipeline", f"{self.pipeline.order}{waits}"
+        if self.put_off:
+            yield "put off", f"{self.put_off} outer step{'s' * (self.put_off > 1)}"
+        if self.traffic.sent:
+            yield "sent", f"{human(self.traffic.sent)} in the last step"
+        yield "at rest", human(self.memory.held)
+        if self.transient_peak is not None:
+            yield "besides, at most", human(self.transient_peak)
+
+
+def _line(row: tuple[str, str]) -> str:
+    return f"  {row[0]:<18}{row[1]}"
 
 
 class Lap(NamedTuple):
@@ -141,24 +179,19 @@ class Clock:
     def samples_per_second(self) -> float | None:
         return _median(lap.samples / lap.seconds for lap in self._laps if lap.seconds and lap.samples is not None)
 
-    def mfu(self, trainable: int, frozen: int, peak_flops: float | None) -> tuple[float | None, str]:
+    def mfu(self, trainable: int, frozen: int, peak: Peak) -> tuple[float | None, str]:
         """Model FLOPs utilization and its formula with its numbers.
 
         A token costs 2 FLOPs per parameter in forward, 2 for the gradients of inputs and 2 for those of weights, which
         frozen ones do not have; attention over positions and recomputation are left out.
         """
-        if peak_flops is not None and not (is_number(peak_flops, 0) and peak_flops):
-            raise ConfigError(
-                f"engine.stats(peak_flops={described(peak_flops)}): it is a device's FLOP/s, a number > 0."
-            )
         tokens = self.tokens_per_second
         rate = "tokens/s" if tokens is None else f"{tokens:.6g} tokens/s"
-        peak = "peak FLOP/s" if peak_flops is None else f"{peak_flops:.6g} peak FLOP/s"
         frozen_part = f" + 4 x {frozen} frozen" if frozen else ""
         formula = f"(6 x {trainable} trainable{frozen_part} parameters) x {rate} / {peak}"
-        if tokens is None or peak_flops is None:
+        if tokens is None or peak.flops is None:
             return None, formula
-        return (6 * trainable + 4 * frozen) * tokens / peak_flops, formula
+        return (6 * trainable + 4 * frozen) * tokens / peak.flops, formula
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -184,6 +184,7 @@ class Agent(SimpleElasticAgent):
             self.oom.witness(worker.process.pid) if killed else "",
             time.time() - (time.monotonic() - (worker.ended or 0.0)),
             worker.follows,
+            worker.why,
         )
         self.meeting.tell(death)
         return death

@@ -12,7 +12,7 @@ from pathlib import Path
 from shardfold.launch.process import how
 from shardfold.tiers.limit import control_groups, number_in
 
-__all__ = ["Death", "OomWatch", "resident"]
+__all__ = ["Death", "OomWatch", "because", "resident"]
 
 GB = 10**9
 
@@ -30,6 +30,7 @@ class Death:
         oom: which witness says that the kernel killed for want of memory at this time; "" if none does.
         at: when, in seconds since 1970 by the clock of its host.
         follows: whether its engine said that another rank's end made it fail.
+        why: what its engine said made it fail, without a full stop; "" if nothing.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Death:
     oom: str = ""
     at: float = 0.0
     follows: bool = False
+    why: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -50,7 +52,8 @@ class Death:
         return cls(**json.loads(text))
 
     def sentence(self, then: str) -> str:
-        """What is said of it: rank, host, cause, and what was done ``then``."""
+        """What is said of it: what its engine knows of the cause, rank, host, how it ended, and what was done
+        ``then``."""
         if self.rank < 0:
             ended = how(self.returncode) if self.returncode else "does not answer any more"
             return f"Error: the launcher on host {self.host} {ended}{then}."
@@ -60,7 +63,12 @@ class Death:
         if self.returncode < 0 and self.resident:
             cause += f", RSS {self.resident / GB:.1f}"
             cause += f" of {self.limit / GB:.1f} GB" if self.limit else " GB"
-        return f"Error: rank {self.rank} on host {self.host}: {cause}{then}."
+        return f"Error: {because(self.why)}rank {self.rank} on host {self.host}: {cause}{then}."
+
+
+def because(why: str) -> str:
+    """A cause, in front of what came of it."""
+    return f"{why}; so " if why else ""
 
 
 def host_name() -> str:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from shardfold.launch.death import because
 from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores, python_module
 from shardfold.launch.workers import ECHO, Outlet, Worker, caused, end_all, watch
 
@@ -137,6 +138,8 @@ def launch(command: list[str], num_procs: int) -> int:
         if time.monotonic() >= interrupts.until:
             given = f"{GRACE_AFTER_SIGTERM:g} s"
             print(f"Error: the ranks did not end within {given} of the signal and were killed.", file=sys.stderr)
+        elif ranks[0].process.returncode != INTERRUPTED:  # which has said so itself
+            print("Error: interrupted before the ranks could end by themselves.", file=sys.stderr)
         return INTERRUPTED  # before it could stop cleanly, or by the second signal
     report(ranks[failed.local_rank], ranks)
     return exit_status(returncode)
@@ -188,7 +191,7 @@ def report(failed: LocalRank, ranks: Sequence[LocalRank]) -> None:
     ended = (
         "" if not others else f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended"
     )
-    message = f"Error: rank {failed.local_rank} of {len(ranks)} {how(returncode)}{ended}."
+    message = f"Error: {because(failed.why)}rank {failed.local_rank} of {len(ranks)} {how(returncode)}{ended}."
     if not lines:
         print(message, file=sys.stderr)
     elif failed is ranks[0]:

@@ -6,6 +6,7 @@ Both launchers start their ranks here: `shardfold train` on this machine, withou
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from shardfold.launch.process import die_with_parent
 __all__ = ["ECHO", "Outlet", "Worker", "caused", "end_all", "watch"]
 
 FOLLOWS = "SHARDFOLD_FOLLOWS"  # read by shardfold.comm.agreement, which does not know of launchers
+MOST_TOLD = 2000  # bytes
 ECHO = 5.0
 """Seconds that a rank which failed because of another one is held back, for that one to end by itself."""
 
@@ -57,6 +59,7 @@ class Worker:
         ended: time (of the monotonic clock) at which it ended; None while it runs.
         resident: bytes of memory that it held when last looked at.
         follows: whether its engine has said that another rank's end made it fail.
+        why: what its engine has said made it fail; "" if nothing.
     """
 
     def __init__(
@@ -138,7 +141,15 @@ class Worker:
 
     @property
     def follows(self) -> bool:
-        return self._sign is not None and os.fstat(self._sign).st_size > 0
+        return self._told.startswith("1")
+
+    @property
+    def why(self) -> str:
+        return re.split(r"\.(?: (?=[A-Z])|$)", self._told[1:], maxsplit=1)[0]  # how to mend it stands above
+
+    @property
+    def _told(self) -> str:
+        return "" if self._sign is None else os.pread(self._sign, MOST_TOLD, 0).decode(errors="replace")
 
     def mute(self) -> None:
         """Show nothing more of what it writes; of a rank that is shown, the tail then is what was shown."""

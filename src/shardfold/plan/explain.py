@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import (
@@ -25,7 +27,10 @@ from shardfold.plan.presets import named
 from shardfold.plan.program import ROUND, Program, lower
 from shardfold.plan.stay import with_staying
 
-__all__ = ["explain", "explain_preset"]
+__all__ = ["explain", "explain_preset", "usual_blocks"]
+
+SHOWN = 3
+"""Blocks whose program is printed in full."""
 
 
 def explain(
@@ -43,6 +48,7 @@ def explain(
     temporary: Callable[[float, Axes], float] | None = None,
     streams: bool = True,
     layers: Sequence[str] = (),
+    instead: str = "",
 ) -> str:
     """The table, the units, what they cost and the program, as text.
 
@@ -50,7 +56,7 @@ def explain(
     ``activations`` what happens to what autograd saves in units, in lines, ``layers`` how layers are cut along an axis
     and what they send, in lines, ``moved`` what travels between tiers, ``temporary`` the transport's (see
     :func:`in_use`). ``streams``: the device has them, so that sums that go to a slower tier are on the device until
-    they are there.
+    they are there. ``instead`` stands where the program would, of many units; those that are alike then have one line.
     """
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
     lines += ["", "on this mesh and in this precision:", str(bound)]
@@ -60,17 +66,17 @@ def explain(
     for patterns, part in parts:
         lines += ["", f"in the precision of {patterns}:", str(part)]
     lines += ["", f"{'unit':<28}{'parameters':>14}{'padding':>10}  segments"]
-    for unit in units:
+    for name, unit in _runs(units) if instead else [(unit.name, unit) for unit in units]:
         numel, padding = sum(s.numel for s in unit.segments), sum(s.padding for s in unit.segments)
         kinds = ", ".join(
             f"{s.dtype}{' own' if s.own else ''}{'' if s.trainable else ' frozen'}" for s in unit.segments
         )
         held_long = ""
         if unit.root and bound.rest.over:
-            held_long = "  (held through each pass)" if unit.table_or(bound).rest.over else "  (whole on every rank)"
+            held_long = "  (whole through each pass)" if unit.table_or(bound).rest.over else "  (whole on every rank)"
         tables = unit.trainable and unit.table_or(bound)
         stays = "  (the optimizer's states stay on the device)" if tables and tables.share > bound.share else ""
-        lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}{stays}")
+        lines.append(f"{name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}{stays}")
     if activations:
         lines += ["", *activations]
     if layers:
@@ -99,25 +105,54 @@ def explain(
     if moved:
         lines += ["", "bytes that each rank moves between the device and slower tiers in a step:"]
         lines += [f"  {k.tier:<8}{k.op:<28}{calls:>5} calls{n:>18,.0f}" for k, (calls, n) in moved.items()]
-    return "\n".join([*lines, "", str(program)])
+    return "\n".join([*lines, "", instead or str(program)])
+
+
+def _runs(units: Sequence[UnitSpec]) -> Iterator[tuple[str, UnitSpec]]:
+    """Units that follow each other and differ in their names only, by the first one; and what to call them together."""
+    for _, run in groupby(units, key=lambda unit: replace(unit, name="")):
+        first, *others = run
+        yield f"{first.name} .. {others[-1].name}" if others else first.name, first
+
+
+def usual_blocks(params: int) -> int:
+    """How many blocks decoders of so many parameters have: 12 x width^2 in each, of a width of 128 times their number,
+    as in 32 blocks of 4096 for 6.7e9. At least 2, at most 1,000."""
+    return min(max(2, round((params / (12 * 128**2)) ** (1 / 3))), 1000)
 
 
 def explain_preset(
-    layout: str | Layout, *, mesh: Sizes, precision: str | Precision = "fp32", params: int = 1_000_000_000
+    layout: str | Layout,
+    *,
+    mesh: Sizes,
+    precision: str | Precision = "fp32",
+    params: int = 1_000_000_000,
+    blocks: int | None = None,
 ) -> str:
-    """As :func:`explain`, for a model of ``params`` parameters with AdamW, cut into a root of 2 % and two equal units.
+    """As :func:`explain`, for a model of ``params`` parameters with AdamW, cut into a root of 2 % and equal blocks.
 
-    What is held does not depend on the cut, and what is sent only on the sum; a real model has more units.
+    What is held does not depend on the cut, and what is sent only on the sum; what is in memory for a part of a step
+    does: it is of a block or two.
+
+    Args:
+        layout: a preset's name, or a table.
+        mesh: ranks along each axis.
+        precision: a policy, or its name.
+        params: number of parameters.
+        blocks: how many blocks; None: :func:`usual_blocks`, which the first line says.
 
     Raises:
         LayoutError: the layout or precision is unknown, or does not fit the mesh.
     """
     policy = Precision.named(precision)
     table = named(layout)
-    root = params // 50
-    sizes = {"(root)": root, "block.0": (params - root) // 2, "block.1": params - root - (params - root) // 2}
+    count = usual_blocks(params) if blocks is None else blocks
     mesh = Mesh(Mesh.of(mesh).axes, table.rare)
     ranks = mesh.divisor * mesh.groups
+    each = (params - params // 50) // count
+    each -= each % ranks if each > ranks else 0  # what does not come out even is the root's, so that blocks are alike
+    root = params - each * count
+    sizes = {"(root)": root, **dict.fromkeys((f"block.{n}" for n in range(count)), each)}
     bound = table.bind(policy, mesh)
     units = [
         UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
@@ -125,12 +160,24 @@ def explain_preset(
     ]
     if table.share < 1:
         units = with_staying(units, bound, lambda _: table.near().bind(policy, mesh))
+    program = _lowered(units, bound, mesh)
+    instead = ""
+    if count > SHOWN:
+        instead = f"the program, of 2 of the {count} blocks:\n{_lowered(units[:3], bound, mesh)}"
+    held = resting_bytes(bound, units, mesh, padded=True)
+    text = explain(
+        table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh, step_of(1, program)),
+        instead=instead,
+    )  # fmt: skip
+    why = "as many as decoders of that size have; --blocks says another number" if blocks is None else "as given"
+    cut = f"{count} block{'s' if count > 1 else ''} ({why})"
+    return f"{params:,} parameters: {root:,} in the root, the others in {cut}\n{text}"
+
+
+def _lowered(units: Sequence[UnitSpec], bound: Layout, mesh: Mesh) -> Program:
+    """The program of these units, with clipping and overlap."""
     by_name = {unit.name: unit for unit in units}
-    program = apply(
+    return apply(
         lower(bound, units, mesh, clip=True), Overlap(),
         fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh),
     )  # fmt: skip
-    held = resting_bytes(bound, units, mesh, padded=True)
-    return explain(
-        table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh, step_of(1, program))
-    )

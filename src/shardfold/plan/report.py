@@ -88,7 +88,7 @@ class MemoryReport(NamedTuple):
         return sum(row.padding for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'state':<10}{'memory':<8}{'table':>12}{'padding':>12}{'held':>12}"]
+        lines = [f"{'state':<10}{'memory':<8}{'table':>12}{'padding':>12}{'measured':>12}"]
         for row in self.rows:
             lines.append(
                 f"{row.state:<10}{row.tier:<8}{human(row.table):>12}{human(row.padding):>12}{human(row.held):>12}"

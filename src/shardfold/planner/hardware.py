@@ -269,6 +269,9 @@ def _device(name: str) -> Device:
     known = {each.lower(): each for each in DEVICES}
     found = known.get(name.lower()) or known.get(name.lower().replace("gb", "g"))
     if found is None:
+        sizes = [each for each in DEVICES if each.lower().startswith(f"{name.lower()}-")]
+        if sizes:
+            raise ConfigError(f"{name!r} is made with more than one memory: write {' or '.join(sizes)}.")
         raise ConfigError(f"there is no device {name!r}.{did_you_mean(name, DEVICES)}")
     return DEVICES[found]
 

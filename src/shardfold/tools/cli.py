@@ -29,6 +29,7 @@ __all__ = ["app", "main"]
 
 FAILED = 1
 MOST_PARAMS = 1e18
+MOST_BLOCKS = 2**12
 RECIPES = ("lm", "face")
 FACE = "train face"
 """The command that ``train face`` is: its options are others than the language model's."""
@@ -231,11 +232,21 @@ app.command(FACE, hidden=True, epilog="For example: shardfold train face --layou
     "shardfold explain --config ds_config.json --ranks 16"
 )
 def explain(
-    layout: Annotated[str, typer.Argument(help=f"A layout's name: {', '.join(presets.NAMES)}.")] = "zero3",
+    layout: Annotated[
+        str | None, typer.Argument(help=f"A layout's name (default zero3): {', '.join(presets.NAMES)}.")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 8,
     nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over evenly.")] = 1,
-    precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
+    precision: Annotated[str | None, typer.Option(help="Precision policy (default bf16).")] = None,
     params: Annotated[float, typer.Option(help="Number of parameters.")] = 1e9,
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_BLOCKS,
+            help="Blocks that the model is made of (default: as many as decoders of that size have).",
+        ),
+    ] = None,
     offload: Annotated[
         str | None,
         typer.Option(
@@ -247,22 +258,26 @@ def explain(
     ] = None,
 ) -> None:
     """Show a layout's table and program, and what they cost; or every value that a DeepSpeed config sets."""
-    table = offloaded(presets.named(layout), offload)
-    if config is not None and offload is not None:
-        raise ConfigError("--offload goes with a layout; a DeepSpeed config says itself what is offloaded: give one.")
+    name = "zero3" if layout is None else layout
+    table = offloaded(presets.named(name), offload)
+    if config is not None:
+        for option, given in (("--offload", offload), ("--precision", precision), (f"the layout {name}", layout)):
+            if given is not None:
+                raise ConfigError(f"a DeepSpeed config says itself what {option} would: leave that out, or --config.")
     if not 1 <= params <= MOST_PARAMS:
         raise ConfigError(f"--params {params:g}: it is a number of parameters, from 1 to {MOST_PARAMS:g}.")
     if ranks % nodes:
         raise ConfigError(f"{ranks} ranks do not spread evenly over {nodes} nodes: choose --ranks as a multiple.")
     mesh = {"inter": nodes, "intra": ranks // nodes}
     if config is not None:
-        from shardfold.compat.deepspeed.config_text import explain_config
+        from shardfold.tools.explained import explain_config
 
-        print(explain_config(config, mesh=mesh, params=int(params)))
+        print(explain_config(config, mesh=mesh, params=int(params), blocks=blocks))
         return
     from shardfold.plan.explain import explain_preset
 
-    print(explain_preset(layout if offload is None else table, mesh=mesh, precision=precision, params=int(params)))
+    which = name if offload is None else table
+    print(explain_preset(which, mesh=mesh, precision=precision or "bf16", params=int(params), blocks=blocks))
 
 
 @app.command(epilog="For example: shardfold bench gpt --params 46e6 --only torch-ddp,'zero*' --rounds 5")

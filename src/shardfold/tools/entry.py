@@ -11,6 +11,7 @@ from shardfold.tools import extras
 __all__ = ["main"]
 
 SAID = 2  # as in shardfold.launch: one sentence has said what is wrong
+INTERRUPTED = 130
 
 
 def main() -> NoReturn:
@@ -21,6 +22,9 @@ def main() -> NoReturn:
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
         from shardfold.tools import cli
+    except KeyboardInterrupt:
+        print("Error: interrupted before it was done.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except ModuleNotFoundError as error:
         said = extras.sentence("the command shardfold", error)
         if said is None:

@@ -48,27 +48,34 @@ def test_what_sequence_parallelism_needs() -> None:
     assert flags == ["--sequence-parallel", "--no-sequence-parallel"]
 
 
-def _resumed(data: str, folder: str) -> tuple[list[float], dict[str, object]]:
+def _resumed(data: str, folder: str) -> tuple[list[dict[str, float]], dict[str, object]]:
     """A run of two steps, and two more with other rates, from another folder."""
     os.chdir(data)
     shape = {"d_model": 16, "layers": 1, "heads": 2, "context": 16}
     common = {"warmup": 0, "eval_windows": 2, "sample": 0, "save_every": 1, "micro_batch": 2, "eval_every": 0}
-    train(TrainConfig.load({**shape, **common, "data": "text", "steps": 2, "out": f"{folder}/a"}))
+    here = {"data": "text", "peak_flops": "machine.json"}
+    train(TrainConfig.load({**shape, **common, **here, "steps": 2, "out": f"{folder}/a"}))
     os.chdir(folder)
     given = {"resume": "a", "steps": 4, "lr": 1e-5, "weight_decay": 0.0, "out": f"{folder}/b"}
     train(TrainConfig.load(resumed_settings(Path("a"), given)))
     lines = Path(folder, "b", "metrics.jsonl").read_text().splitlines()
     index = json.loads(Path(folder, "b", "checkpoints", "step-000004", "index.json").read_text())
-    return [json.loads(line)["lr"] for line in lines], index["optimizer"]["groups"][0]["options"]
+    return [json.loads(line) for line in lines], index["optimizer"]["groups"][0]["options"]
 
 
 def test_what_is_given_beside_resume_acts(ranks: Ranks, tmp_path: Path) -> None:
-    """Rates are those of the schedule that is asked for from the first step on: half a cosine from 1 to 0.1."""
+    """Rates are those of the schedule that is asked for from the first step on: half a cosine from 1 to 0.1. Files that
+    the first run named are found from another folder: text, and the profile that utilization is counted by."""
     (tmp_path / "run").mkdir()
     (tmp_path / "text").write_text("".join(f"{number} is less than {number + 1}.\n" for number in range(400)))
-    rates, options = ranks.run(_resumed, str(tmp_path), str(tmp_path / "run"), world_size=1)[0]
+    profile = {"name": "mine", "memory": 1e9, "flops": {"fp32": 1e9}, "bandwidth": 1e9}
+    (tmp_path / "machine.json").write_text(json.dumps(profile))
+    rows, options = ranks.run(_resumed, str(tmp_path), str(tmp_path / "run"), world_size=1)[0]
     third, fourth = 0.55, 0.1 + 0.9 * (1 - 2**-0.5) / 2
-    assert rates == pytest.approx([1e-5 * third, 1e-5 * fourth])
+    assert [row["lr"] for row in rows] == pytest.approx([1e-5 * third, 1e-5 * fourth])
+    block = 4 * 16**2 + 3 * 16 * 64 + 2 * 16  # 64 is 8/3 of the width, rounded up to a multiple of 32
+    for row in rows:
+        assert row["mfu"] == pytest.approx(6 * (block + 2 * 256 * 16 + 16) * row["tokens_per_s"] / 1e9)
     assert options["weight_decay"] == 0.0 and options["initial_lr"] == 1e-5
 
 
@@ -87,3 +94,19 @@ def test_no_samples_are_refused_and_the_most_are_called_max(tmp_path: Path) -> N
     kept.write_text(json.dumps(TrainConfig.load({"micro_batch": "max"}).model_dump(mode="json", exclude_none=True)))
     assert json.loads(kept.read_text())["micro_batch"] == "max"
     assert TrainConfig.load(read_settings(kept)).micro_batch == 0
+
+
+def test_a_token_goes_through_its_own_experts_only() -> None:
+    """Of 4 experts a token goes through 2: of 16 x 64 elements each, three times."""
+    dense, mixed = (
+        TrainConfig.load({"d_model": 16, "heads": 2, "layers": 3, "experts": n}).model_shape() for n in (0, 4)
+    )
+    assert dense.num_read == dense.num_parameters
+    assert mixed.num_parameters - mixed.num_read == 3 * 2 * (3 * 16 * 64)
+
+
+@pytest.mark.parametrize("given", ["0", "fast", "-1", "inf", "no-such.json"])
+def test_what_a_device_could_do_is_a_number_or_a_file(given: str) -> None:
+    with pytest.raises(ConfigError, match=rf"peak_flops is '{given}', which is neither FLOP/s"):
+        TrainConfig.load({"peak_flops": given})
+    assert TrainConfig.load({"peak_flops": "312e12"}).peak_flops == "312e12"

@@ -36,7 +36,8 @@ class Check(NamedTuple):
     """One thing that was looked at.
 
     Attributes:
-        state: ``ok``; ``slow``: it works and costs speed; ``bad``: something will not work.
+        state: ``ok``; ``none``: what can be installed on request is not; ``slow``: it works and costs speed; ``bad``:
+            something will not work.
         what: what was looked at.
         said: what was found.
         mend: what to do, where something is to be done.
@@ -72,7 +73,7 @@ def _software() -> Iterator[Check]:
     for package, extra in EXTRAS.items():
         if importlib.util.find_spec(imported.get(package, package)) is None:
             yield Check(
-                "slow", "packages", f"{package} is not installed", f"pip install 'shardfold[{extra}]' for what needs it"
+                "none", "packages", f"{package} is not installed", f"pip install 'shardfold[{extra}]' for what needs it"
             )
 
 

@@ -15,7 +15,7 @@ from shardfold.tools.observe.formats import format_bytes
 
 __all__ = ["doctor"]
 
-COLORS = {"ok": "green", "slow": "yellow", "bad": "red"}
+COLORS = {"ok": "green", "none": "dim", "slow": "yellow", "bad": "red"}
 
 
 def doctor(measure_into: Path | None, *, as_json: bool) -> bool:
@@ -44,9 +44,10 @@ def _show(found: list[Check]) -> None:
         mend = f"\n-> {each.mend}" if each.mend else ""
         table.add_row(Text(each.state, COLORS[each.state]), each.what, Text(each.said + mend))
     console.print(table)
-    wrong, slow = (sum(each.state == state for each in found) for state in ("bad", "slow"))
+    wrong, slow, none = (sum(each.state == state for each in found) for state in ("bad", "slow", "none"))
     costs = f"{slow} things cost" if slow > 1 else f"{'one thing' if slow else 'nothing'} costs"
-    console.print(f"\n{wrong or 'Nothing'} wrong, {costs} speed or features.", highlight=False)
+    without = f"; not installed on request: {none} package{'s' * (none > 1)}" if none else ""
+    console.print(f"\n{wrong or 'Nothing'} wrong, {costs} speed{without}.", highlight=False)
 
 
 def _measure(path: Path, *, quiet: bool) -> None:

@@ -29,6 +29,9 @@ class StepMetrics:
     """Held by this rank for the model's state."""
     held_out_bits_per_byte: float | None = None
     """Where the held-out text was evaluated after this step."""
+    mfu: float | None = None
+    """Model FLOPs utilization of all devices in this step, without attention between tokens; None where what a device
+    could do is not known."""
     loss_scale: float | None = None
     """What this step's losses were multiplied by, in fp16."""
     skipped: int = 0

@@ -189,7 +189,7 @@ def _tables(summary: Mapping[str, Any]) -> list[str]:
         [row["state"], row["tier"], format_bytes(row["table"]), format_bytes(row["padding"]), format_bytes(row["held"])]
         for row in summary.get("memory", [])
     ]
-    head = ["state", "tier", "by the layout", "padding", "held"]
+    head = ["state", "tier", "by the layout", "padding", "measured"]
     found = ["<h2>Memory between steps, rank 0</h2>", _table(head, memory)]
     traffic = summary.get("traffic", [])
     if traffic:

@@ -130,7 +130,7 @@ def memory_table(rows: Sequence[MemoryRow]) -> Group:
     for name in ("formula", "padding", "predicted"):
         table.add_column(name, justify="right")
     table.add_column("")
-    table.add_column("held", justify="right")
+    table.add_column("measured", justify="right")
     for row in rows:
         predicted = row.table + row.padding
         cells = [format_bytes(value) for value in (row.table, row.padding, predicted)]

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -73,7 +74,16 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff * max(1, self.experts) + 2 * self.d_model
+        return self._parameters(max(1, self.experts))
+
+    @property
+    def num_read(self) -> int:
+        """Parameters that one token goes through: of experts, those of the ``top_k`` that it is sent to."""
+        return self._parameters(min(self.top_k, self.experts) or 1)
+
+    def _parameters(self, experts: int) -> int:
+        """Of a model that has so many experts in a block, or reads so many."""
+        block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff * experts + 2 * self.d_model
         block += self.experts * self.d_model  # routers
         tables = (1 if self.tied else 2) * self.vocab * self.d_model
         return self.layers * block + tables + self.d_model
@@ -117,6 +127,27 @@ def _samples(given: Any) -> Any:
     if isinstance(given, (int, str)) and re.fullmatch(r"-\d+|0+", str(given)):
         raise ValueError("should be at least 1, or max: the most that fit, by plan")
     return given
+
+
+def flops_or_file(given: str) -> float | Path:
+    """What ``--peak-flops`` says, as ``engine.stats(peak_flops=)`` takes it.
+
+    Raises:
+        ConfigError: it is neither a number above 0 nor the file of a profile.
+    """
+    try:
+        flops = float(given)
+    except ValueError:
+        path = Path(given).expanduser()
+        if path.is_file():
+            return path
+        flops = 0.0
+    if 0 < flops < inf:
+        return flops
+    raise ConfigError(
+        f"peak_flops is {given!r}, which is neither FLOP/s, a number above 0, nor the file of a profile: write it as "
+        "312e12, or let shardfold doctor --measure FILE write one."
+    )
 
 
 class Settings(BaseModel):
@@ -220,6 +251,11 @@ class TrainConfig(Settings):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")
     eval_windows: int = Field(256, ge=1, description="Held-out windows that an evaluation reads.")
+    peak_flops: str | None = Field(
+        None,
+        description="What a device could do, for MFU in metrics.jsonl: FLOP/s, or the file that doctor --measure "
+        "wrote; without it, as printed of a GPU that plan knows by name.",
+    )
     sample: int = Field(400, ge=0, description="Bytes of text to generate at the end.")
     temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="Temperature of that text; 0 is greedy.")
     save_every: int = Field(
@@ -271,6 +307,8 @@ class TrainConfig(Settings):
             )
         if self.memory is not None and parse_bytes(self.memory) is None:
             raise ConfigError(f"memory is {self.memory!r}, which is not a number of bytes: write it as 8GiB or 8GB.")
+        if self.peak_flops is not None:
+            flops_or_file(self.peak_flops)
         self._check_stages()
         self.table()
         if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:

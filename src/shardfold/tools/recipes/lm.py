@@ -32,6 +32,7 @@ import shardfold as sf
 from shardfold import accelerator
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.comm.mesh import pick_device
+from shardfold.engine.peak import peak_of
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
 from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
 from shardfold.optim.schedules import renew_rates
@@ -45,7 +46,7 @@ from shardfold.tools.observe.formats import format_bytes, format_count, format_d
 from shardfold.tools.observe.metrics import MetricsWriter, StepMetrics
 from shardfold.tools.observe.page import write_page
 from shardfold.tools.observe.progress import Progress
-from shardfold.tools.recipes.config import SHAPE, TrainConfig
+from shardfold.tools.recipes.config import SHAPE, TrainConfig, flops_or_file
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
@@ -216,6 +217,8 @@ class Run:
         )
         self.windows = held_out_windows(corpus, context=self.shape.context, number=config.eval_windows)
         self.tokens_per_step = self.engine.data_ranks * config.accumulate * config.micro_batch * self.shape.context
+        given = None if config.peak_flops is None else flops_or_file(config.peak_flops)
+        self.flops = peak_of(given, self.engine.device, sf.Precision.named(config.precision)).flops
         self.done = self.begun_at = 0
         self.history: list[StepMetrics] = []
         self.stop = StopSignal()
@@ -301,19 +304,27 @@ class Run:
             raise ShardfoldError(self.not_finite(f"the loss is {mean}"))
         self.done += 1
         now = time.perf_counter()
+        tokens_per_s = self.tokens_per_step / (now - began)
         return StepMetrics(
             step=self.done,
             loss=mean,
             bits_per_byte=mean / LN2,
             lr=done.lr,
             grad_norm=done.grad_norm,
-            tokens_per_s=self.tokens_per_step / (now - began),
+            tokens_per_s=tokens_per_s,
+            mfu=self.mfu(tokens_per_s),
             seconds=now - self.began,
             # Walking live storages every step would cost time, and at rest between steps nothing changes.
             memory_bytes=self.history[-1].memory_bytes if self.history else in_memory(self.engine.memory()),
             loss_scale=done.loss_scale if scaler is not None else None,
             skipped=scaler.skipped if scaler is not None else 0,
         )
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Return the part of what all devices could do that the model's products come to, at this pace."""
+        if self.flops is None:
+            return None
+        return 6 * self.shape.num_read * tokens_per_s / (self.flops * self.engine.world_size)
 
     def not_finite(self, what: str) -> str:
         """Return the sentence with which a run ends that is not finite any more."""
@@ -330,7 +341,7 @@ class Run:
         for indices in islice(batches, self.config.accumulate):
             value, number = self.loss(*self.text.batch(indices))
             self.engine.backward(value)
-            done = self.engine.step()
+            done = self.engine.step(tokens=number)
             loss += value.detach()
         return done, self.engine.mean(loss.item() / self.config.accumulate, weight=number)
 
@@ -338,7 +349,7 @@ class Run:
         """The same of stages, which run all micro-batches together."""
         parts = [self.on_device(*self.text.batch(indices)) for indices in islice(batches, self.config.accumulate)]
         loss = self.engine.train_batch(parts)
-        return self.engine.step(), self.engine.mean(loss.item())
+        return self.engine.step(tokens=sum(part["targets"].numel() for part in parts)), self.engine.mean(loss.item())
 
     def on_device(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return what the model is called with."""
@@ -519,6 +530,8 @@ def resolved(run: Run) -> dict[str, Any]:
     # As they are, and not as the model writes them: a path need not be UTF-8.
     # From the root on, so that a run which is resumed from another folder finds them.
     paths = {name: getattr(run.config, name) for name in ("data", "resume")}
+    flops = run.config.peak_flops and flops_or_file(run.config.peak_flops)
+    paths["peak_flops"] = flops if isinstance(flops, Path) else None
     settings.update({name: os.path.abspath(path.expanduser()) for name, path in paths.items() if path is not None})
     settings.update({name: getattr(run.shape, name) for name in SHAPE})
     settings["procs"] = run.engine.world_size
@@ -579,8 +592,9 @@ def show(run: Run, out: Path, bits: Mapping[str, float], seconds: float, sample:
     console = run.console
     memory, traffic = run.engine.memory(), run.engine.traffic()
     steps = run.done - run.begun_at
-    pace = format_count(steps * run.tokens_per_step / seconds)
-    console.print(f"\n{steps} steps in {format_duration(seconds)}, {pace} tokens/s", highlight=False)
+    pace = steps * run.tokens_per_step / seconds
+    mfu = "" if run.mfu(pace) is None else f", MFU {run.mfu(pace):.1%}"
+    console.print(f"\n{steps} steps in {format_duration(seconds)}, {format_count(pace)} tokens/s{mfu}", highlight=False)
     tables.print_whole(
         console,
         tables.quality_table(bits),
