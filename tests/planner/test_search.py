@@ -152,18 +152,25 @@ def test_a_deepspeed_config_says_what_it_has_no_words_for() -> None:
 
 
 def test_seconds_grow_with_a_slower_link_and_not_for_one_rank(subject: Subject) -> None:
-    """A link bounds a step from below by the bytes of the program; beside streams it hides behind the computation."""
+    """A link bounds a step from below by the bytes of the program; beside streams it hides behind the computation, but
+    for what that waits for: units that are not gathered ahead."""
     trace = subject.trace("bf16", "keep", 2)
     slow = DEVICES["2080Ti"]
 
-    def seconds(layout: str, gpus: str) -> float:
+    def seconds(layout: str, gpus: str, *, overlap: sf.Overlap | None = None, **device: float) -> float:
         where = cluster(gpus)
-        setting = subject.setting(trace, layout=layout, precision="bf16", mesh=where.mesh, behaviour=GPU)
-        return plan_seconds(setting, plan_memory(setting, trace), where.device).step
+        setting = subject.setting(
+            trace, layout=layout, precision="bf16", mesh=where.mesh, behaviour=GPU, overlap=overlap
+        )
+        return plan_seconds(setting, plan_memory(setting, trace), replace(where.device, **device)).step
 
     assert seconds("zero1", "1x2080Ti") < seconds("zero1", "2x2080Ti") < seconds("zero1", "2x1x2080Ti")
     sent = 2 * SHAPE.num_parameters * (4 + 2) / 2  # fp32 gradients to their owners, bf16 parameters back
     assert seconds("zero1", "2x1x2080Ti") > sent / 2 / slow.far.rate
+    late, ahead = (
+        seconds("zero3", "2x2080Ti", overlap=sf.Overlap(prefetch=n), launch=0.0, operation=0.0) for n in (0, 1)
+    )
+    assert late > ahead
 
 
 def test_a_host_without_streams_does_one_thing_after_the_other(subject: Subject) -> None:
