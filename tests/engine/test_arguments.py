@@ -361,9 +361,7 @@ def test_the_loss_of_a_model_that_trains_nothing_says_so(precision: str):
     sgd = SGD(frozen.requires_grad_(False).parameters())
     with closing(sf.Engine(frozen, optimizer=sgd, precision=precision, loss_scale=scale)) as mine:
         loss = mine(torch.ones(2, 4)).sum()
-        with pytest.raises(
-            UsageError, match=r"all of the model's parameters are frozen .* unfreeze what is to be"
-        ):
+        with pytest.raises(UsageError, match=r"all of the model's parameters are frozen .* unfreeze what is to be"):
             mine.backward(loss)
         if precision == "fp16":
             with pytest.raises(UsageError, match=r"engine.scale\(\): the loss does not require grad, because all of"):
