@@ -219,6 +219,42 @@ def test_optimizers_have_the_update_of_their_formula(name: str):
         torch.testing.assert_close(ours.double() - start, x - start, rtol=1e-4, atol=2e-7)  # roundings of values near 1
 
 
+IN_FP32 = {
+    "Adam": (partial(DeepSpeedCPUAdam, lr=0.1, weight_decay=0.1), partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)),
+    "Adagrad": (partial(DeepSpeedCPUAdagrad, lr=0.1), partial(torch.optim.Adagrad, lr=0.1)),
+    "Lion": (partial(DeepSpeedCPULion, lr=0.1), partial(sf.optim.Lion, lr=0.1, betas=(0.9, 0.999))),
+}
+
+
+@pytest.mark.parametrize("fp32_states", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", IN_FP32)
+def test_16_bit_parameters_are_updated_in_fp32_and_states_are_what_is_asked_for(
+    name: str, dtype: torch.dtype, fp32_states: bool
+) -> None:
+    """As the plain class on fp32 copies, whose values are rounded behind each step, and whose states are if asked."""
+    make, plain = IN_FP32[name]
+    mine, wide = [nn.Parameter(w.detach().to(dtype)) for w in weights()], weights()
+    ours, theirs = make(mine, fp32_optimizer_states=fp32_states), plain(wide)
+    wide[0].data.copy_(mine[0])
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        mine[0].grad = torch.randn(3, 4, generator=draw).to(dtype)
+        wide[0].grad = mine[0].grad.float()
+        ours.step()
+        theirs.step()
+        wide[0].data.copy_(wide[0].detach().to(dtype))
+        for key, value in theirs.state[wide[0]].items():
+            if key != "step" and not fp32_states:
+                value.copy_(value.to(dtype))
+        assert torch.equal(mine[0].detach().float(), wide[0].detach())
+    for key, value in theirs.state[wide[0]].items():
+        if key != "step":
+            state = ours.state[mine[0]][key]
+            assert state.dtype is (torch.float32 if fp32_states else dtype) and torch.equal(state.float(), value), key
+    assert ours.param_groups[0]["params"][0] is mine[0] and len(ours.state) == 1
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_without_bias_correction(decoupled: bool):
     """`x -= lr * m / (sqrt(v) + eps)`, in one group beside another that corrects."""

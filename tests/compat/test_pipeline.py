@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,35 @@ def test_trains(ranks: Ranks, name: str, ranks_: int, *, stages: int, stage: int
                 more: dict[str, Any]) -> None:  # fmt: skip
     """Losses, norms and outputs of an evaluation are plain PyTorch's to 1e-12; ZeRO 2 and 3 go inside, too."""
     ranks.run(_trains, name, stages, stage, micro, everywhere, more, world_size=ranks_)
+
+
+def _of_a_sequential() -> tuple[list[float], list[float]]:
+    """Losses of layers out of an ``nn.Sequential``, and in plain PyTorch."""
+    with pytest.raises(ConfigError, match=r"was given a Linear: give a list of layers or an nn\.Sequential"):
+        PipelineModule(nn.Linear(2, 2), num_stages=1)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    plain = copy.deepcopy(layers)
+    sgd, inputs, labels = torch.optim.SGD(plain.parameters(), lr=0.1), torch.ones(1, 4), torch.ones(1, 1)
+    net = PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss(), activation_checkpoint_interval=1)
+    config = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+    ours, theirs = list[float](), list[float]()
+    for _ in range(2):
+        ours.append(float(engine.train_batch(iter([(inputs, labels)]))))
+        loss = nn.functional.mse_loss(plain(inputs), labels)
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        theirs.append(loss.item())
+    engine.destroy()
+    return ours, theirs
+
+
+def test_layers_may_be_a_sequential(ranks: Ranks) -> None:
+    """Linear layers keep their inputs alone, so that an interval of checkpoints has nothing to do, and is taken."""
+    [(ours, theirs)] = ranks.run(_of_a_sequential, world_size=1)
+    assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 # -- checkpoints

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.errors import CheckpointError, ConfigError, ModelError, ShardfoldError
+from shardfold.errors import CheckpointError, ConfigError, ModelError, ShardfoldError, UsageError
 from shardfold.testing import Ranks
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -160,6 +160,9 @@ def used_wrongly(folder: str) -> dict[str, str]:
     trained, x, told = engine(), torch.ones(2, 4), dict[str, str]()
     calls: dict[str, Callable[[], Any]] = {
         "a number": lambda: trained.backward(1.0),  # pyright: ignore[reportArgumentType]
+        "a tensor of outputs": lambda: trained.backward(trained(x)),
+        "a detached loss": lambda: trained.backward(trained(x).sum().detach()),
+        "a loss of integers": lambda: trained.backward(trained(x).argmax()),
         "a weight": lambda: trained.backward(trained(x).sum(), weight="x"),  # pyright: ignore[reportArgumentType]
         "a closure": lambda: trained.step(lambda: 1.0),  # pyright: ignore[reportArgumentType]
         "mean": lambda: trained.mean(None),  # pyright: ignore[reportArgumentType]
@@ -190,6 +193,9 @@ def test_calls_on_an_engine_refuse_and_change_nothing(ranks: Ranks, world_size: 
     for rank, told in enumerate(ranks.run(used_wrongly, str(tmp_path), world_size=world_size)):
         words = {
             "a number": "the loss is of type float: give the tensor that forward made, without .item()",
+            "a tensor of outputs": "the loss has shape (2, 4), but a backward begins at one number: give loss.mean()",
+            "a detached loss": "the loss, of float32, does not require grad, so no parameter leads to it: it was detac",
+            "a loss of integers": "engine.backward(): the loss, of int64, does not require grad, so no parameter leads",
             "a weight": "engine.backward(weight='x')", "a closure": "engine.backward(loss), then engine.step()",
             "mean": "engine.mean(): the value is None", "agree": "engine.agree(): the values are None",
             "agree of text": "engine.agree(): the values are 'x'", "last": "last_micro_batch= is 'x'",
@@ -346,3 +352,42 @@ def test_what_acts_can_be_assigned() -> None:
         assert (called, mine.mine, mine.steps) == (["step"], 4, 1)
         with pytest.raises(ConfigError, match="would do nothing"):
             mine.clip = sf.Clip(norm=1.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_loss_of_a_model_that_trains_nothing_says_so(precision: str):
+    """Its optimizer may be there for what is unfrozen later; ``scale()`` says the same where it acts."""
+    frozen, scale = model(), None if precision == "fp32" else 1.0
+    sgd = SGD(frozen.requires_grad_(False).parameters())
+    with closing(sf.Engine(frozen, optimizer=sgd, precision=precision, loss_scale=scale)) as mine:
+        loss = mine(torch.ones(2, 4)).sum()
+        with pytest.raises(UsageError, match=r"all of the model's parameters are frozen .* unfreeze what is to be"):
+            mine.backward(loss)
+        if precision == "fp16":
+            with pytest.raises(UsageError, match=r"engine.scale\(\): the loss does not require grad, because all of"):
+                mine.scale(loss)
+        mine.module.requires_grad_(True)
+        mine.backward(mine(torch.ones(2, 4)).sum())
+        assert mine.step().step == 1
+
+
+def _alone_without_a_loss() -> str:
+    """Rank 1 catches what its detached loss raises, and leaves its micro-batch out, which rank 0 does not."""
+    with closing(engine(layout="ddp")) as mine:
+        try:
+            for step in range(2):
+                loss = mine(torch.ones(2, 4)).sum()
+                if mine.rank and not step:
+                    with pytest.raises(UsageError):
+                        mine.backward(loss.detach())
+                    continue
+                mine.backward(loss)
+                mine.step()
+        except ShardfoldError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_a_rank_that_drops_a_loss_that_cannot_begin_a_backward_is_told_of(ranks: Ranks):
+    for said in ranks.run(_alone_without_a_loss, world_size=2, timeout=60):
+        assert "the ranks are a" in said, said

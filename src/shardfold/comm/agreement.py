@@ -51,11 +51,13 @@ from shardfold.plan.axes import Axes
 __all__ = ["ALIKE", "Agreement", "Claim", "Meeting"]
 
 SLICE = timedelta(seconds=1)
-# Places in a message; MORE holds the section's number + 1. Behind the flags: a hash and its complement, then bits.
+# Places in a message; MORE holds the section's number + 1. Behind the flags: two hashes, each in front of its
+# complement, of what ranks are about to do and of what they have to have alike for it; then bits.
 MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 9
 CAUGHT = 2  # of the flags, in front of a backward: a rank has dropped a pass
 CODE = 4  # bytes of the hash
-BITS = HEADER + 2 * CODE
+ALSO = HEADER + 2 * CODE
+BITS = ALSO + 2 * CODE
 SHOWN, AHEAD = 8, 8192  # operations that are published, and those that are kept where the host runs ahead
 SHORT = 200  # characters of what ranks compare that are shown where it differs
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
@@ -71,11 +73,13 @@ class Meeting(NamedTuple):
         together: all ranks, or those that are being helped and this is one of them, do what they asked for.
         flags: those that any rank set.
         more: if this rank is asked to help: the section of which others need more; None: they evaluate.
+        apart: what they have to have alike for it differs.
     """
 
     together: bool
     flags: list[int]
     more: int | None = None
+    apart: bool = False
 
 
 class Place(NamedTuple):
@@ -321,6 +325,7 @@ class Agreement:
         evaluated: bool = False,
         more: int | None = None,
         flags: Sequence[bool] = (),
+        alike: str = "",
     ) -> Meeting:
         """Whether all ranks are about to do ``what``.
 
@@ -334,16 +339,18 @@ class Agreement:
             evaluated: whether this rank evaluated since the last step.
             more: the number of the section that this rank needs more of.
             flags: up to 4, of which the answer tells whether any rank set them.
+            alike: a text of which the answer tells whether all ranks that do ``what`` gave the same.
 
         Raises:
             OrderError: on every rank, naming what each asked for.
         """
+        kind = [1, 0, evaluating, 0 if more is None else more + 1, not evaluated]
         with self.uninterrupted():
-            said = self._say([1, 0, evaluating, 0 if more is None else more + 1, not evaluated], what, flags)
+            said = self._say(kind, what, flags, alike=alike)
         if said[MEETS] and said[ASKS]:
             raise self._disagree(what)
         if _alike(said):
-            return Meeting(True, said[FLAGS:HEADER])
+            return Meeting(True, said[FLAGS:HEADER], apart=not _alike(said, ALSO))
         if said[MORE]:
             return Meeting(more is not None, said[FLAGS:HEADER], said[MORE] - 1)
         if said[EVALUATES] and not said[NOT_EVALUATED]:
@@ -390,10 +397,12 @@ class Agreement:
             raise self._disagree(what)
         return said[BITS : BITS + len(bits)]
 
-    def _say(self, kind: Sequence[int], what: str, flags: Sequence[bool], bits: Sequence[bool] = ()) -> list[int]:
+    def _say(
+        self, kind: Sequence[int], what: str, flags: Sequence[bool], bits: Sequence[bool] = (), alike: str = ""
+    ) -> list[int]:
         """The greatest over all ranks of each byte of a message; of one form for meetings and for asking, because ranks
         that do not do the same must find that out from it."""
-        values = self._message(kind, what, flags, bits)
+        values = self._message(kind, what, flags, bits, alike)
         if self.peers.size > 1:
             work = self._begin(values, what, meets=bool(kind[MEETS]))
             self._needs_help = bool(kind[MORE])
@@ -401,13 +410,13 @@ class Agreement:
         return values.tolist()
 
     def _message(
-        self, kind: Sequence[int], what: str, flags: Sequence[bool] = (), bits: Sequence[bool] = ()
+        self, kind: Sequence[int], what: str, flags: Sequence[bool] = (), bits: Sequence[bool] = (), alike: str = ""
     ) -> torch.Tensor:
         # With the number of operations so far: a rank that left a pass by an exception and goes on is behind the
         # others, and on streams that shows nowhere else until devices wait in vain.
-        code = crc32(f"{self.sequence} {what}".encode()).to_bytes(CODE, "big")
         padded = [*flags, *[False] * (HEADER - FLAGS - len(flags))]
-        values = [*map(int, kind), *map(int, padded), *code, *(255 - byte for byte in code), *map(int, bits)]
+        codes = (*_code(f"{self.sequence} {what}"), *_code(alike))
+        values = [*map(int, kind), *map(int, padded), *codes, *map(int, bits)]
         tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
         tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)
         return tensor
@@ -796,9 +805,15 @@ def _shortened(part: Claim | str) -> str:
     return sha256((part if isinstance(part, str) else json.dumps(list(part.texts))).encode()).hexdigest()
 
 
-def _alike(said: Sequence[int]) -> bool:
+def _code(text: str) -> tuple[int, ...]:
+    """The bytes of a text's hash, and their complement."""
+    code = crc32(text.encode()).to_bytes(CODE, "big")
+    return (*code, *(255 - byte for byte in code))
+
+
+def _alike(said: Sequence[int], at: int = HEADER) -> bool:
     """Whether all ranks said the same text: the least of each byte of its hash is the greatest."""
-    return all(said[i] == 255 - said[i + CODE] for i in range(HEADER, HEADER + CODE))
+    return all(said[i] == 255 - said[i + CODE] for i in range(at, at + CODE))
 
 
 def _by_text(texts: Mapping[int, str]) -> str:

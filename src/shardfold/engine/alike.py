@@ -1,4 +1,5 @@
-"""What every rank has to be given alike: an engine compares it when it is made, before anything is sent."""
+"""What every rank has to be given alike: an engine compares it when it is made, before anything is sent, and of what
+may change later the settings of the optimizer in the meeting before each step."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardfold.comm.agreement import ALIKE, Claim
+from shardfold.comm.agreement import ALIKE, Agreement, Claim
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.passes import Overlap
 from shardfold.plan.placement import UnitSpec
 from shardfold.sharding.compared import PARTS, SLICES, UNEQUAL, parts, slices
 
-__all__ = ["given"]
+__all__ = ["given", "same_settings", "settings"]
 
 
 def given(
@@ -51,6 +52,31 @@ def given(
             [f"{each.name}={getattr(overlap, each.name)!r}" for each in fields(overlap) if each.name != "block"]
         ),
     }
+
+
+def settings(optimizer: Optimizer | None) -> list[str]:
+    """A text for each setting of each group as it is now; of tensors those in host memory, as to read another one would
+    make the host wait for the device."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        f"{name}={_value(value)} in group {number}"
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if name != "params" and not (isinstance(value, Tensor) and value.device.type != "cpu") and _plain(value)
+    ]
+
+
+def same_settings(agreement: Agreement, told: Sequence[str]) -> None:
+    """Compares the :func:`settings` of ranks that are about to take a step, and were found to differ.
+
+    Raises:
+        ConfigError: on every rank, naming two ranks and what each has.
+    """
+    hint = (
+        "nothing was updated; set the same in engine.optimizer.param_groups on every rank, or give all of them the "
+        "same schedule, and call engine.step() again"
+    )
+    agreement.same({"engine.step(): the optimizer's settings": Claim(told, hint=hint)})
 
 
 def _entries(layout: Layout) -> list[str]:

@@ -21,6 +21,7 @@ from shardfold.plan.passes import Overlap
 __all__ = [
     "check_accumulate",
     "check_assigned",
+    "check_begins",
     "check_closure",
     "check_last",
     "check_loss",
@@ -194,6 +195,31 @@ def check_loss(call: str, loss: Any) -> None:
     if not isinstance(loss, Tensor):
         lost = ", without .item()" * isinstance(loss, (int, float))
         raise UsageError(f"{call}: the loss is of type {type(loss).__name__}: give the tensor that forward made{lost}.")
+
+
+def check_begins(call: str, loss: Tensor, model: nn.Module) -> None:
+    """Whether a backward of ``model`` can begin at this loss.
+
+    Raises:
+        UsageError: it is not one number, or does not require grad.
+    """
+    if loss.numel() != 1:
+        raise UsageError(
+            f"{call}: the loss has shape {tuple(loss.shape)}, but a backward begins at one number: give loss.mean() or "
+            "loss.sum(); for gradients of outputs call their own backward(gradient)."
+        )
+    if loss.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            f"{call}: the loss does not require grad, because all of the model's parameters are frozen "
+            "(requires_grad=False), so nothing trains: unfreeze what is to be trained, or leave the backward out."
+        )
+    raise UsageError(
+        f"{call}: the loss, of {str(loss.dtype).removeprefix('torch.')}, does not require grad, so no parameter leads "
+        "to it: it was detached, is of integers, is made of frozen parameters only, or forward ran under "
+        "torch.no_grad(): give what forward made in training."
+    )
 
 
 def check_closure(closure: Any) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfold.engine.arguments import check_loss
+from shardfold.engine.arguments import check_begins, check_loss
 from shardfold.engine.runner import Runner
-from shardfold.errors import ShardfoldError
+from shardfold.errors import ShardfoldError, UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler, scaled
 from shardfold.numerics.token_weights import Shares
@@ -44,6 +44,7 @@ class Backward:
         check_loss("engine.backward()", loss)
         run, runner = self._model.run, self._runner
         runner.drop_interrupted()
+        self._check_begins("engine.backward()", loss)
         if weight != 0:
             self._alarm.note(loss)
         loss, number = self._shares.weighed(loss, weight, runner.accumulate)
@@ -96,6 +97,7 @@ class Backward:
         check_loss("engine.scale()", loss)
         if self._scaler is None:
             return loss
+        self._check_begins("engine.scale()", loss)
         self._alarm.note(loss)
         loss, runner = self._times_scale(loss), self._runner
 
@@ -105,6 +107,17 @@ class Backward:
 
         loss.register_hook(begin)
         return loss
+
+    def _check_begins(self, call: str, loss: Tensor) -> None:
+        """
+        Raises:
+            UsageError: no backward can begin at it; to other ranks, which may have one, this one has dropped its own.
+        """
+        try:
+            check_begins(call, loss, self._model.module)
+        except UsageError:
+            self._runner.caught = True
+            raise
 
     def _times_scale(self, loss: Tensor) -> Tensor:
         self._renew_scale()

@@ -219,34 +219,36 @@ class Runner:
     # -- meetings
 
     def meet(
-        self, what: str, *, evaluating: bool = False, more: int | None = None, flags: Sequence[bool] = ()
-    ) -> Sequence[bool | int]:
-        """All ranks are about to do ``what``; ranks that still evaluate, or need more of a pass, are helped first.
+        self, what: str, *, evaluating: bool = False, more: int | None = None, flags: Sequence[bool] = (),
+        alike: str = "",
+    ) -> Sequence[bool | int]:  # fmt: skip
+        """All ranks are about to do ``what``; ranks that still evaluate, or need more of a pass, are helped first. The
+        flags, and behind them whether not all gave the same text ``alike``.
 
         Raises:
             OrderError: they are not.
         """
         if self.agreement.peers.size == 1:
-            return flags
+            return [*flags, False]
         while True:
             evaluated = self._evaluated or evaluating
-            met = self.agreement.meet(what, evaluating=evaluating, evaluated=evaluated, more=more, flags=flags)
+            met = self.agreement.meet(
+                what, evaluating=evaluating, evaluated=evaluated, more=more, flags=flags, alike=alike
+            )
             if met.together:
-                return met.flags
+                return [*met.flags, met.apart]
             if met.more is not None:
                 self._help_on(SECTIONS[met.more])
             else:
                 self._help_evaluate(met.flags)
 
-    def meet_all(self, what: str, *, flags: Sequence[bool] = (), group: bool = False) -> Sequence[bool | int]:
-        """As :meth:`meet`, of all ranks, those of other stages included, or of those that take each step together (a
-        ``group``).
+    def meet_all(self, what: str, *, flags: Sequence[bool] = ()) -> Sequence[bool | int]:
+        """As :meth:`meet`, of all ranks, those of other stages included: the flags alone.
 
         Raises:
             OrderError: they are about to do different things.
         """
-        said = self.meet(what, flags=flags)
-        job = self.comm.group if group else self.comm.job
+        said, job = self.meet(what, flags=flags)[: len(flags)], self.comm.job
         return said if job is self.agreement else job.meet(what, flags=[bool(flag) for flag in said]).flags
 
     def _meet_or_refuse(self, what: str, refusal: UsageError | None) -> None:

@@ -7,6 +7,7 @@ follow    the program's section ``step``: CLAMP and NORM up to the marker STEP, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardfold.activations.modes import Replacements
+from shardfold.engine.alike import same_settings, settings
 from shardfold.engine.damage import Damage
 from shardfold.engine.delayed import Delayed
 from shardfold.engine.freeze import Freeze
@@ -22,7 +24,15 @@ from shardfold.engine.rounds import Rounds
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
 from shardfold.engine.track import Track
-from shardfold.errors import CollectiveError, NonFiniteError, OrderError, ShardfoldError, StepError, UsageError
+from shardfold.errors import (
+    CollectiveError,
+    ConfigError,
+    NonFiniteError,
+    OrderError,
+    ShardfoldError,
+    StepError,
+    UsageError,
+)
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
@@ -88,13 +98,7 @@ class Stepper:
         if self.rounds is not None:
             self.rounds.tell(None)
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
-        by_hand, refusal = self._take_visible()
-        flags = [False, self._replaced.waits, by_hand, refusal is not None]  # the first: of buffers
-        said = runner.meet_all("the optimizer step", flags=flags, group=True)
-        if said[3]:
-            if refusal is None:
-                runner.visible.show()  # nothing is done here, either
-            model.comm.group.refuse("engine.step()", refusal)
+        said = self._meet()
         if said[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX, group=True))
         if said[2]:
@@ -130,6 +134,34 @@ class Stepper:
             raise problem
         norm = self._norms.norm
         return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings, tiers=took)
+
+    def _meet(self) -> Sequence[bool | int]:
+        """All that take this step together are about to take it, with the same settings of the optimizer: flags, of
+        buffers (which have none), of modes that wait to be chosen, and of gradients that users changed.
+
+        Raises:
+            OrderError: they are about to do different things.
+            UsageError, ConfigError: on every rank: some rank refuses the step, or has other settings than others, with
+                which what ranks have alike would drift apart. Nothing was done.
+        """
+        model, runner, group = self._model, self._runner, self._model.comm.group
+        by_hand, refusal = self._take_visible()
+        hidden, what = refusal is None, "the optimizer step"
+        told = settings(model.optimizer) if group.peers.size > 1 else []
+        flags = [False, self._replaced.waits, by_hand, not hidden]
+        *said, apart = runner.meet(what, flags=flags, alike=" ".join(told))
+        if group is not runner.agreement:  # stages may have other groups of parameters
+            said = group.meet(what, flags=[*map(bool, said[:3]), bool(said[3] or apart)]).flags
+        if apart:
+            try:
+                same_settings(runner.agreement, told)
+            except ConfigError as error:
+                refusal = refusal or error
+        if said[3] or apart:
+            if hidden:
+                runner.visible.show()  # nothing is done here, either
+            group.refuse("engine.step()", refusal)
+        return said
 
     def _take_visible(self) -> tuple[bool, UsageError | None]:
         """Whether users did anything to gradients on this rank, and why it is refused: the others, which come to the

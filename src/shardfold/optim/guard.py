@@ -12,11 +12,16 @@ from torch.optim import Optimizer
 
 from shardfold.errors import UsageError
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "is_guarded"]
 
 _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict")
 _HANDLES_SCALES = "_step_supports_amp_scaling"
 _SCALE = ("grad_scale", "found_inf")  # what a GradScaler leaves on an optimizer that handles scales
+
+
+def is_guarded(optimizer: Optimizer) -> bool:
+    """Whether it is an engine's, which is open."""
+    return _HANDLES_SCALES in vars(optimizer)
 
 
 class Guard:

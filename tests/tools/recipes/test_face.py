@@ -389,6 +389,21 @@ def test_backbones_of_packages() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"size": "18x16", "patch": 4}, "patches of 4 x 4 do not divide images of 18 x 16 pixels, .* --size 16x16,"),
+        ({"patch": 32}, "patches of 32 x 32 do not divide images of 16 x 16 pixels"),
+        ({"heads": 3}, "width 16 does not divide into 3 heads"),
+        ({"backbone": "transformers:swin", "patch": 4}, "no images of 16 x 16 pixels in patches of 4 .Runtime.*--size"),
+    ],
+)
+def test_sizes_that_a_package_s_backbone_does_not_take_are_named(options: dict[str, Any], words: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=words):
+        FaceModel(config(**{"backbone": "transformers:vit", **options}), 7)
+
+
+@pytest.mark.parametrize(
     ("options", "study", "words"),
     [
         ({"data": "nowhere"}, False, "there is no file or folder 'nowhere'"),

@@ -203,7 +203,7 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             WrongCall: the engine has no optimizer, or it is no loss.
         """
         self._need_optimizer("backward()")
-        _check_loss(loss, "backward()")
+        _check_loss(loss, "backward()", self.module)
         core, accumulate = self._core, self._core.accumulate
         self.observers.note_loss(loss if scale_wrt_gas else loss.detach() * accumulate)
         if scale_wrt_gas and accumulate > 1:
@@ -225,7 +225,7 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             WrongCall: the engine has no optimizer, or it is no loss.
         """
         self._need_optimizer("scale()")
-        _check_loss(loss, "scale()")
+        _check_loss(loss, "scale()", self.module)
         return self._core.scale(loss)
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
@@ -492,10 +492,15 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             _saving().give_back(self)
 
 
-def _check_loss(loss: Any, call: str) -> None:
+def _check_loss(loss: Any, call: str, module: nn.Module) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         if isinstance(loss, Tensor) and loss.numel() == 1:
+            if not any(parameter.requires_grad for parameter in module.parameters()):
+                raise WrongCall(
+                    f"engine.{call}: all of the model's parameters are frozen (requires_grad=False), so nothing "
+                    "trains: unfreeze what is to be trained, or leave the backward out."
+                )
             what = "a tensor that no parameter leads to"
         raise WrongCall(
             f"engine.{call} was given {what}: it takes a scalar loss; for gradients of outputs call their backward()."

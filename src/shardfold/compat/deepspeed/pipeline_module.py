@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardfold.activations.modes import ONLY_INPUTS
 from shardfold.compat.deepspeed.comm import init_distributed, world
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -35,7 +36,7 @@ class PipelineModule(nn.Module):
     """Layers that are called one after the other, each with what the one before it gives.
 
     Args:
-        layers: specs, modules or functions, or a callable that gives them.
+        layers: specs, modules or functions, an ``nn.Sequential`` of modules, or a callable that gives one of these.
         num_stages: of the pipeline; it divides the ranks.
         topology: how ranks are shared out, in its place: along ``pipe``, ``data`` and ``model``, in this order.
         loss_fn: called as ``loss_fn(outputs, labels)`` on the last stage; None: the last layer gives the loss.
@@ -87,8 +88,7 @@ class PipelineModule(nn.Module):
         self.micro_offset, self.curr_layer = 0, None
         self.tied_modules, self.tied_weight_attrs = nn.ModuleDict(), dict[str, list[str]]()
         with together("PipelineModule()"):
-            given: Any = layers() if callable(layers) else layers
-            specs = list(given)
+            specs = _listed(layers)
             self._topology = _checked(topology, num_stages)
             self.num_stages: int = self._topology.get_dim("pipe")
             stand_ins = [_shaped(spec) for spec in specs]
@@ -135,14 +135,15 @@ class PipelineModule(nn.Module):
         return [str(index) for index in self.parts[1:-1]]
 
     def recomputed(self) -> list[str]:
-        """The paths of this stage's layers that run again in backward."""
+        """The paths of this stage's layers that run again in backward: not of those that keep their inputs alone, which
+        a layer that runs again keeps too."""
         if self.activation_checkpoint_interval <= 0:
             return []
         kinds, found = self.checkpointable_layers, list[str]()
         for path in self.with_parameters():
             layer = self.get_submodule(path)
             inner = layer.module if isinstance(layer, _Use) else layer
-            if kinds is None or type(inner).__name__ in kinds:
+            if not isinstance(inner, ONLY_INPUTS) and (kinds is None or type(inner).__name__ in kinds):
                 found.append(path)
         return found
 
@@ -257,6 +258,19 @@ def _changed(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
         return fn(tensor)
     except NotImplementedError:  # a copy of values
         return tensor
+
+
+def _listed(layers: Any) -> list[Any]:
+    """
+    Raises:
+        WrongArgument: there is no list of layers.
+    """
+    given = layers() if callable(layers) and not isinstance(layers, nn.Module) else layers
+    if isinstance(given, PipelineModule) or not isinstance(given, Iterable):
+        raise WrongArgument(
+            f"PipelineModule(layers=...) was given a {type(given).__name__}: give a list of layers or an nn.Sequential."
+        )
+    return list(given)
 
 
 def _shaped(spec: Any) -> nn.Module:

@@ -138,9 +138,41 @@ def backbone_of(config: FaceConfig) -> tuple[nn.Module, int]:
         return vit, config.width
     package, name = found
     if package == "transformers":
-        return _of_transformers(name, config)
-    model = timm_model(f"backbone timm:{name}", name, in_chans=config.channels, num_classes=0)
-    return model, int(model.num_features)
+        model, width = _of_transformers(name, config)
+    else:
+        model = timm_model(f"backbone timm:{name}", name, in_chans=config.channels, num_classes=0)
+        width = int(model.num_features)
+    _try(model, config)
+    return model, width
+
+
+def _try(model: nn.Module, config: FaceConfig) -> None:
+    """A package's model takes images of the recipe's size; found out without values first, which few models cannot do.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    images = torch.zeros(2, config.channels, *config.image_size())
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    without = {key: torch.empty_like(value, device="meta") for key, value in own.items()}
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()
+            try:
+                torch.func.functional_call(model, without, (images.to("meta"),))
+            except Exception:
+                model(images.to(next(iter(own.values())).device))
+    except Exception as error:
+        rows, columns = config.image_size()
+        raise ConfigError(
+            f"backbone {config.backbone} takes no images of {rows} x {columns} pixels"
+            f"{f' in patches of {config.patch}' * config.backbone.startswith('transformers:')} "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('. ')}): give --size that it takes, "
+            "often a multiple of 32, or another --backbone."
+        ) from error
+    finally:
+        model.train(training)
 
 
 class _Pooled(nn.Module):
@@ -170,6 +202,14 @@ def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
         sizes = {key: sizes[key] for key in ("image_size", "num_channels", "patch_size")}
     if not hasattr(known, "num_channels"):
         raise ConfigError(f"{what} does not read images: name one that does, as vit or resnet.")
+    if hasattr(known, "patch_size") and (rows % config.patch or columns % config.patch):
+        whole = [f"{max(side // config.patch, 1) * config.patch}" for side in (rows, columns)]
+        raise ConfigError(
+            f"{what}: patches of {config.patch} x {config.patch} do not divide images of {rows} x {columns} pixels, "
+            f"and what is left at the edges would not be seen: give --size {'x'.join(whole)}, or another --patch."
+        )
+    if "hidden_size" in sizes and hasattr(known, "num_attention_heads") and config.width % config.heads:
+        raise ConfigError(f"{what}: width {config.width} does not divide into {config.heads} heads: choose a multiple.")
     of_model = config_of_type(what, name, {key: value for key, value in sizes.items() if hasattr(known, key)})
     try:
         model = AutoModel.from_config(of_model)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Adagrad
 
+from shardfold.compat.deepspeed.ops.wide import computed_in_fp32
 from shardfold.errors import UsageError
 
 __all__ = ["DeepSpeedCPUAdagrad"]
@@ -18,7 +21,8 @@ class DeepSpeedCPUAdagrad(Adagrad):
         model_params: parameters or groups of them.
         lr, eps, weight_decay: as of ``torch.optim.Adagrad``.
         amsgrad: is refused.
-        fp32_optimizer_states: the engine's states have the dtype that its precision says, whatever this is.
+        fp32_optimizer_states: of 16-bit parameters, whose update is computed in fp32: whether states stay fp32. False:
+            they are rounded to the parameters' dtype behind each step. Under an engine its precision says their dtype.
 
     Raises:
         UsageError: ``amsgrad`` is asked for.
@@ -37,3 +41,13 @@ class DeepSpeedCPUAdagrad(Adagrad):
             raise UsageError("DeepSpeedCPUAdagrad(amsgrad=True) is not supported: leave amsgrad out.")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates the parameters that have gradients; gives what ``closure`` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with computed_in_fp32(self, fp32_states=self.fp32_optimizer_states):
+            super().step()
+        return loss

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shardfold.compat.deepspeed.ops.adam.arithmetic import DeepSpeedAdam
+from shardfold.compat.deepspeed.ops.wide import computed_in_fp32
 
 __all__ = ["DeepSpeedCPUAdam"]
 
@@ -18,7 +22,8 @@ class DeepSpeedCPUAdam(DeepSpeedAdam):
         bias_correction: whether moments are divided by ``1 - beta ** step``.
         amsgrad: is refused.
         adamw_mode: weight decay that is decoupled from the gradient.
-        fp32_optimizer_states: the engine's moments have the dtype that its precision says, whatever this is.
+        fp32_optimizer_states: of 16-bit parameters, whose update is computed in fp32: whether moments stay fp32. False:
+            they are rounded to the parameters' dtype behind each step. Under an engine its precision says their dtype.
 
     Raises:
         UsageError: ``amsgrad`` is asked for.
@@ -39,3 +44,13 @@ class DeepSpeedCPUAdam(DeepSpeedAdam):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(model_params, defaults, adamw_mode, bias_correction, amsgrad)
         self.fp32_optimizer_states = fp32_optimizer_states
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates the parameters that have gradients; gives what ``closure`` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with computed_in_fp32(self, fp32_states=self.fp32_optimizer_states):
+            super().step()
+        return loss

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from shardfold.compat.deepspeed.ops.wide import computed_in_fp32
 from shardfold.optim import Lion
 
 __all__ = ["DeepSpeedCPULion"]
@@ -15,7 +19,8 @@ class DeepSpeedCPULion(Lion):
     Args:
         model_params: parameters or groups of them.
         lr, betas, weight_decay: as of :class:`shardfold.optim.Lion`.
-        fp32_optimizer_states: the engine's moments have the dtype that its precision says, whatever this is.
+        fp32_optimizer_states: of 16-bit parameters, whose update is computed in fp32: whether moments stay fp32. False:
+            they are rounded to the parameters' dtype behind each step. Under an engine its precision says their dtype.
     """
 
     def __init__(
@@ -28,3 +33,13 @@ class DeepSpeedCPULion(Lion):
     ) -> None:
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates the parameters that have gradients; gives what ``closure`` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with computed_in_fp32(self, fp32_states=self.fp32_optimizer_states):
+            super().step()
+        return loss
