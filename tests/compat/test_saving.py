@@ -122,6 +122,31 @@ def test_a_checkpoint_of_any_stage_loads_at_any_other(ranks: Ranks, tmp_path: Pa
         assert found[:3] == state[:3] == (FIRST, FIRST * BATCH, 0) and found[3] == pytest.approx(state[3])
 
 
+def inside_a_step(folder: str, stage: int) -> None:
+    def step(engine: DeepSpeedEngine, first: int) -> list[Tensor]:
+        for number in range(2):
+            engine.backward(loss_of(engine, batch(first + number, 0, engine.global_rank)))
+            engine.step()
+        return weights(engine)
+
+    engine = initialize(model=build(), config=config(stage, accumulate=2, optimizer=adamw()))[0]
+    engine.save_checkpoint(folder)
+    wanted = step(engine, 0)
+    engine.load_checkpoint(folder)
+    engine.backward(loss_of(engine, batch(7, 0, engine.global_rank)))
+    engine.step()  # of the first micro-batch
+    engine.load_checkpoint(folder)
+    assert engine.micro_steps == 2 and not engine.is_gradient_accumulation_boundary()
+    assert all(torch.equal(a, b) for a, b in zip(step(engine, 0), wanted, strict=True))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_loaded_inside_a_step_begins_one(ranks: Ranks, tmp_path: Path, stage: int):
+    """Its gradients are dropped, and its micro-batches with them."""
+    ranks.run(inside_a_step, str(tmp_path), stage, world_size=2)
+
+
 # -- what is loaded
 
 

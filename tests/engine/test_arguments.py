@@ -128,6 +128,10 @@ SENTENCES: dict[str, tuple[Callable[[], Any], type[ShardfoldError], str]] = {
         lambda: sf.Engine(nn.Sequential(torch.jit.script(nn.Linear(2, 2)))), ModelError, "0 is TorchScript"
     ),
     "DataParallel": (lambda: sf.Engine(nn.DataParallel(model())), ModelError, "torch's DataParallel"),
+    "inference mode": (torch.inference_mode()(engine), ModelError, "make the engine outside of it, and evaluate"),
+    "an inference tensor": (
+        lambda: sf.Engine(torch.inference_mode()(model)(), optimizer=SGD), ModelError, "0.weight was made under"
+    ),
     "a pattern": (lambda: engine(units="0.*"), ConfigError, r"units=\['0.\*'\]"),
     "meta": (lambda: engine(device="meta"), ConfigError, "models are trained on 'cpu'"),
     "no such GPU": (lambda: engine(device="cuda:99"), ConfigError, "'cuda:99': PyTorch finds .* of the type cuda here"),

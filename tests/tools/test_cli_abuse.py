@@ -26,6 +26,7 @@ from shardfold.plan.layout import Tier
 from shardfold.tools import cli
 from shardfold.tools.observe import pictures, tables
 from shardfold.tools.observe.console import Lenient
+from shardfold.tools.observe.pictures import loss_picture
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.planning.models import planned_model
 from shardfold.tools.recipes.config import GPTConfig, TrainConfig
@@ -284,6 +285,23 @@ def test_any_temperature_gives_text(temperature: float):
     assert len(drawn) == 6
     if temperature < 1:
         assert drawn == generate(model, b"ab", 6, temperature=0)
+
+
+def test_a_model_of_nan_is_shown_and_ends_its_text(tmp_path: Path):
+    """Where training goes on all the same, its report is whole."""
+    model = GPT(GPTConfig(d_model=16, layers=1, heads=2, context=8))
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    assert generate(model, b"ab", 6) == b""
+    console = Console(file=io.StringIO(), width=80)
+    tables.print_whole(console, tables.quality_table({"GPT": torch.nan, "bigram": 3.5}))
+    assert "nan" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    for train in ([(1, torch.nan)], [(1, 8.0), (2, torch.inf)]):
+        loss_picture(
+            tmp_path / "loss.png", train=train, held_out=[(2, torch.nan)], baselines={"bigram": 3.5}, memory=[],
+            title="",
+        )  # fmt: skip
+        assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
 @given(values=st.lists(st.floats(-100, 100), max_size=8), gap=st.floats(0.01, 10))

@@ -48,7 +48,8 @@ SETTINGS = ("lr", "learning_rate", "weight_decay", "betas", "momentum", "eps")
 def check_model(model: Any) -> None:
     """
     Raises:
-        ModelError: it is no module, or one that an engine cannot follow or that sends gradients itself.
+        ModelError: it is no module, one that an engine cannot follow or that sends gradients itself, or one that cannot
+            train because of ``torch.inference_mode``.
     """
     if isinstance(model, type):
         raise ModelError(f"Engine(model): {model.__name__} is a class: give a module that it makes.")
@@ -68,6 +69,17 @@ def check_model(model: Any) -> None:
                 f"{where} is wrapped in torch's {kind}, which would split the work a second time: give the plain "
                 "module; an engine does the same under layout='ddp' or 'fsdp2'."
             )
+    made = next((name for name, p in model.named_parameters() if p.is_inference()), None)
+    if made is not None:
+        raise ModelError(
+            f"Engine(model): {made} was made under torch.inference_mode(), so it can have no gradients: make the model "
+            "outside of it."
+        )
+    if torch.is_inference_mode_enabled() and any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            "Engine(model): nothing that trains can be made under torch.inference_mode(): make the engine outside of "
+            "it, and evaluate inside."
+        )
 
 
 def _of_torch(kind: type) -> bool:

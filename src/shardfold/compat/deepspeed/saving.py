@@ -317,6 +317,7 @@ def load_checkpoint(
             load_module_state_dict(engine, state, strict, custom)
         else:
             engine._core.load(source, weights_only=weights_only, strict=strict)
+            engine.micro_steps -= engine.micro_steps % engine._core.accumulate  # gradients of a step begun are dropped
         set_rng_state(random)  # DeepSpeed's checkpoints have none
     if not module_only:
         engine.global_steps, engine.skipped_steps = own["global_steps"], own["skipped_steps"]

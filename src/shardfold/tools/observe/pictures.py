@@ -72,8 +72,9 @@ def draw_loss(
     held_out: Sequence[tuple[int, float]],
     baselines: Mapping[str, float],
 ) -> None:
+    last = max((step for step, _ in train), default=1)
+    train, held_out = [[each for each in line if math.isfinite(each[1])] for line in (train, held_out)]
     steps, values = [step for step, _ in train], [value for _, value in train]
-    last = max(steps, default=1)
     plain(axes, "bits per byte, less is better")
     axes.yaxis.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Protocol
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -109,10 +110,12 @@ def quality_table(bits: Mapping[str, float]) -> Group:
     table.add_column("", no_wrap=True)
     table.add_column("bits", justify="right")
     table.add_column("", no_wrap=True)
-    most = max(bits.values())
+    most = max((value for value in bits.values() if isfinite(value)), default=1.0)
     for place, (name, value) in enumerate(bits.items()):
         style = "bold cyan" if place == 0 else "dim"
-        bar = ProgressBar(most, value, BAR_WIDTH, complete_style=style, finished_style=style)
+        bar = ProgressBar(
+            most, value if isfinite(value) else 0.0, BAR_WIDTH, complete_style=style, finished_style=style
+        )
         table.add_row(Text(name, style=style), Text(f"{value:.3f}", style=style), bar)
     return headed("Bits per byte on held-out text (less is better)", table)
 

@@ -222,7 +222,7 @@ class GPT(nn.Module):
 def generate(model: GPT, prompt: bytes, n: int, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Return `n` bytes that the model continues `prompt` with; temperature 0 takes the likeliest byte each time.
 
-    No keys and values are kept: past the context every byte's rotary position changes anyway, and samples are short.
+    Where the model gives inf or NaN it ends. No keys and values are kept: past the context every byte's rotary position changes anyway, and samples are short.
     """
     if temperature < 0:
         raise ConfigError(f"temperature is {temperature}, but must be 0 (likeliest byte) or more.")
@@ -233,6 +233,8 @@ def generate(model: GPT, prompt: bytes, n: int, temperature: float = 0.8, seed: 
     for _ in range(n):
         window = torch.tensor([text[-model.config.context :]], device=device)
         logits = model(window)[0, -1].float().cpu()
+        if not logits.isfinite().all():
+            break
         if temperature == 0:
             token = int(logits.argmax())
         else:
