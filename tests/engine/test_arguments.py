@@ -128,7 +128,9 @@ SENTENCES: dict[str, tuple[Callable[[], Any], type[ShardfoldError], str]] = {
         lambda: sf.Engine(nn.Sequential(torch.jit.script(nn.Linear(2, 2)))), ModelError, "0 is TorchScript"
     ),
     "DataParallel": (lambda: sf.Engine(nn.DataParallel(model())), ModelError, "torch's DataParallel"),
-    "inference mode": (torch.inference_mode()(engine), ModelError, "make the engine outside of it, and evaluate"),
+    "inference mode": (
+        lambda: torch.inference_mode()(sf.Engine)(model(), optimizer=SGD), ModelError, "make the engine outside of it"
+    ),
     "an inference tensor": (
         lambda: sf.Engine(torch.inference_mode()(model)(), optimizer=SGD), ModelError, "0.weight was made under"
     ),

@@ -222,7 +222,8 @@ class GPT(nn.Module):
 def generate(model: GPT, prompt: bytes, n: int, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Return `n` bytes that the model continues `prompt` with; temperature 0 takes the likeliest byte each time.
 
-    Where the model gives inf or NaN it ends. No keys and values are kept: past the context every byte's rotary position changes anyway, and samples are short.
+    Where the model gives inf or NaN it ends. No keys and values are kept: past the context every byte's rotary position
+    changes anyway, and samples are short.
     """
     if temperature < 0:
         raise ConfigError(f"temperature is {temperature}, but must be 0 (likeliest byte) or more.")
