@@ -129,7 +129,8 @@ SENTENCES: dict[str, tuple[Callable[[], Any], type[ShardfoldError], str]] = {
     ),
     "DataParallel": (lambda: sf.Engine(nn.DataParallel(model())), ModelError, "torch's DataParallel"),
     "inference mode": (
-        lambda: torch.inference_mode()(sf.Engine)(model(), optimizer=SGD), ModelError, "make the engine outside of it"
+        partial(torch.inference_mode()(lambda of: sf.Engine(of, optimizer=SGD)), model()), ModelError,
+        "make the engine outside of it",
     ),
     "an inference tensor": (
         lambda: sf.Engine(torch.inference_mode()(model)(), optimizer=SGD), ModelError, "0.weight was made under"
