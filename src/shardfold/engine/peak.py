@@ -38,7 +38,7 @@ def peak_of(given: Any, device: torch.device, policy: Precision) -> Peak:
         policy: whose products.
 
     Raises:
-        ConfigError: it is neither, or the file is not a profile.
+        ConfigError: it is neither, or the file is not there or not a profile.
     """
     if is_number(given, 0) and given:
         return Peak(float(given))
@@ -46,7 +46,7 @@ def peak_of(given: Any, device: torch.device, policy: Precision) -> Peak:
         known = known_device(accelerator.product(device) or "")
         may_round = _dtype(policy) == "fp32" and policy.tf32 is not False
         return Peak(None) if known is None or may_round else _rate(known, policy)
-    if isinstance(given, (str, Path)):
+    if isinstance(given, (str, Path)) and Path(given).is_file():
         return _rate(read_device(Path(given)), policy)
     raise ConfigError(
         f"peak_flops={described(given)}: it is a device's FLOP/s, a number > 0, or the file of a profile that "
