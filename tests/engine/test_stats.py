@@ -116,7 +116,7 @@ def test_the_peak_of_a_device_is_its_makers_or_its_own_profile(monkeypatch: pyte
     profile = tmp_path / "machine.json"
     profile.write_text('{"name": "mine", "memory": 1, "flops": {"bf16": 2e9, "fp32": 1e9}, "bandwidth": 1}')
     assert [peak_of(profile, device, each).flops for each in policies] == [2e9, 1e9, 1e9, 1e9]
-    with pytest.raises(ConfigError, match=r"peak_flops='.*none.json'.*or the file of a profile"):
+    with pytest.raises(ConfigError, match=r"peak_flops='.*none.json', which is no file.*the file of a profile"):
         peak_of(str(tmp_path / "none.json"), device, policies[0])
     profile.write_text("2e9")
     with pytest.raises(ConfigError, match="is not a profile of a machine"):

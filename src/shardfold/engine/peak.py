@@ -48,8 +48,9 @@ def peak_of(given: Any, device: torch.device, policy: Precision) -> Peak:
         return Peak(None) if known is None or may_round else _rate(known, policy)
     if isinstance(given, (str, Path)) and Path(given).is_file():
         return _rate(read_device(Path(given)), policy)
+    missing = f"{str(given)!r}, which is no file" if isinstance(given, (str, Path)) else described(given)
     raise ConfigError(
-        f"peak_flops={described(given)}: it is a device's FLOP/s, a number > 0, or the file of a profile that "
+        f"peak_flops={missing}: it is a device's FLOP/s, a number > 0, or the file of a profile that "
         "`shardfold doctor --measure` wrote."
     )
 
