@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardfold.errors import ConfigError, ModelError, UsageError, nearest
@@ -69,7 +70,7 @@ def check_model(model: Any) -> None:
                 f"{where} is wrapped in torch's {kind}, which would split the work a second time: give the plain "
                 "module; an engine does the same under layout='ddp' or 'fsdp2'."
             )
-    made = next((name for name, p in model.named_parameters() if p.is_inference()), None)
+    made = next((name for name, p in model.named_parameters() if not is_lazy(p) and p.is_inference()), None)
     if made is not None:
         raise ModelError(
             f"Engine(model): {made} was made under torch.inference_mode(), so it can have no gradients: make the model "

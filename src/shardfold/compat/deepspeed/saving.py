@@ -79,6 +79,7 @@ class SavedEngine(Protocol):
     global_rank: int
     global_steps: int
     global_samples: int
+    micro_steps: int
     skipped_steps: int
     dp_world_size: int
     mp_world_size: int
