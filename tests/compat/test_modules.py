@@ -429,7 +429,8 @@ def test_comm_logs_what_it_is_told_to(ranks: Ranks):
 
 def test_one_process_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch):
     """No launcher is needed, neither before `init_distributed` nor for it, and it does not change the environment."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     assert (comm.get_rank(), comm.get_world_size(), comm.is_initialized()) == (0, 1, False)
     comm.barrier()
@@ -438,7 +439,8 @@ def test_one_process_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch):
         comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=True, timeout=timedelta(minutes=1))
         assert (comm.get_rank(), comm.get_world_size(), comm.is_initialized()) == (0, 1, True)
         comm.all_reduce(one := torch.ones(1))
-        assert one == 1 and dict(os.environ) == before
+        assert one == 1 and not set(names) & os.environ.keys()
+        assert before.items() <= os.environ.items()  # PyTorch adds folders of its own when its compiler is imported
         comm.init_distributed(dist_init_required=True)
     finally:
         comm.destroy_process_group()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from shardfold.compat.deepspeed.config_check import Note
 from shardfold.compat.deepspeed.config_keys import HONOURED, KEYS, NOTED, Key
-from shardfold.compat.deepspeed.config_read import Settings, read
-from shardfold.plan.explain import explain_preset
+from shardfold.compat.deepspeed.config_read import Settings
 
-__all__ = ["effective", "explain_config", "markdown", "said"]
+__all__ = ["effective", "markdown", "said"]
 
 
 def said(notes: Iterable[Note]) -> str:
@@ -38,35 +36,6 @@ def effective(settings: Settings) -> str:
         for path in known
     ]
     return "\n".join([f"{'key':<{width}}  {'value':<28}  origin", *rows])
-
-
-def explain_config(config: Path, *, mesh: Mapping[str, int], params: int) -> str:
-    """What a config becomes: its layout's table and program with their cost, every effective value, the notes.
-
-    Raises:
-        DeepSpeedConfigError: it cannot be honoured.
-    """
-    ranks = mesh["inter"] * mesh["intra"]
-    settings = read(config, world_size=ranks)
-    if settings.mesh is not None:
-        of_data = ranks // settings.sizes.tensor
-        intra = settings.mesh.get("intra", of_data)
-        mesh = {"inter": of_data // intra, "intra": intra}
-    parts = [
-        f"{config} on {ranks} ranks: layout {settings.layout}{_tiers(settings)}",
-        explain_preset(settings.table, mesh=mesh, precision=settings.precision, params=params),
-        effective(settings),
-        said(settings.notes),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _tiers(settings: Settings) -> str:
-    """What of the layout rests in a slower tier."""
-    by_tier: dict[str, list[str]] = {}
-    for state, tier in settings.offload.items():
-        by_tier.setdefault(tier, []).append(state)
-    return "".join(f", {' and '.join(states)} in the {tier} tier" for tier, states in by_tier.items())
 
 
 def _value(value: Any) -> str:

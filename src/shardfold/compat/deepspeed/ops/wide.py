@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +12,24 @@ from torch.optim import Optimizer
 
 from shardfold.optim.guard import is_guarded
 
-__all__ = ["computed_in_fp32"]
+__all__ = ["step_in_fp32"]
+
+
+def step_in_fp32(
+    optimizer: Optimizer, step: Callable[[], Any], closure: Callable[[], Any] | None, *, fp32_states: bool
+) -> Any:
+    """The ``step`` of an optimizer, inside of :func:`_computed_in_fp32`, behind ``closure``, whose value it gives."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    with _computed_in_fp32(optimizer, fp32_states=fp32_states):
+        step()
+    return loss
 
 
 @contextmanager
-def computed_in_fp32(optimizer: Optimizer, *, fp32_states: bool) -> Iterator[None]:
+def _computed_in_fp32(optimizer: Optimizer, *, fp32_states: bool) -> Iterator[None]:
     """Inside, fp32 copies stand for bf16 and fp16 parameters that have gradients, with gradients and states in fp32.
     Behind it parameters have their values, rounded to the nearest; and so have states, unless they are to stay
     ``fp32_states``. An engine's optimizer is left alone: its precision says of what dtype states are."""

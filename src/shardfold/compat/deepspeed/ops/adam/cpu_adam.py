@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from shardfold.compat.deepspeed.ops.adam.arithmetic import DeepSpeedAdam
-from shardfold.compat.deepspeed.ops.wide import computed_in_fp32
+from shardfold.compat.deepspeed.ops.wide import step_in_fp32
 
 __all__ = ["DeepSpeedCPUAdam"]
 
@@ -47,10 +45,4 @@ class DeepSpeedCPUAdam(DeepSpeedAdam):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates the parameters that have gradients; gives what ``closure`` gives."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with computed_in_fp32(self, fp32_states=self.fp32_optimizer_states):
-            super().step()
-        return loss
+        return step_in_fp32(self, super().step, closure, fp32_states=self.fp32_optimizer_states)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from shardfold.compat.deepspeed.ops.wide import computed_in_fp32
+from shardfold.compat.deepspeed.ops.wide import step_in_fp32
 from shardfold.optim import Lion
 
 __all__ = ["DeepSpeedCPULion"]
@@ -36,10 +34,4 @@ class DeepSpeedCPULion(Lion):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates the parameters that have gradients; gives what ``closure`` gives."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with computed_in_fp32(self, fp32_states=self.fp32_optimizer_states):
-            super().step()
-        return loss
+        return step_in_fp32(self, super().step, closure, fp32_states=self.fp32_optimizer_states)
