@@ -184,10 +184,8 @@ def test_what_is_recomputed_fills_an_empty_cache_as_in_forward(ranks: Ranks) -> 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("layout", sf.PRESETS)
-def test_every_two_of_the_rest_under_each_layout_on_each_architecture(
-    ranks: Ranks, layout: str, architecture: str
-) -> None:
+@pytest.mark.parametrize("layout", ["zero3", "hpz"])
+def test_every_two_of_the_rest_on_each_architecture(ranks: Ranks, layout: str, architecture: str) -> None:
     """Precision, dropout and mode."""
     some = [setting for setting in EVERY if (setting.layout, setting.architecture) == (layout, architecture)]
     assert len(some) == len(PRECISIONS) * 2 * len(CHANGED)
@@ -195,10 +193,9 @@ def test_every_two_of_the_rest_under_each_layout_on_each_architecture(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("layout", ["zero3", "hpz"])
 @pytest.mark.parametrize("name", sorted(zoo.ZOO.keys() - {"albert_one_block"}))  # which is no unit but all root
-def test_every_architecture_trains_the_same(ranks: Ranks, name: str, layout: str) -> None:
-    settings = [Setting(layout, "fp32", name, False, mode) for mode in CHANGED]
-    for wrong in ranks.run(compare, settings, world_size=4 if layout in NODES else 2):
+def test_every_architecture_trains_the_same(ranks: Ranks, name: str) -> None:
+    settings = [Setting("zero3", "fp32", name, False, mode) for mode in CHANGED]
+    for wrong in ranks.run(compare, settings, world_size=2):
         # Reformer takes its seeds from the clock.
         assert not [key for key in wrong if name != "reformer" or ": random" not in key]

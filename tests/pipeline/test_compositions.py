@@ -124,7 +124,7 @@ def test_random_compositions_are_plain_pytorch(ranks: Ranks, size: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("first", range(10_000, 10_600, 20))
+@pytest.mark.parametrize("first", range(10_000, 10_200, 20))
 def test_many_random_compositions_are_plain_pytorch(ranks: Ranks, size: int, first: int) -> None:
     said = ranks.run(check, list(range(first, first + 20)), size, world_size=size, timeout=600)
     assert len({tuple(map(bool, each)) for each in said}) == 1

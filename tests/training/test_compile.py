@@ -135,7 +135,7 @@ def test_a_compiled_model_trains_as_in_plain_pytorch(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zero3", "ddp", "hpz"])
 def test_a_compiled_model_that_is_called_itself_trains_as_in_plain_pytorch(
     ranks: Ranks, layout: str, when: str, backend: str
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_compiled_block_is_one_graph_that_all_blocks_share(ranks: Ranks, layou
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "hpz"])
 def test_inductor_trains_as_plain_pytorch_does(ranks: Ranks, layout: str, way: str) -> None:
     reports = ranks.run(
         _difference, layout, way, "before", "inductor", world_size=2, timeout=600, warnings_as_errors=False

@@ -17,7 +17,7 @@ from tests.support.programs import check, make_program, without
 
 LAYOUTS = list(sf.PRESETS)
 EACH = 7  # programs for each layout
-SOAK = 500
+SOAK = 100
 
 
 def _programs(seeds: Sequence[int]) -> list[tuple[int, dict, list]]:  # type: ignore[type-arg]

