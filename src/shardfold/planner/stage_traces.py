@@ -56,6 +56,8 @@ class StageTraces:
 
     Attributes:
         others: of the same model, by whose traces those of this one may be found.
+        borders: what crosses borders, by policy, samples and the stage of a model of a few blocks; -1: of all blocks,
+            where it is the same for all stages, which share it then.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class StageTraces:
         self._stages.drop_foreign()
         self.others: Sequence[StageTraces] = ()
         self._traces: dict[tuple[Precision, str, int, Lane], Trace] = {}
-        self._borders: dict[tuple[Precision, int, bool], Borders] = {}
+        self.borders: dict[tuple[Precision, int, int], Borders] = {}
         self._cuts: dict[Precision, tuple[Rules, list[Cut]]] = {}
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
@@ -99,7 +101,7 @@ class StageTraces:
         if self.handed != other.handed:
             return None
         found = self.trace(policy, mode, samples, lane._replace(stage=self.number))
-        borders = self._borders.get((policy, samples, False))
+        borders = self.borders.get((policy, samples, self.number))
         if borders is None or found.touched:
             return None
         made = [[borders.trace.made(origin) for origin in origins] for origins in borders.crossing]
@@ -189,10 +191,10 @@ class StageTraces:
         self._division.cut(made, self._mesh)
         stages.drop_foreign()
         stages.settle()
-        key = policy, samples, model is self._model
-        found, self._borders[key] = trace_stage(
+        key = policy, samples, -1 if begins is None else self.number
+        found, self.borders[key] = trace_stage(
             made, stages, cuts, self._rows(samples), lane=lane, precision=policy, mode=mode, compute=self._compute,
-            connect=self._connect, borders=self._borders.get(key),
+            connect=self._connect, borders=self.borders.get(key),
         )  # fmt: skip
         return found
 

@@ -98,8 +98,9 @@ class StagedWalks:
             for place in range(division.pipeline)
         ]
         every = {number: one for rank in self._ranks for number, one in rank.stages.items()}
-        for number in range(2, len(every)):
-            every[number].others = [every[1]]
+        for number, one in every.items():
+            one.borders = every[0].borders
+            one.others = [every[1]] if number > 1 else ()
         self._rank_of = {number: rank for rank in self._ranks for number in rank.stages}
         self._ways = ways_of(where, self._mesh, division.axes)
         self._behaviour = GPU if where.device.streams else CPU
