@@ -66,6 +66,7 @@ def test_a_control_that_fails_ends_the_run(tiny: Path) -> None:
         ("absent", "", CAUGHT.tests, "is there 0 times"),
         ("result", "", CAUGHT.tests, "is there 3 times"),
         ("result = 0", "result = 0", CAUGHT.tests, "is the new text too"),
+        ("result = 0", "result =", CAUGHT.tests, "is no Python"),
         ("result = 0", "result = 1", ("test_tiny.py::test_of_three",), "there is no test"),
         ("result = 0", "result = 1", (), "no test is named"),
     ],

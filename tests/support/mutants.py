@@ -15,17 +15,21 @@ these tests first: a test that fails by itself notices nothing.
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
+import multiprocessing
 import os
 import queue
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,10 @@ COPIED = ("src", "tests", "docs", "examples", "README.md", "CHANGELOG.md", "pypr
 LIMIT = 900.0  # seconds for the tests of one fault
 NOTICED, ENDED = (1,), (-9, -6, -11)  # pytest's status where tests failed; signals that a fault may end it by
 NONE_RAN = 5  # pytest's status where no test has the marks
+NOT_BEGUN = 99  # of a process in which pytest itself failed
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["psutil", "pytest", "torch"])  # once, not for each fault
 
 
 class WrongFault(Exception):
@@ -115,7 +123,10 @@ def check(faults: Iterable[Fault], root: Path = ROOT, package: str = PACKAGE) ->
     wrong: list[str] = []
     for fault in faults:
         try:
-            fault.put_into((root / package / fault.file).read_text(encoding="utf-8"))
+            text = fault.put_into((root / package / fault.file).read_text(encoding="utf-8"))
+            ast.parse(text if fault.file.endswith(".py") else "")
+        except SyntaxError as error:  # which every test notices
+            wrong.append(f"{fault.file}: {fault.what}: is no Python: {error}.")
         except (OSError, WrongFault) as error:
             wrong.append(str(error))
         for test in fault.tests:
@@ -143,20 +154,16 @@ class Tree:
 
     def run(self, tests: Sequence[str], marks: str = "") -> tuple[int, str]:
         """Pytest's exit status and output."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str((self.folder / self._package).parent),
-            # Compiled files stay with the copy. One of a faulty file is of its second, and no two faults share one.
-            "PYTHONDONTWRITEBYTECODE": "",
-        }
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, "-p", "no:cacheprovider", *tests]
-        try:
-            done = subprocess.run(
-                command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-            )
-        except subprocess.TimeoutExpired:
+        said = self.folder / "said.txt"
+        command = ["-q", "-x", "-m", marks, "-p", "no:cacheprovider", *tests]
+        process = FORKED.Process(target=_pytest, args=(str(self.folder), self._package, str(said), command))
+        process.start()
+        process.join(LIMIT)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
             return 1, "FAILED (no end)"
-        return done.returncode, done.stdout + done.stderr
+        return process.exitcode, said.read_text(encoding="utf-8", errors="replace")
 
     def try_out(self, fault: Fault) -> Result:
         """Whether the fault's tests fail with it: those of `make test`, or else those of the soak."""
@@ -174,6 +181,37 @@ class Tree:
             return Result(fault, False, f"pytest ended with {status}: {text.strip()[-300:]}", time.monotonic() - begun)
         caught = status not in (0, NONE_RAN)
         return Result(fault, caught, noticed_by(text) if caught else "", time.monotonic() - begun, soak=soak)
+
+
+def _pytest(folder: str, package: str, said: str, command: list[str]) -> None:
+    """Pytest in a copy, as a process of its own would run it: what it has imported has nothing of this project."""
+    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(folder)
+    source = str(Path(folder, package).parent)
+    # Compiled files stay with the copy. One of a faulty file is of its second, and no two faults share one.
+    os.environ.update(PYTHONPATH=source, PYTHONDONTWRITEBYTECODE="")
+    sys.dont_write_bytecode = False
+    own = {str(ROOT), str(ROOT / "src"), ""}
+    sys.path[:] = [folder, source, *(path for path in sys.path if path not in own)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "shardfold")]:
+        del sys.modules[name]
+    # Ranks and helpers of the tests are this process's, not those of the one that it was forked from.
+    for module, kind in ((forkserver, "ForkServer"), (resource_tracker, "ResourceTracker")):
+        fresh = getattr(module, kind)()
+        for each in ("ensure_running", "register", "unregister", "get_inherited_fds", "connect_to_new_process",
+                     "set_forkserver_preload", "getfd"):  # fmt: skip
+            if hasattr(module, each):
+                setattr(module, each, getattr(fresh, each))
+        setattr(module, f"_{module.__name__.rpartition('.')[2]}", fresh)
+    status = NOT_BEGUN
+    try:
+        status = int(importlib.import_module("pytest").main(command))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def noticed_by(text: str) -> str:

@@ -79,7 +79,7 @@ def common(
 @app.command(epilog="For example: shardfold demo")
 def demo(invocation: typer.Context) -> None:
     """Train a small language model on Python's own sources, on two local processes, in a few minutes."""
-    train(invocation, optimizer="muon")
+    train(invocation, optimizer="muon", eval_every=200)
 
 
 @app.command(epilog="For example: shardfold report runs/20261125-101500")
