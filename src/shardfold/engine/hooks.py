@@ -462,12 +462,8 @@ class Hooks:
         at_end_of_backward(done)
         queued = self._queued = ref(done, self._let_go)
         del done  # autograd alone has it
-        try:
-            with apart():
-                self._listener.begin_backward(create_graph=create_graph)
-        except BaseException:
-            self._queued = None  # it was refused: the next one begins anew
-            raise
+        with apart():
+            self._listener.begin_backward(create_graph=create_graph)  # of one that is refused autograd lets go
         self._queued = queued  # what begins may have forgotten an interrupted one
 
     def _let_go(self, queued: ref[Callable[[], None]]) -> None:
