@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardfold.errors import ConfigError
-from shardfold.planner.choice import largest_of, options
+from shardfold.planner.choice import Option, largest_of, options
 from shardfold.planner.division import Division
 from shardfold.planner.memory import CPU
 from shardfold.planner.setting import Subject
@@ -36,13 +36,17 @@ def _subjects(division: Division) -> list[Subject]:
     ]
 
 
-def _planned(division: Division, samples: int) -> float:
+def _option(division: Division, samples: int | None, budget: float = 0.0) -> Option:
     (found,) = options(
         _subjects(division), {"zero1": TrainConfig(layout="zero1").table()}, ["recompute"], micro_batch=samples,
-        mesh=division.over({"inter": 1, "intra": 2}).axes, micro_batches=division.micro_batches, budget=0.0,
+        mesh=division.over({"inter": 1, "intra": 2}).axes, micro_batches=division.micro_batches, budget=budget,
         behaviour=CPU,
     )  # fmt: skip
-    return found.plan.peak
+    return found
+
+
+def _planned(division: Division, samples: int) -> float:
+    return _option(division, samples).plan.peak
 
 
 def _largest(division: Division, budget: float) -> int:
@@ -74,6 +78,7 @@ def test_the_largest_fits_all_stages() -> None:
     budget = 1.001 * _planned(STAGES, 5)
     most = _largest(STAGES, budget)
     assert most >= 5 and _planned(STAGES, most) <= budget < _planned(STAGES, most + 1)
+    assert _option(STAGES, None, budget).largest == most
 
 
 @pytest.mark.soak

@@ -623,11 +623,11 @@ class TakesAGradient(nn.Module):
         return x + self.linear(x) + 0.1 * grad
 
 
-def on_one_rank_alone(layout: str) -> list[float]:
+def on_one_rank_alone(layout: str, unit: type[nn.Module]) -> list[float]:
     torch.manual_seed(0)
     plain = nn.Sequential(TakesAGradient(), TakesAGradient()).double()
     sgd = partial(torch.optim.SGD, lr=0.1)
-    engine = sf.Engine(copy.deepcopy(plain), optimizer=sgd, layout=layout, units=[TakesAGradient], desync_timeout=3)
+    engine = sf.Engine(copy.deepcopy(plain), optimizer=sgd, layout=layout, units=[unit], desync_timeout=3)
     update, off, x = sgd(plain.parameters()), [0.0], torch.ones(2, 6, dtype=torch.float64)
     for _ in range(2):
         plain(x).square().mean().backward()
@@ -638,11 +638,15 @@ def on_one_rank_alone(layout: str) -> list[float]:
         with engine.gathered(), torch.no_grad():
             for _ in range(2 if engine.rank == 0 else 0):
                 off.append(float((engine(x) - plain(x)).abs().max()))
+        assert engine.mean(1.0) == 1.0  # where the others are by then
     engine.close()
     return off
 
 
+@pytest.mark.parametrize("unit", [TakesAGradient, nn.Linear])
 @pytest.mark.parametrize("layout", ["fsdp2", "zero3"])
-def test_inside_a_rank_alone_runs_a_forward_that_takes_gradients_itself(ranks: Ranks, layout: str) -> None:
-    for off in ranks.run(on_one_rank_alone, layout, world_size=2):
+def test_inside_a_rank_alone_runs_a_forward_that_takes_gradients_itself(
+    ranks: Ranks, layout: str, unit: type[nn.Module]
+) -> None:
+    for off in ranks.run(on_one_rank_alone, layout, unit, world_size=2):
         assert max(off) < 1e-12
