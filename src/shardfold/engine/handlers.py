@@ -266,11 +266,6 @@ class Handlers:
             self.finish_gather(unit)
         unit.kept = unit.split and unit.life is Life.GATHERED
 
-    def let_go(self, unit: Unit) -> None:
-        """What was kept goes, if nothing else has let it go before."""
-        unit.kept = False
-        self.free(unit)
-
     def free(self, unit: Unit) -> None:
         if unit.kept:  # by an evaluation between micro-batches
             return
@@ -507,7 +502,7 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "HOLD": lambda do, op: partial(do.hold, do.units[op.unit]),
     "FREE": lambda do, op: partial(do.free, do.units[op.unit]),
     "KEEP": lambda do, op: partial(do.keep, do.units[op.unit]),
-    "RELEASE": lambda do, op: partial(do.let_go, do.units[op.unit]),
+    "RELEASE": lambda do, op: do.units[op.unit].let_go,
     "GRADS": lambda do, op: do.units[op.unit].gradients.make,
     "REDUCE_SCATTER": Handlers.bind_reduce,
     "REDUCE_WITHIN": Handlers.bind_reduce,
