@@ -22,6 +22,8 @@ from shardfold.testing import Ranks
 from tests.support import mutants, selection
 from tests.support.gpu.setting import SIM, GivenDevice
 
+COLLECTED = pytest.StashKey[set[str]]()
+"""The cases of all files that are looked at, those that do not run among them."""
 NUM_RANKS = 4
 HAS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()  # Linux, as most kernels are built
 SETTLE = 5.0  # seconds for what a test ended to be gone
@@ -106,6 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Neighbours take about as long as each other: every N-th of them makes parts that are about equal.
     """
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     _mark(items)
     yield
     if part := config.getoption("--part"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import COLLECTED
 from tests.support import mutants
 from tests.support.mutants import Fault, WrongFault
 
@@ -40,6 +41,16 @@ def test_every_listed_fault_fits_the_sources() -> None:
     faults = mutants.read()
     assert len(faults) >= 60
     mutants.check(faults)
+
+
+def test_every_case_that_a_fault_names_is_there(request: pytest.FixtureRequest) -> None:
+    """Of the files that this run looks at as a whole: a case that is not there fails, and so would notice nothing."""
+    if any("::" in each for each in request.config.args):
+        pytest.skip("single tests were asked for")
+    cases = request.config.stash[COLLECTED]
+    tests, files = {case.partition("[")[0] for case in cases}, {case.partition("::")[0] for case in cases}
+    named = {f"tests/{test}" for fault in mutants.read() for test in fault.tests}
+    assert not [test for test in named if test.partition("::")[0] in files and test not in cases | tests | files]
 
 
 def test_what_no_test_notices_survives_and_the_sources_stay(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,14 +146,15 @@ def test_ranks_with_unlike_devices_multiply_in_one_dtype(ranks: Ranks) -> None:
     wide, narrow = torch.float32, torch.bfloat16
     for layout in ("ddp", "zero3"):
         found = {}
-        for fast in ((wide, wide), (narrow, wide), (narrow, narrow)):
-            said = found[fast] = ranks.run(_on_unlike_ranks, layout, list(fast), world_size=2)
+        for fast in ((wide, wide, wide), (narrow, wide, wide), (narrow, narrow, narrow)):
+            said = found[fast] = ranks.run(_on_unlike_ranks, layout, list(fast), world_size=3)
             products = narrow if wide not in fast else wide
-            assert [(each[0], each[3]) for each in said] == [(products, "None")] * 2
+            assert [(each[0], each[3]) for each in said] == [(products, "None")] * 3
             assert all(map(torch.equal, said[0][1], said[1][1]))
         one, mixed, other = (found[fast][0][1] for fast in found)
         assert all(map(torch.equal, one, mixed)) and not all(map(torch.equal, one, other))
-        assert len({tuple(each[2] for each in said) for said in found.values()}) == 1
+        sent = {tuple(each[2] for each in said) for said in found.values()}
+        assert len(sent) == 1 and (layout == "ddp" or sum(*sent))
 
 
 @pytest.mark.sampled(5)
