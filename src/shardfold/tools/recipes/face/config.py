@@ -152,7 +152,7 @@ class FaceConfig(Settings):
             )
         if given := sorted(self.model_fields_set & STUDY_CHOOSES):
             raise ConfigError(
-                "the study chooses layouts, offload, heads and warm-up itself, keeps no checkpoints and trains no matcher: "
+                "the study chooses layouts, offload, heads and warm-up, keeps no checkpoints and trains no matcher: "
                 f"leave out {', '.join('--' + name.replace('_', '-') for name in given)}."
             )
 
