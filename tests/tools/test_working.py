@@ -23,7 +23,7 @@ def test_a_line_on_terminals_only() -> None:
     assert terminal.getvalue().endswith("\x1b[1A\x1b[2K")  # one line up, and empty
 
 
-@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize("micro_batch", [pytest.param(None, marks=pytest.mark.soak), 2])
 def test_a_plan_says_what_it_looks_at(
     micro_batch: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

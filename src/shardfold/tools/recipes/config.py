@@ -231,6 +231,7 @@ TRAIN_EFFECTS = (
         "matrix_lr", lambda run: run.optimizer == "muon", "it is a rate of Muon's, and the optimizer is adamw",
         "give --optimizer muon, or --lr in its place",
     ),
+    Effect("warmup", lambda run: run.warmup < run.steps, "the run ends before it is over", "warm up for fewer steps"),
     Effect(
         "nonfinite", lambda run: not run.precision.startswith("fp16"),
         "under a loss scale, which fp16 has, steps that are not finite are skipped", "give another --precision",
@@ -380,8 +381,6 @@ class TrainConfig(Settings):
             flops_or_file(self.peak_flops)
         self._check_stages()
         self.table()
-        if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
-            raise ConfigError(f"warmup is {self.warmup} but the run has {self.steps} steps: warm up for fewer.")
         return self
 
     def _check_stages(self) -> None:

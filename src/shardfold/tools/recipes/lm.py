@@ -264,7 +264,8 @@ class Run:
         self.done = self.begun_at = report.state["done"]
         if self.done >= self.config.steps:
             raise ConfigError(
-                f"{report.path} has done {self.done} of {self.config.steps} steps already: give more --steps to go on."
+                f"{report.path} has done {self.done} steps, and --steps {self.config.steps}, which counts them, "
+                f"leaves none to do: give more than {self.done}."
             )
         return "\n".join([f"Resumed from {report.path}, at step {self.done} of {self.config.steps}.", *report.notes])
 

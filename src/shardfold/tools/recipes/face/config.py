@@ -30,6 +30,7 @@ FACE_EFFECTS = (
         Effect(name, lambda run: not run.backbone.startswith("timm:"), OF_TIMM)
         for name in ("patch", "width", "layers", "heads")
     ),
+    Effect("warmup", lambda run: run.warmup < run.steps, "the run ends before it is over", "warm up for fewer steps"),
     Effect("transforms", lambda run: run.augment, "with --no-augment images are not changed"),
 )
 
@@ -105,8 +106,6 @@ class FaceConfig(Settings):
                 "resnet) or timm:NAME."
             )
         self.table()
-        if self.warmup != DEFAULT_WARMUP and self.warmup >= self.steps:
-            raise ConfigError(f"warmup is {self.warmup} but the run has {self.steps} steps: warm up for fewer.")
         if self.backbone == "vit" and self.width % self.heads:
             raise ConfigError(f"width {self.width} does not divide into {self.heads} heads: choose a multiple.")
         return self
