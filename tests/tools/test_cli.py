@@ -303,10 +303,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_ranks(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode != 0
     assert Checkpoint(tmp_path / "run").path == checkpoints / "step-000006"  # a run folder is its latest checkpoint
-    assert (
-        "has done 6 steps, and --steps 6, which counts them, leaves none to do: give more than 6."
-        in done.stderr
-    )
+    assert "has done 6 steps, and --steps 6, which counts them, leaves none to do: give more than 6." in done.stderr
     assert not (tmp_path / "more").exists()
 
 

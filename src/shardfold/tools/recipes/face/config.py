@@ -15,9 +15,9 @@ from shardfold.tools.effects import Effect
 from shardfold.tools.packages import package_of
 from shardfold.tools.recipes.config import Settings
 
-__all__ = ["STUDY_CHOOSES", "FaceConfig"]
+__all__ = ["DEFAULT_WARMUP", "STUDY_CHOOSES", "FaceConfig"]
 
-STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every", "warmup"}
+STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every"}
 """Settings that the study itself chooses, or does without."""
 DEFAULT_WARMUP = 40
 
@@ -151,7 +151,7 @@ class FaceConfig(Settings):
             )
         if given := sorted(self.model_fields_set & STUDY_CHOOSES):
             raise ConfigError(
-                "the study chooses layouts, offload, heads and warm-up, keeps no checkpoints and trains no matcher: "
+                "the study chooses layouts, offload and heads itself, keeps no checkpoints and trains no matcher: "
                 f"leave out {', '.join('--' + name.replace('_', '-') for name in given)}."
             )
 
