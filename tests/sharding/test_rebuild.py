@@ -284,7 +284,7 @@ def test_a_group_that_can_not_be_taken_in_is_named() -> None:
 def test_a_parameter_that_a_group_has_is_told_when_it_is_added(form: Callable[[Any], Any]) -> None:
     """At the call, and nothing is added; also of a frozen one. An engine that is closed looks at nothing more."""
     engine = sf.Engine(Growing(), optimizer=OPTIMIZERS["AdamW"])
-    optimizer, weight = engine.optimizer, engine.module.norm.weight
+    optimizer, weight = engine.optimizer, engine.module.get_parameter("norm.weight")
     assert optimizer is not None
     with pytest.raises(
         ConfigError, match=r"add_param_group\(\) lists 'norm.weight', which is in group 0 of the optimizer"
