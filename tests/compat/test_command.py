@@ -41,5 +41,8 @@ def test_it_is_asked_for_at_a_command_line(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "shardfold.compat", "--install-command"]
     made = subprocess.run([*line, str(tmp_path)], capture_output=True, text=True, check=False)
     assert made.returncode == 0 and Path(made.stdout.strip()) == tmp_path / "deepspeed"
+    further = subprocess.run([*line, str(tmp_path), "train.py", "-x"], capture_output=True, text=True, check=False)
+    said = "--install-command takes one folder and nothing more: leave out train.py -x.\n"
+    assert (further.returncode, further.stdout, further.stderr) == (1, "", said)
     refused = subprocess.run([*line, str(tmp_path / "nowhere")], capture_output=True, text=True, check=False)
     assert refused.returncode == 1 and "is not a folder" in refused.stderr

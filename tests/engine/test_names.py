@@ -107,6 +107,14 @@ def test_a_function_on_ranks() -> None:
         run_ranks(_function, 2, ones=3)
 
 
+def test_a_keyword_that_is_lacking_is_named() -> None:
+    """Not as Python does; all of several."""
+    with pytest.raises(ConfigError, match=r"^Cell\(\) lacks dtype: give dtype=\.$"):
+        sf.Cell(small=5)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ConfigError, match=r"^warmup_cosine\(\) lacks warmup, total: give warmup=\.$"):
+        sf.optim.warmup_cosine()  # pyright: ignore[reportCallIssue]
+
+
 def test_other_type_errors_stay() -> None:
     """What is missing, and what goes wrong inside, is Python's to tell; signatures are the functions' own."""
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,7 +269,6 @@ def test_a_group_that_can_not_be_taken_in_is_named() -> None:
     batch = models.batches(1)[0]
     for group, said in (
         ({"params": [nn.Parameter(torch.zeros(2, 3))]}, r"group 1 of the optimizer holds a tensor of shape \(2, 3\)"),
-        ({"params": [engine.module.norm.weight]}, "group 1 of the optimizer lists 'norm.weight', which is in group 0"),
         ({"params": [], "amsgrad": True}, "options"),
     ):
         engine.optimizer.add_param_group(group)
@@ -277,6 +278,28 @@ def test_a_group_that_can_not_be_taken_in_is_named() -> None:
             engine(*batch)
         engine.optimizer.param_groups.pop()
     engine.close()
+
+
+@pytest.mark.parametrize("form", [list, iter, lambda ps: ps[0], lambda ps: [("name", p) for p in ps]])
+def test_a_parameter_that_a_group_has_is_told_when_it_is_added(form: Callable[[Any], Any]) -> None:
+    """At the call, and nothing is added; also of a frozen one. An engine that is closed looks at nothing more."""
+    engine = sf.Engine(Growing(), optimizer=OPTIMIZERS["AdamW"])
+    optimizer, weight = engine.optimizer, engine.module.get_parameter("norm.weight")
+    assert optimizer is not None
+    with pytest.raises(
+        ConfigError, match=r"add_param_group\(\) lists 'norm.weight', which is in group 0 of the optimizer"
+    ):
+        optimizer.add_param_group({"params": form([weight])})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [weight]})  # past it: at the next forward
+    with pytest.raises(ConfigError, match=r"group 1 of the optimizer lists 'norm.weight', which is in group 0"):
+        engine(*models.batches(1)[0])
+    optimizer.param_groups.pop()
+    engine.close()
+    fresh = nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": form([fresh])} if not isinstance(form([fresh]), list) else {"params": [fresh]})
+    assert optimizer.param_groups[-1]["params"][0] is fresh
+    assert "add_param_group" not in vars(copy.deepcopy(optimizer))
 
 
 def test_what_a_function_left_out_of_its_optimizer_stays_out() -> None:

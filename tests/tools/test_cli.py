@@ -75,7 +75,7 @@ def test_every_setting_has_an_option_with_its_default(
 BAD = [
     (["train", "--pipeline", "2", "--order", "zb"], "pipeline='zb' is not an order. Did you mean 'zbv'?"),
     (["train", "--pipeline", "2", "--sequence", "2"], "stages do not cut sequences: leave --sequence out"),
-    (["train", "--order", "gpipe"], "order is gpipe, an order of stages, of which there is 1: give --pipeline 2"),
+    (["train", "--order", "gpipe"], "it is an order of stages, of which there is 1: give --pipeline 2"),
     (["trian"], "Did you mean 'train'?"),
     (["train", "lmm"], "Did you mean 'lm'?"),
     (["train", "--stepz", "3"], "--steps"),
@@ -303,7 +303,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_ranks(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode != 0
     assert Checkpoint(tmp_path / "run").path == checkpoints / "step-000006"  # a run folder is its latest checkpoint
-    assert "has done 6 of 6 steps already" in done.stderr
+    assert "has done 6 steps, and --steps 6, which counts them, leaves none to do: give more than 6." in done.stderr
     assert not (tmp_path / "more").exists()
 
 

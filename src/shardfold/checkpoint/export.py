@@ -32,6 +32,7 @@ __all__ = ["TARGETS", "ExportReport", "export_to"]
 
 LOG = getLogger("shardfold")
 TARGETS = ("hf", "torch", "dcp")
+SHARD_BYTES = 5 * 10**9
 LEFT_OUT = "%s has extra state of modules (%s), which %r files have no place for: it is left out; to='torch' writes it."
 Tick = Callable[[int], None]
 
@@ -70,7 +71,7 @@ def export_to(
     to: str = "hf",
     *,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = 5 * 10**9,
+    shard_bytes: int = SHARD_BYTES,
     config: str | Path | None = None,
     state: str = "weight",
     rename: Rename | None = None,
@@ -104,14 +105,7 @@ def export_to(
         >>> report = sf.checkpoint.export_to(folder, f"{folder}-hf", "hf", dtype=torch.bfloat16)
     """
     target = Path(os.path.abspath(target))
-    if to not in TARGETS:
-        raise ConfigError(f"there is no form {to!r} to export to.{did_you_mean(to, TARGETS)}")
-    if config is not None and to != "hf":
-        raise ConfigError(f"export_to(config=...): only 'hf' has a config.json beside its weights, not {to!r}.")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"export_to(dtype={dtype}): weights are of a floating dtype.")
-    if shard_bytes < 1:
-        raise ConfigError(f"export_to(shard_bytes={shard_bytes}): a file has at least one byte.")
+    _check(to, dtype, shard_bytes, config)
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists: nothing was written; remove it or choose another path.")
     check_apart(Path(source), target)
@@ -147,6 +141,26 @@ def export_to(
 
                 files = write_dcp(stored, draft, told)
     return ExportReport(target, tuple(files), len(stored.tensors), total)
+
+
+def _check(to: str, dtype: torch.dtype | None, shard_bytes: int, config: str | Path | None) -> None:
+    """
+    Raises:
+        ConfigError: an option is unknown or has no meaning for this target.
+    """
+    if to not in TARGETS:
+        raise ConfigError(f"there is no form {to!r} to export to.{did_you_mean(to, TARGETS)}")
+    if config is not None and to != "hf":
+        raise ConfigError(f"export_to(config=...): only 'hf' has a config.json beside its weights, not {to!r}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"export_to(dtype={dtype}): weights are of a floating dtype.")
+    if shard_bytes != SHARD_BYTES and to != "hf":
+        raise ConfigError(
+            f"export_to(shard_bytes={shard_bytes}): only 'hf' (--to hf) is cut into files of a size (--shard-size), "
+            f"not {to!r}: leave it out."
+        )
+    if shard_bytes < 1:
+        raise ConfigError(f"export_to(shard_bytes={shard_bytes}): a file has at least one byte.")
 
 
 class _Named(Piece):

@@ -95,7 +95,7 @@ def import_from(
         tick: called with the bytes done so far and those of all, every few MiB.
 
     Raises:
-        ConfigError: ``form`` is unknown.
+        ConfigError: ``form`` is unknown, or another option has no meaning for what is there.
         CheckpointError: it is of another form, is damaged, or has no weights where they are looked for; ``target`` is
             inside of it, or around it. Nothing is left of what was written.
 
@@ -113,15 +113,20 @@ def import_from(
     check_apart(path, Path(target))
     if not path.is_dir():
         check_regular(path)
-    if trust:
-        with trusted():
-            return import_from(path, target, form, key=key, rename=rename, tick=tick)
     found = form_of(path) if form == "auto" else form
     if found == "shardfold":
         raise CheckpointError(f"{path} is a checkpoint of Shardfold already.")
     if not found:
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:8])
         raise CheckpointError(f"{path} is not a folder of {', '.join(SOURCES)}: it has {inside or 'nothing'}.")
+    if key is not None and found in ("hf", "deepspeed"):
+        raise ConfigError(
+            f"import_from(key={key!r}): it says where in a file of torch or dcp the weights are, and {path} is of "
+            f"{found!r}: leave it out (--key)."
+        )
+    if trust:
+        with trusted():
+            return import_from(path, target, found, key=key, rename=rename, tick=tick)
     new, report = renamer(rename, "import_from"), ImportReport(Path(target), found)
     try:
         if found == "deepspeed":

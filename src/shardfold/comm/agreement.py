@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
 from logging import getLogger
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from zlib import crc32
 
@@ -545,13 +545,6 @@ class Agreement:
                     self._tell_abort(f"{what} failed on rank {self.peers.rank}: {error}")
             raise
 
-    @staticmethod
-    def _pause(store: Any, keys: list[str]) -> None:
-        try:
-            store.wait(keys, SLICE)
-        except (RuntimeError, ValueError):  # the slice is over: DistStoreError is a RuntimeError
-            return
-
     # -- waiting
 
     def wait(self, work: Any, *, control: bool = False) -> None:
@@ -778,7 +771,7 @@ class Agreement:
         if not stuck:
             return
         while "user" in stuck and monotonic() < deadline:
-            self._pause(self._store, ["never"])
+            sleep(SLICE.total_seconds())
             stuck = [entry.kind for entry in self._watch.read().values()]
         LOG.error(
             "rank %d leaves all process groups, because other ranks wait in one of them and would never end: from here "

@@ -14,6 +14,8 @@ if len(sys.argv) < 2:
         "--install-command [FOLDER]"
     )
 if sys.argv[1] == "--install-command":
+    if further := sys.argv[3:]:
+        sys.exit(f"--install-command takes one folder and nothing more: leave out {' '.join(further)}.")
     try:
         print(install_command(*sys.argv[2:3]))
     except (UsageError, OSError) as error:

@@ -7,15 +7,12 @@ that come later. Nobody waits for longer than that, and once a round is held all
 
 from __future__ import annotations
 
-from datetime import timedelta
-from time import monotonic
 from typing import Any
 
+from shardfold.comm.polling import come
 from shardfold.errors import CollectiveError
 
 __all__ = ["Vote"]
-
-SLICE = 1.0  # seconds in which nothing else is looked at, such as Ctrl-C
 
 
 class Vote:
@@ -51,19 +48,8 @@ class Vote:
 
     def _decided(self) -> bool:
         came, decided = f"round/{self._number}/came", f"round/{self._number}/decided"
-        until = monotonic() + self._deadline
         if self._store.add(came, 1) == self._ranks:
             self._store.compare_set(decided, "", "held")
-        while not self._store.check([decided]):
-            left = until - monotonic()
-            if left <= 0:
-                self._store.compare_set(decided, "", "put off")
-                break
-            self._pause(decided, min(left, SLICE))
+        if not come(self._store, [decided], self._deadline):
+            self._store.compare_set(decided, "", "put off")
         return self._store.get(decided).decode() == "held"
-
-    def _pause(self, key: str, seconds: float) -> None:
-        try:
-            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-        except (RuntimeError, ValueError):  # it is over: DistStoreError is a RuntimeError
-            return

@@ -51,10 +51,14 @@ def rank_environment(rank: int, num_procs: int, port: int) -> dict[str, str]:
 class LocalRank(Worker):
     """One rank: rank 0 has the terminal, of the others the last lines of standard error are kept."""
 
-    def __init__(self, rank: int, num_procs: int, command: list[str], port: int) -> None:
+    def __init__(self, rank: int, num_procs: int, command: list[str], port: int, held: bool) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         outlets = (Outlet(shown=rank == 0), Outlet(shown=rank == 0, tail=self.tail))
-        super().__init__(rank, command, rank_environment(rank, num_procs, port), outlets)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if held else set())
+        try:
+            super().__init__(rank, command, rank_environment(rank, num_procs, port), outlets)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Interrupts:
@@ -106,11 +110,14 @@ class Interrupts:
 
 def launch_local(argv: list[str], num_procs: int) -> int:
     """Run `shardfold ARGV` as `num_procs` ranks on this machine and return the exit status to end with."""
-    return launch([*python_module("shardfold"), *argv], num_procs)
+    return launch([*python_module("shardfold"), *argv], num_procs, held=True)
 
 
-def launch(command: list[str], num_procs: int) -> int:
-    """Run any command as `num_procs` ranks: 0, the first failure's status, or 130 after an interruption."""
+def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
+    """Run any command as `num_procs` ranks: 0, the first failure's status, or 130 after an interruption.
+
+    `held`: Ctrl-C is held back from a rank until it lets it in, which one of ours does before it imports anything.
+    """
     port = free_port()
     ended: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     ranks: list[LocalRank] = []
@@ -119,7 +126,7 @@ def launch(command: list[str], num_procs: int) -> int:
         with interrupts.installed():
             try:
                 for rank in range(num_procs):
-                    ranks.append(LocalRank(rank, num_procs, command, port))
+                    ranks.append(LocalRank(rank, num_procs, command, port, held))
                     if interrupts.received:  # arrived between two starts: the newest may not have seen it
                         interrupts.forward()
             finally:

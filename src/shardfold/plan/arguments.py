@@ -1,4 +1,4 @@
-"""Unknown names of arguments, told in one sentence with the name that was meant."""
+"""Arguments that a call does not know or lacks, told in one sentence with the name that was meant."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ call knows the first is meant."""
 
 def known_arguments(target: Target) -> Target:
     """Decorates a public function, or a class and its public methods: a call with a keyword that they do not have
-    raises :class:`ConfigError`, which names the nearest one that they have. Signatures stay as they are."""
+    raises :class:`ConfigError`, which names the nearest one that they have; one without a keyword that it needs, too.
+    Signatures stay as they are."""
     made: Any = target
     if not inspect.isclass(made):
         return _checked(made)
@@ -120,9 +121,24 @@ def _checked(function: Any) -> Any:
             known = keywords(function)
             if known is not None and (said := unknown(_title(function), kwargs, known)):
                 raise ConfigError(said) from None
+            if lacking := _lacking(function, args, kwargs):
+                raise ConfigError(f"{_title(function)} lacks {', '.join(lacking)}: give {lacking[0]}=.") from None
             raise
 
     return checked
+
+
+def _lacking(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Arguments that have no default, are given by keyword only, and are not."""
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return []
+    each = signature.parameters.values()
+    return [
+        one.name for one in each if one.kind is one.KEYWORD_ONLY and one.default is one.empty and one.name not in bound
+    ]
 
 
 def _title(function: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 from typing import Any
@@ -106,7 +106,7 @@ def option(
 
 def options(
     subjects: Sequence[Subject], layouts: Mapping[str, Layout], modes: Iterable[str], *, micro_batch: int | None,
-    **how: Any,
+    tick: Callable[[str], None] = lambda doing: None, **how: Any,
 ) -> list[Option]:  # fmt: skip
     """All of these, the first layouts first; of the stages of ``subjects`` that which needs the most.
 
@@ -115,6 +115,7 @@ def options(
         layouts: tables by name.
         modes: of activations.
         micro_batch: samples; None: of each the most that fit on all stages, or one where none does.
+        tick: called with what is looked at next.
         how: the other arguments of :func:`option`.
     """
     chosen, found = list(modes), list[Option]()
@@ -128,6 +129,7 @@ def options(
 
     for name in layouts:
         for mode in chosen:
+            tick(f"{name}, {mode}")
             every = each(name, mode, micro_batch or LINE[0])
             largest = min(one.largest for one in every)
             if micro_batch is None:

@@ -9,7 +9,7 @@ nothing is walked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -79,6 +79,7 @@ def search(
     most: int = 1024,
     host: float = inf,
     moments: int = 2,
+    tick: Callable[[str], None] = lambda doing: None,
 ) -> Search:
     """All ways to train ``subject`` there.
 
@@ -94,6 +95,7 @@ def search(
         most: the largest micro-batch that is looked at.
         host: bytes of host memory for each rank.
         moments: that the optimizer keeps of each element.
+        tick: called with what is looked at next.
     """
     kind = StagedWalks if subject.division.pipeline > 1 else Walks
     walks = kind(subject, where, precision, moments)
@@ -107,6 +109,7 @@ def search(
         why = walks.resting_too_much(plain.table, host)
         for wires in walks.wires(plain, chosen[0], wire) if wire is not None and not why else [{}]:
             for mode in chosen:
+                tick(f"{layout}, {mode}")
                 for prefetch in ahead:
                     looked_at += limit
                     one = replace(plain, mode=mode, prefetch=prefetch, **wires)
@@ -125,7 +128,7 @@ def search(
 
 def search_divisions(
     subject: Subject, where: Cluster, divisions: Iterable[Division], *, layouts: Iterable[str] = LAYOUTS,
-    modes: Iterable[str] = MODES, **how: Any,
+    modes: Iterable[str] = MODES, tick: Callable[[str], None] = lambda doing: None, **how: Any,
 ) -> Search:  # fmt: skip
     """The searches of each of some divisions as one; see :func:`search`.
 
@@ -135,6 +138,7 @@ def search_divisions(
         divisions: sizes of axes; those that the model or the devices do not divide by are refused in a sentence.
         layouts: names of presets.
         modes: of activations.
+        tick: called with what is looked at next.
         how: the other arguments of :func:`search`.
     """
     found: list[Found] = []
@@ -144,7 +148,7 @@ def search_divisions(
         try:
             _ = division.over(where.mesh)
             one = replace(subject, division=replace(division, streams=where.device.streams))
-            each = search(one, where, layouts=names, modes=chosen, **how)
+            each = search(one, where, layouts=names, modes=chosen, tick=_within(division, tick), **how)
         except (ConfigError, ModelError) as error:
             refused.append(Refused(ANY, ANY, str(error), division))
             continue
@@ -152,3 +156,7 @@ def search_divisions(
         refused += each.refused
         looked_at += each.looked_at
     return Search(sorted(found, key=lambda each: (-each.samples, each.peak)), refused, looked_at)
+
+
+def _within(division: Division, tick: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda doing: tick(f"{str(division) or 'data alone'}: {doing}")

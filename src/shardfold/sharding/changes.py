@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_modules
 
 from shardfold.errors import ConfigError, UsageError
 from shardfold.plan.rules import Rules
+from shardfold.sharding.added_groups import look_at_added
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.groups import alignment, group_numbers
 from shardfold.sharding.loans import Loan
@@ -80,6 +81,8 @@ class Changes:
         self._handles = _hear_registrations(weakref.ref(self))
         self._finalizer = weakref.finalize(self, _remove, self._handles)
         self._finalizer.atexit = False
+        if model.optimizer is not None:
+            look_at_added(model.optimizer, self.check_added)
 
     def cut(self, group_of: dict[int, int] | None = None, *, rules: Rules | None = None) -> list[Cut]:
         """The model's units as it is now; states are for what is trainable, or was and is frozen for a while.
@@ -111,6 +114,22 @@ class Changes:
     def close(self) -> None:
         let_go(self.model)
         self._finalizer()
+
+    def check_added(self, parameters: Sequence[Any]) -> None:
+        """Before a group is added to the optimizer.
+
+        Raises:
+            ConfigError: a parameter is in a group already.
+        """
+        if self.model.closed:
+            return
+        names = {id(p): name for name, p in self.model.module.named_parameters()}
+        for each in parameters:
+            if id(each) in self.group_of and id(each) in names:
+                raise ConfigError(
+                    f"add_param_group() lists {names[id(each)]!r}, which is in group {self.group_of[id(each)]} of the "
+                    "optimizer already: list every parameter once."
+                )
 
     def note(self, module: nn.Module) -> None:
         """A parameter or module was registered in ``module``."""

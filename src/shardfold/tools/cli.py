@@ -20,6 +20,7 @@ from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.offload import offloaded
 from shardfold.tools import cli_ckpt, cli_plan, cli_run, extras
+from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.recipes.config import Settings, TrainConfig, read_settings, resumed_settings
 from shardfold.tools.recipes.face.config import FaceConfig
@@ -326,8 +327,10 @@ def bench(
 ) -> None:
     """Run one job under each layout and each installed peer, in turns, and compare time, memory and bytes sent."""
     from shardfold.tools.bench import command
-    from shardfold.tools.bench.settings import Settings
+    from shardfold.tools.bench.settings import EFFECTS, Settings
+    from shardfold.tools.effects import check_effects
 
+    check_effects(bench, locals(), EFFECTS)
     if ranks is None:
         ranks = 4 if link is not None else 1 if job == "units" else 2
     if precision is None:
@@ -370,6 +373,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if debug:
             traceback.print_exc()
         status = refuse(error)
+    if status == launch.INTERRUPTED and INTERRUPTION.received:  # which the parser makes a status of, too
+        INTERRUPTION.say()
     sys.exit(status or 0)
 
 

@@ -11,6 +11,7 @@ import typer
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
+from shardfold.tools.effects import Effect, check_effects
 
 if TYPE_CHECKING:
     from shardfold.plan.auto_wire import AutoWire
@@ -28,6 +29,25 @@ LONGEST = 10**7
 """Tokens of a sample."""
 NOTHING_FITS = 1
 """The exit status where what was asked for fits nowhere."""
+EFFECTS = (
+    *(
+        Effect(name, lambda plan: not plan.inference, "--inference plans no training")
+        for name in ("precision", "batch", "host", "accumulate", "layout", "activations", "wire", "price", "html")
+    ),
+    Effect(
+        "accumulate", lambda plan: plan.micro_batch is not None,
+        "a search counts the micro-batches of a step by --batch, unless --micro-batch is given",
+    ),
+    Effect("batch", lambda plan: plan.micro_batch is None, "with --micro-batch, --accumulate says how many a step has"),
+    Effect(
+        "price", lambda plan: plan.micro_batch is None,
+        "what tokens cost is said of the fastest way, for which --micro-batch is left out",
+    ),
+    Effect(
+        "order", lambda plan: max(plan.pipeline or [1]) > 1, "an order is of stages, which --pipeline 2 or more makes",
+    ),
+)  # fmt: skip
+"""What options need that do nothing by themselves."""
 APART = {"--inference": ("sequence", "pipeline")}
 """Axes that these options do not go with."""
 
@@ -129,26 +149,14 @@ def plan(
 
     The exit status is 0 where something fits, 1 where nothing does, and 2 where an option is refused.
     """
+    check_effects(plan, locals(), EFFECTS)
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: give what a device costs an hour, above 0.")
     tables, auto, size = _checked(activations, layout, precision, wire, micro_batch, gpus)
-    if inference:
-        if size == "max":
-            raise ConfigError("--inference says itself how many sequences fit: give --micro-batch a number, or none.")
-        _refuse(
-            "--inference plans no training", precision=precision != "bf16", batch=batch, host=host,
-            accumulate=accumulate, layout=layout, activations=activations, wire=wire, price=price, html=html,
-        )  # fmt: skip
-    elif size is None:
-        _refuse("a search counts the micro-batches of a step by --batch, unless --micro-batch is given",
-                accumulate=accumulate)  # fmt: skip
-    else:
-        _refuse("with --micro-batch, --accumulate says how many a step has", batch=batch)
-        _refuse("what tokens cost is said of the fastest way, for which --micro-batch is left out", price=price)
+    if inference and size == "max":
+        raise ConfigError("--inference says itself how many sequences fit: give --micro-batch a number, or none.")
     if real and max(pipeline or [1]) > 1:
         raise ConfigError("--real does not go with --pipeline, whose stages are run without memory: leave one out.")
-    if max(pipeline or [1]) == 1:
-        _refuse("an order is of stages, which --pipeline 2 or more makes", order=order)
     from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
 
     divisions = _divisions(
@@ -176,17 +184,6 @@ def plan(
     )  # fmt: skip
     if not fits:
         raise typer.Exit(NOTHING_FITS)
-
-
-def _refuse(why: str, **given: object) -> None:
-    """Refuses an option that would do nothing.
-
-    Raises:
-        ConfigError: one is given; ``why`` is the sentence.
-    """
-    for name, value in given.items():
-        if value:
-            raise ConfigError(f"--{name} has no effect here, as {why}: leave it out.")
 
 
 def _checked(

@@ -7,24 +7,24 @@ import sys
 from typing import NoReturn
 
 from shardfold.tools import extras
+from shardfold.tools.interruption import INTERRUPTION
 
 __all__ = ["main"]
 
 SAID = 2  # as in shardfold.launch: one sentence has said what is wrong
-INTERRUPTED = 130
 
 
 def main() -> NoReturn:
     """Run the command line and end the process with its status."""
     try:
+        INTERRUPTION.install()
         for package in (name for name, extra in extras.EXTRAS.items() if extra == "cli"):
             # Asked for here, as some are imported only once ranks run.
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
         from shardfold.tools import cli
     except KeyboardInterrupt:
-        print("Error: interrupted before it was done.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        INTERRUPTION.end()
     except ModuleNotFoundError as error:
         said = extras.sentence("the command shardfold", error)
         if said is None:

@@ -48,7 +48,11 @@ SMALL: dict[str, Any] = {
 
 
 def config(**options: Any) -> FaceConfig:
-    return FaceConfig.load({**SMALL, **options})
+    """Small, without what would do nothing: of faces that are not drawn, and of backbones that have their own sizes."""
+    idle: list[str] = ["identities", "shots"] if options.get("data") is not None else []
+    if str(options.get("backbone")).startswith(("timm:", "transformers:swin")):
+        idle += ["patch", "width", "layers", "heads"]
+    return FaceConfig.load({**{name: value for name, value in SMALL.items() if name not in idle}, **options})
 
 
 # -- images

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from time import monotonic
-from typing import Any
 
 import torch.distributed as dist
 
+from shardfold.comm.polling import come
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.torch_internals import default_store
 
 __all__ = ["RefusedElsewhere", "together"]
 
-SLICE = timedelta(seconds=1)
 LIMIT = 1800.0  # seconds that a rank waits for the others to come
 GRACE = 5.0  # seconds that a rank that raises stays, so that the others can read why: it may serve the store
 
@@ -48,24 +45,11 @@ def together(call: str) -> Iterator[None]:
         yield
     except Exception as error:
         store.set(keys[rank], f"{type(error).__name__}: {error}")
-        _come(store, keys, GRACE)
+        come(store, keys, GRACE)
         raise
     store.set(keys[rank], "")
-    if not _come(store, keys, LIMIT):
+    if not come(store, keys, LIMIT):
         raise RefusedElsewhere(f"{call}: not every rank came to it in {LIMIT:.0f} s.")
     for other, said in enumerate(store.get(key).decode() for key in keys):
         if said:
             raise RefusedElsewhere(f"{call} was refused on rank {other}: {said}")
-
-
-def _come(store: Any, keys: list[str], seconds: float) -> bool:
-    """Whether all ranks have come in so many seconds."""
-    deadline = monotonic() + seconds
-    while not store.check(keys):
-        if monotonic() > deadline:
-            return False
-        try:
-            store.wait(keys, SLICE)
-        except (RuntimeError, ValueError):  # the slice is over
-            continue
-    return True

@@ -9,13 +9,28 @@ from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.launch.namespaces import check_rate, why_not
+from shardfold.tools.effects import Effect
 from shardfold.tools.recipes.config import GPTConfig
 
-__all__ = ["JOBS", "UNITS", "Settings", "gpt_shape"]
+__all__ = ["EFFECTS", "JOBS", "UNITS", "Settings", "gpt_shape"]
 
 JOBS = ("gpt", "tensors", "units", "offload")
 UNITS = 64  # of the job `units`
 NODES = 2  # of a link
+OF_GPT = ("gpt", "offload")
+EFFECTS = (
+    *(
+        Effect(
+            name, lambda bench: bench.job not in JOBS or bench.job in OF_GPT, "this job has no GPT", "give the job gpt"
+        )
+        for name in ("params", "context")
+    ),
+    *(
+        Effect(name, lambda bench: bench.timeline is None, "--timeline draws a picture and compares nothing")
+        for name in ("within", "without", "reference", "json", "markdown")
+    ),
+)
+"""What options of the command need that do nothing by themselves."""
 CHOICES = {
     "job": JOBS,
     "precision": ("fp32", "bf16"),
@@ -132,7 +147,7 @@ class Settings:
     @property
     def of_gpt(self) -> bool:
         """Whether the job trains the GPT."""
-        return self.job in ("gpt", "offload")
+        return self.job in OF_GPT
 
     def title(self) -> str:
         """The settings in one line."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from logging import ERROR, getLogger
 from pathlib import Path
+
+from rich.console import Console
 
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.auto_wire import AutoWire
@@ -20,6 +22,7 @@ from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import Search, search, search_divisions
 from shardfold.planner.setting import Subject
 from shardfold.planner.staged import usual_count
+from shardfold.tools.observe.console import working
 from shardfold.tools.planning import show
 from shardfold.tools.planning.models import Planned, planned_model
 from shardfold.tools.planning.page import plan_page
@@ -38,37 +41,39 @@ def print_plan(
     train that fits; returns whether anything fits."""
     where, room = cluster(gpus, memory=memory), host_bytes(host)
     if len(divisions) > 1:
-        planned = planned_model(model, length=length, samples=2, real=real)
+        with _making(model):
+            planned = planned_model(model, length=length, samples=2, real=real)
         print(show.head(planned, where, precision))
-        print()
-        with _traced(planned):
+        print(flush=True)
+        with _traced(planned) as tick:
             found = search_divisions(
                 planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
-                host=room, wire=wire,
+                host=room, wire=wire, tick=tick,
             )  # fmt: skip
         found = replace(found, refused=[replace(r, why=_by_command(r.why, planned)) for r in found.refused])
         return _print_found(found, where, precision, model, price)
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
-    planned = planned_model(model, length=length, samples=2, division=division, real=real)
+    with _making(model):
+        planned = planned_model(model, length=length, samples=2, division=division, real=real)
     print(show.head(planned, where, precision, mesh))
-    print()
+    print(flush=True)
     if micro_batch is None:
-        with _traced(planned):
+        with _traced(planned) as tick:
             found = search(
                 planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room,
-                wire=wire,
+                wire=wire, tick=tick,
             )  # fmt: skip
         return _print_found(found, where, precision, model, price)
     stages = [planned.subject] + [
         replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)
     ]
-    with _traced(planned):
+    with _traced(planned) as tick:
         each = options(
             stages, tables, modes, precision=precision, mesh=mesh.axes,
             micro_batch=micro_batch if isinstance(micro_batch, int) else None,
             micro_batches=accumulate, budget=where.device.usable, host=room, where=where,
-            behaviour=GPU if where.device.streams else CPU,
+            behaviour=GPU if where.device.streams else CPU, tick=tick,
         )  # fmt: skip
     if division.pipeline > 1:
         print(show.stages(division))
@@ -92,15 +97,20 @@ def _print_found(found: Search, where: Cluster, precision: str, model: str, pric
     return bool(found.found)
 
 
+def _making(model: str) -> AbstractContextManager[Callable[[str], None]]:
+    return working(f"making {model} without memory", Console(stderr=True))
+
+
 @contextmanager
-def _traced(planned: Planned) -> Iterator[None]:
+def _traced(planned: Planned) -> Iterator[Callable[[str], None]]:
     """While a model runs without memory: packages say nothing in between, and a micro-batch that the command made is
-    not blamed on who gave the model."""
+    not blamed on who gave the model. What it gives takes what is looked at next, for a line on a terminal."""
     log = getLogger("transformers")
     before = log.level
     log.setLevel(ERROR)
     try:
-        yield
+        with working(f"planning {planned.name}", Console(stderr=True)) as tick:
+            yield tick
     except ModelError as error:
         raise ModelError(_by_command(str(error), planned)) from error
     finally:
@@ -131,7 +141,8 @@ def print_inference(
     dtype; returns whether any dtype fits."""
     where = cluster(gpus, memory=memory)
     _ = division.over(where.mesh)
-    planned = planned_model(model, length=length, samples=2, division=division, real=real)
+    with _making(model):
+        planned = planned_model(model, length=length, samples=2, division=division, real=real)
     with _traced(planned):
         cache = cache_bytes(planned.subject, 1)
         each = cache or activation_bytes(planned.subject, 1)
@@ -155,14 +166,15 @@ def write_plan_page(
         raise ConfigError(f"--html {path} cannot be written: there is no folder {str(path.parent)!r}.")
     where = cluster(gpus, memory=memory)
     models: dict[str, tuple[Planned, Subject | None]] = {}
-    for each in divisions:
-        _ = each.over(where.mesh)
-        for division in _ranks_of(replace(each, streams=where.device.streams), accumulate):
-            planned = planned_model(model, length=length, samples=2, division=division, real=real)
-            half, shorter = planned.length // 2, None
-            if half:
-                shorter = planned_model(model, length=half, samples=2, division=division, real=real).subject
-            models[_said(division, planned.subject)] = planned, shorter
+    with _making(model):
+        for each in divisions:
+            _ = each.over(where.mesh)
+            for division in _ranks_of(replace(each, streams=where.device.streams), accumulate):
+                planned = planned_model(model, length=length, samples=2, division=division, real=real)
+                half, shorter = planned.length // 2, None
+                if half:
+                    shorter = planned_model(model, length=half, samples=2, division=division, real=real).subject
+                models[_said(division, planned.subject)] = planned, shorter
     with _traced(next(iter(models.values()))[0]):
         text = plan_page(models, where, layouts=layouts, modes=modes, precision=precision, samples=samples)
     try:

@@ -9,19 +9,29 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_serializer,
+    model_validator,
+)
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.plan.sizes import parse_bytes
+from shardfold.tools.effects import Effect, idle
 
 Chosen = TypeVar("Chosen", bound="Settings")
 
@@ -155,14 +165,34 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
+    effects: ClassVar[tuple[Effect, ...]] = ()
+    """What settings need that do nothing by themselves."""
+
+    def idle(self) -> dict[str, str]:
+        """Return settings that do nothing under the others, each with the sentence that refuses it."""
+        return idle(self, {name: field.default for name, field in type(self).model_fields.items()}, self.effects)
+
+    @model_validator(mode="after")
+    def _check_effects(self: Chosen, info: ValidationInfo) -> Chosen:
+        inherited = (info.context or {}).get("inherited", ())
+        for name, said in self.idle().items():
+            if name not in inherited:
+                raise ConfigError(said)
+        return self
+
     @classmethod
-    def load(cls: type[Chosen], settings: dict[str, Any], where: str = "the settings") -> Chosen:
-        """Validate plain values; the first that is wrong raises one sentence that names it and `where` it stands."""
+    def load(
+        cls: type[Chosen], settings: dict[str, Any], where: str = "the settings", inherited: Collection[str] = ()
+    ) -> Chosen:
+        """Validate plain values; the first that is wrong raises one sentence that names it and `where` it stands.
+
+        Those that are `inherited` from an earlier run may do nothing in this one.
+        """
         for key in settings:
             if key not in cls.model_fields:
                 raise ConfigError(f"{where}: there is no setting {key!r}.{did_you_mean(key, cls.model_fields)}")
         try:
-            return cls(**settings)
+            return cls.model_validate(settings, context={"inherited": inherited})
         except ValidationError as error:
             first = error.errors()[0]
             if not first["loc"]:  # a check of several settings at once, which wrote the sentence itself
@@ -171,8 +201,58 @@ class Settings(BaseModel):
             raise ConfigError(f"{where}: {name} is {first['input']!r}, but {reason(first['msg'])}.") from None
 
 
+def _gathers(settings: TrainConfig) -> bool:
+    cells = presets.named(settings.layout).cells()
+    return any(cell.over for state, cell in cells.items() if state in ("params", "held", "master"))
+
+
+TRAIN_EFFECTS = (
+    Effect(
+        "top_k", lambda run: bool(run.experts) or run.top_k == GPTConfig.top_k,
+        "it says through how many experts tokens go, and there are none", "give --experts",
+    ),
+    Effect("gather", _gathers, "the layout gathers nothing, as each rank has all parameters", "give another --layout"),
+    Effect(
+        "sequence_parallel", lambda run: run.tensor > 1,
+        "it divides activations over the ranks of --tensor, of which there is 1 (--sequence cuts sequences over ranks "
+        "of their own)", "give --tensor 2",
+    ),
+    Effect(
+        "attention", lambda run: run.sequence > 1,
+        "it says how attention crosses the ranks of --sequence, of which there is 1", "give --sequence 2",
+    ),
+    Effect(
+        "order", lambda run: run.pipeline > 1, "it is an order of stages, of which there is 1", "give --pipeline 2",
+    ),
+    Effect(
+        "memory", lambda run: not run.micro_batch, "it is what --micro-batch max plans for", "give --micro-batch max",
+    ),
+    Effect(
+        "matrix_lr", lambda run: run.optimizer == "muon", "it is a rate of Muon's, and the optimizer is adamw",
+        "give --optimizer muon, or --lr in its place",
+    ),
+    Effect("warmup", lambda run: run.warmup < run.steps, "the run ends before it is over", "warm up for fewer steps"),
+    Effect(
+        "nonfinite", lambda run: not run.precision.startswith("fp16"),
+        "under a loss scale, which fp16 has, steps that are not finite are skipped", "give another --precision",
+    ),
+    Effect("sample", lambda run: run.pipeline == 1, "stages of --pipeline generate no text"),
+    Effect("temperature", lambda run: run.pipeline == 1, "stages of --pipeline generate no text"),
+    Effect(
+        "temperature", lambda run: run.sample > 0, "no text is generated with --sample 0", "give --sample another "
+        "number",
+    ),
+    Effect(
+        "keep", lambda run: run.save_every > 0, "it says how many checkpoints stay, and none are written",
+        "give --save-every",
+    ),
+)  # fmt: skip
+
+
 class TrainConfig(Settings):
     """Everything that decides a run. Field descriptions are the command line's help."""
+
+    effects: ClassVar[tuple[Effect, ...]] = TRAIN_EFFECTS
 
     procs: int = Field(2, ge=1, le=4096, description="Processes on this machine; torchrun's own count wins.")
     size: str = Field("demo", description=f"Model size: {', '.join(SIZES)}.")
@@ -280,11 +360,6 @@ class TrainConfig(Settings):
                 f"tensor is {self.tensor}, which does not divide the {self.model_shape().heads} heads: give --tensor a "
                 "number that does, or the model other --heads."
             )
-        if self.sequence_parallel and self.tensor == 1:
-            raise ConfigError(
-                "sequence_parallel divides activations over the ranks of --tensor, of which there is 1: give --tensor "
-                "2, or leave --sequence-parallel out; --sequence cuts sequences over ranks of their own."
-            )
         if self.sequence_parallel and self.model_shape().context % (self.sequence * self.tensor):
             raise ConfigError(
                 f"sequence_parallel cuts the context of {self.model_shape().context} bytes into {self.tensor} parts"
@@ -296,11 +371,6 @@ class TrainConfig(Settings):
                 f"expert is {self.expert}, which does not divide the model's {self.model_shape().experts} experts: "
                 f"give --experts a multiple of {self.expert}, or leave --expert out."
             )
-        if self.optimizer == "adamw" and self.matrix_lr != type(self).model_fields["matrix_lr"].default:
-            raise ConfigError(
-                f"matrix_lr is {self.matrix_lr}, a rate of Muon's, but the optimizer is adamw: give --optimizer muon, "
-                "or --lr in place of --matrix-lr."
-            )
         if not self.micro_batch and self.experts:
             raise ConfigError(
                 "--micro-batch max plans memory, but which experts tokens go to is known in a run only: give a number."
@@ -311,20 +381,13 @@ class TrainConfig(Settings):
             flops_or_file(self.peak_flops)
         self._check_stages()
         self.table()
-        if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
-            raise ConfigError(f"warmup is {self.warmup} but the run has {self.steps} steps: warm up for fewer.")
         return self
 
     def _check_stages(self) -> None:
-        if self.pipeline > 1 or self.order != "1f1b":
+        if self.pipeline > 1:
             from shardfold.parallel.pipeline.order import choose_order  # imports torch, which other commands do without
 
             choose_order(self.order)
-            if self.pipeline == 1:
-                raise ConfigError(
-                    f"order is {self.order}, an order of stages, of which there is 1: give --pipeline 2, or leave "
-                    "--order out."
-                )
         for name, given in (("sequence", self.sequence > 1), ("sequence-parallel", self.sequence_parallel)):
             if self.pipeline > 1 and given:
                 raise ConfigError(f"stages do not cut sequences: leave --{name} out, or --pipeline.")
@@ -411,8 +474,9 @@ def resumed_settings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {**started, **given}
     if "size" in given:  # the widths in a run's config.json are those of its size
         settings = {name: value for name, value in settings.items() if name not in SHAPE or name in given}
-    before = TrainConfig.load(started, where=str(folder / "config.json"))
-    now = TrainConfig.load(settings, where="the command line")
+    before = TrainConfig.load(started, where=str(folder / "config.json"), inherited=started.keys())
+    now = TrainConfig.load(settings, where="the command line", inherited=started.keys() - given.keys())
+    settings = {name: value for name, value in settings.items() if name not in now.idle()}
     fixed = {"seed": (before.seed, now.seed)}
     fixed |= {name: (getattr(before.model_shape(), name), getattr(now.model_shape(), name)) for name in SHAPE}
     for name, (was, wanted) in fixed.items():

@@ -264,7 +264,8 @@ class Run:
         self.done = self.begun_at = report.state["done"]
         if self.done >= self.config.steps:
             raise ConfigError(
-                f"{report.path} has done {self.done} of {self.config.steps} steps already: give more --steps to go on."
+                f"{report.path} has done {self.done} steps, and --steps {self.config.steps}, which counts them, "
+                f"leaves none to do: give more than {self.done}."
             )
         return "\n".join([f"Resumed from {report.path}, at step {self.done} of {self.config.steps}.", *report.notes])
 
@@ -526,7 +527,9 @@ def ranks(run: Run) -> str:
 
 def resolved(run: Run) -> dict[str, Any]:
     """Return the settings with nothing left to choose: a config file for the same run, and what it came to."""
-    settings = run.config.model_dump(mode="json", exclude={"out", "data", "resume"}, exclude_none=True)
+    settings = run.config.model_dump(
+        mode="json", exclude={"out", "data", "resume", *run.config.idle()}, exclude_none=True
+    )
     # As they are, and not as the model writes them: a path need not be UTF-8.
     # From the root on, so that a run which is resumed from another folder finds them.
     paths = {name: getattr(run.config, name) for name in ("data", "resume")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,17 +11,34 @@ from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
+from shardfold.tools.effects import Effect
 from shardfold.tools.packages import package_of
 from shardfold.tools.recipes.config import Settings
 
-__all__ = ["STUDY_CHOOSES", "FaceConfig"]
+__all__ = ["DEFAULT_WARMUP", "STUDY_CHOOSES", "FaceConfig"]
 
 STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every"}
 """Settings that the study itself chooses, or does without."""
+DEFAULT_WARMUP = 40
+
+
+DRAWN = "faces are drawn only where there is no --data"
+OF_TIMM = "a model of timm has its own sizes"
+FACE_EFFECTS = (
+    *(Effect(name, lambda run: run.data is None, DRAWN) for name in ("identities", "shots", "difficulty")),
+    *(
+        Effect(name, lambda run: not run.backbone.startswith("timm:"), OF_TIMM)
+        for name in ("patch", "width", "layers", "heads")
+    ),
+    Effect("warmup", lambda run: run.warmup < run.steps, "the run ends before it is over", "warm up for fewer steps"),
+    Effect("transforms", lambda run: run.augment, "with --no-augment images are not changed"),
+)
 
 
 class FaceConfig(Settings):
     """Everything that decides a run. Field descriptions are the command line's help."""
+
+    effects: ClassVar[tuple[Effect, ...]] = FACE_EFFECTS
 
     procs: int = Field(2, ge=1, le=4096, description="Processes on this machine; torchrun's own count wins.")
     data: Path | None = Field(
@@ -58,7 +75,9 @@ class FaceConfig(Settings):
     steps: int = Field(400, ge=1, description="Optimizer steps.")
     batch: int = Field(48, ge=2, description="Images per rank and step.")
     lr: float = Field(4e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
-    warmup: int = Field(40, ge=0, description="Steps over which the learning rate rises; a cosine falls after it.")
+    warmup: int = Field(
+        DEFAULT_WARMUP, ge=0, description="Steps over which the learning rate rises; a cosine falls after it."
+    )
     weight_decay: float = Field(0.05, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     clip_norm: float = Field(5.0, ge=0, allow_inf_nan=False, description="Largest gradient norm; 0 does not clip.")
     augment: bool = Field(True, description="Shift, mirror, brighten and cover images at random.")
@@ -132,7 +151,7 @@ class FaceConfig(Settings):
             )
         if given := sorted(self.model_fields_set & STUDY_CHOOSES):
             raise ConfigError(
-                f"the study chooses layouts, offload and heads itself, keeps no checkpoints and trains no matcher: "
+                "the study chooses layouts, offload and heads itself, keeps no checkpoints and trains no matcher: "
                 f"leave out {', '.join('--' + name.replace('_', '-') for name in given)}."
             )
 
@@ -160,6 +179,10 @@ class FaceConfig(Settings):
         if not found or not all(0 < rate < 1 for rate in found):
             raise ConfigError(f"far is {self.far!r}: it is rates between 0 and 1, as 0.1,0.01.")
         return found
+
+    def warmup_steps(self) -> int:
+        """``warmup``; in its place, where nothing else was said, at most a quarter of the run."""
+        return min(self.warmup, self.steps // 4) if self.warmup == DEFAULT_WARMUP else self.warmup
 
     def table(self) -> Layout:
         """The layout's table, with the tiers that ``offload`` names."""

@@ -29,7 +29,7 @@ from shardfold.tools.bench.planned import measured_peak
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.formats import format_duration
 from shardfold.tools.recipes.face.cards import on_cards
-from shardfold.tools.recipes.face.config import STUDY_CHOOSES, FaceConfig
+from shardfold.tools.recipes.face.config import DEFAULT_WARMUP, STUDY_CHOOSES, FaceConfig
 from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.images import Drawn, Source, sources
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
@@ -244,7 +244,7 @@ def baselines(
     some = list(range(0, len(images[0].labels), max(len(images[0].labels) // 2000, 1)))
     pixels = first.read(range(len(first.labels)))
     found = {"PCA of pixels": verify(cosine_scores(pca(images[0].read(some), pixels)), first.labels, config.rates())}
-    run = FaceRun(changed(config, layout="ddp", offload=None, steps=1), (images[0], first))
+    run = FaceRun(changed(config, layout="ddp", offload=None, steps=1, warmup=0), (images[0], first))
     found["untrained"] = run.verify()
     run.engine.close()
     return {name: told(each) for name, each in found.items()}
@@ -261,9 +261,8 @@ def measure(config: FaceConfig, images: tuple[Source, Source], held: Mapping[str
     began = perf_counter()
     steps = max(config.steps * config.batch // batch, 4)
     layout, offload = SETTINGS[place.name]
-    chosen = changed(
-        config, layout=layout, offload=offload, head=place.head, batch=batch, steps=steps, warmup=steps // 5
-    )
+    warmup = steps // 5 if config.warmup == DEFAULT_WARMUP else steps * config.warmup // config.steps
+    chosen = changed(config, layout=layout, offload=offload, head=place.head, batch=batch, steps=steps, warmup=warmup)
     run = FaceRun(chosen, images)
     batches = run.batches()
     for _ in range(steps):

@@ -82,9 +82,7 @@ class FaceRun:
             if "autocast" not in config.precision
             else config.precision,
             clip_norm=config.clip_norm or None,
-            lr_schedule=sf.optim.warmup_cosine(
-                warmup=min(config.warmup, config.steps // 4), total=config.steps, floor=0.02
-            ),
+            lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.02),
             seed=config.seed,
         )
         self.sampler = EpochSampler(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError
 from shardfold.nn import SyncBatchNorm
 from shardfold.parallel import Attention, MarginHead
+from shardfold.tools.effects import without_effect
 from shardfold.tools.packages import config_of_type, package_of, timm_model
 from shardfold.tools.recipes.face.config import FaceConfig
 
@@ -210,6 +211,11 @@ def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
         )
     if "hidden_size" in sizes and hasattr(known, "num_attention_heads") and config.width % config.heads:
         raise ConfigError(f"{what}: width {config.width} does not divide into {config.heads} heads: choose a multiple.")
+    for field, key in (("patch", "patch_size"), ("width", "hidden_size"), ("layers", "num_hidden_layers"),
+                       ("heads", "num_attention_heads")):  # fmt: skip
+        given = getattr(config, field) != FaceConfig.model_fields[field].default
+        if given and not (key in sizes and hasattr(known, key)):
+            raise ConfigError(without_effect(field, f"a model of transformers:{name} has none to choose"))
     of_model = config_of_type(what, name, {key: value for key, value in sizes.items() if hasattr(known, key)})
     try:
         model = AutoModel.from_config(of_model)
