@@ -615,6 +615,23 @@ class _Both(nn.Module):
         return self.one(x) + self.other(x).tanh()
 
 
+def _edited(stage: int) -> bool:
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    model = nn.Linear(4, 3)
+    engine = initialize(model=model, optimizer=partial(torch.optim.SGD, lr=0.1), config=config)[0]
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+    found = utils.safe_get_full_fp32_param(model.weight)
+    engine.destroy()
+    return found is not None and found.dtype == torch.float32 and bool(found.eq(0.25).all())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_is_written_into_a_parameter_of_16_bits_is_read_in_fp32(ranks: Ranks, stage: int) -> None:
+    """At once, before any forward has carried it over."""
+    assert all(ranks.run(_edited, stage, world_size=2))
+
+
 def _leaf(stage: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(_Both(), nn.Linear(7, 3))
