@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,6 +40,10 @@ PATHS: dict[str, tuple[Any, str]] = {
 STATES: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"state": [1]}, SAVE + "state= is [1]: give a dict"),
     "a number of each rank": ({"rank_state": 3}, SAVE + "rank_state= is 3: give a dict"),
+    "names in an array": (
+        {"state": {"o": np.array(["a"])}},
+        "state['o'] is a ndarray of dtype <U1, which a checkpoint",
+    ),
     "an object": ({"state": {"o": Odd()}}, "state['o'] is a Odd, which a checkpoint does not take"),
     "deep inside": ({"state": {"a": {"b.c": [1, (2, Odd())]}}}, "state['a']['b.c'][1][1] is a Odd"),
     "a key": ({"state": {"a": {Odd: 1}}}, f"the key <class '{__name__}.Odd'> of state['a'] is a type"),

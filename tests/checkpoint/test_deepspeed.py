@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -406,6 +408,42 @@ def test_nothing_that_is_pickled_runs(tmp_path: Path):
     assert report.notes[0] == "Left out of the user's state, being objects: mischief."
     with Checkpoint(tmp_path / "new") as checkpoint:
         assert checkpoint.run()["state"]["epoch"] == 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_extra_state_of_modules(tmp_path: Path, stage: int):
+    """Plain values and tensors come along, under new names too; objects are left out and named; none is a parameter."""
+    run = Run()
+    source = save(run, tmp_path / "ds", stage, 2)
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    counted = Counter("aab")
+    extra = {
+        "block._extra_state": {
+            "seen": 3,
+            "raw": b"\xff\0",
+            "none": b"",
+            "scale": torch.ones(20),
+            "of": np.float64(0.5),
+        },
+        "norm._extra_state": bytearray(b"abc"),
+        "embedding._extra_state": torch.arange(30, dtype=torch.uint8),
+        "block.0._extra_state": counted,
+    }
+    strange = {"block.1._extra_state": {"its": TheirScaler({})}, "norm.kind": "rms"}
+    changed(source / f"global_step{STEPS}" / name, lambda said: said["module"].update({**extra, **strange}))
+    report = import_from(source, tmp_path / "new", rename={"^block": "layers"})
+    assert report.notes[0] == (
+        "Left out of the model, being neither tensors nor plain extra state of modules: block.1._extra_state (dict), "
+        "norm.kind (str)."
+    )
+    with Checkpoint(tmp_path / "new") as checkpoint:
+        assert not [name for name in (*checkpoint.parameters, *checkpoint.buffers) if "extra" in name]
+        kept = checkpoint.extra()
+    first = kept.pop("layers._extra_state")
+    assert torch.equal(first.pop("scale"), torch.ones(20))
+    assert first == {"seen": 3, "raw": b"\xff\0", "none": b"", "of": 0.5}
+    assert kept.pop("embedding._extra_state").tolist() == list(range(30))
+    assert kept == {"norm._extra_state": b"abc", "layers.0._extra_state": dict(counted)}
 
 
 def test_import_renames(tmp_path: Path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch.optim import AdamW
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.initialize import initialize
 from shardfold.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
 from tests.support.deepspeed_training import (
@@ -124,6 +128,92 @@ def train_by(way: str, stage: int) -> list[Tensor]:
     found = weights(engine)
     engine.destroy()
     return found
+
+
+def stepped(engine: DeepSpeedEngine, first: int, micros: int) -> None:
+    for micro in range(first, first + micros):
+        assert engine.is_gradient_accumulation_boundary() is (micro == first + micros - 1)
+        engine.backward(loss_of(engine, batch(0, micro, engine.global_rank)))
+        engine.step()
+
+
+def descended(updates: list[range]) -> list[Tensor]:
+    """Weights of plain SGD, each update over these micro-batches."""
+    plain = build()
+    for micros in updates:
+        losses = [loss_of(plain, batch(0, micro, rank)) for micro in micros for rank in range(RANKS)]
+        grads = torch.autograd.grad(torch.stack(losses).mean(), [*plain.parameters()])
+        with torch.no_grad():
+            for p, grad in zip(plain.parameters(), grads, strict=True):
+                p -= 0.5 * grad
+    return [p.detach() for p in plain.parameters()]
+
+
+def descending(stage: int) -> DeepSpeedEngine:
+    given = {**config(stage, 2), "gradient_clipping": 0}
+    return initialize(model=build(), optimizer=partial(torch.optim.SGD, lr=0.5), config=given)[0]
+
+
+def resized(stage: int) -> list[Tensor]:
+    engine = descending(stage)
+    stepped(engine, 0, 2)
+    engine.set_train_batch_size(3 * ROWS * RANKS)
+    stepped(engine, 2, 3)
+    assert (engine.global_steps, engine.micro_steps) == (2, 5)
+    engine.backward(loss_of(engine, batch(0, 5, engine.global_rank)))
+    engine.set_train_batch_size(3 * ROWS * RANKS)  # as it is
+    with pytest.raises(AssertionError, match="of 1 of the 3 micro-batches of an update are there"):
+        engine.set_train_batch_size(ROWS * RANKS)
+    engine.zero_grad()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_update_behind_a_change_has_the_new_number_of_micro_batches(ranks: Ranks, stage: int):
+    """Whatever number of them came before; inside an update it cannot be changed."""
+    for found in ranks.run(resized, stage, world_size=RANKS):
+        for mine, other in zip(found, descended([range(2), range(2, 5)]), strict=True):
+            near(mine, other)
+
+
+def failed(stage: int, where: str) -> tuple[list[Tensor], str]:
+    engine, said = descending(stage), io.StringIO()
+    handler = logging.StreamHandler(said)
+    logger.addHandler(handler)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("of the program")
+
+    stepped(engine, 0, 2)
+    engine.backward(loss_of(engine, batch(0, 2, engine.global_rank)))
+    engine.step()
+    layer = engine.module[3]
+    kept = layer.register_forward_pre_hook(fail) if where == "forward" else layer.register_full_backward_hook(fail)
+    with pytest.raises(KeyError):
+        engine.backward(loss_of(engine, batch(0, 3, engine.global_rank)))
+    kept.remove()
+    loss = loss_of(engine, batch(0, 4, engine.global_rank))
+    assert engine.is_gradient_accumulation_boundary() is False
+    engine.backward(loss)
+    engine.step()
+    engine.backward(loss_of(engine, batch(0, 5, engine.global_rank)))
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (2, 4)
+    found = weights(engine)
+    engine.destroy()
+    logger.removeHandler(handler)
+    return found, said.getvalue()
+
+
+@pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (3, "backward")])
+def test_an_update_that_an_exception_interrupts_begins_anew(ranks: Ranks, stage: int, where: str):
+    """What had come of it is lost, which is said, and it has as many micro-batches as any other."""
+    for found, said in ranks.run(failed, stage, where, world_size=RANKS):
+        for mine, other in zip(found, descended([range(2), range(4, 6)]), strict=True):
+            near(mine, other)
+        assert "begins anew: 1 micro-batches of it did not count" in said
 
 
 WAYS = {

@@ -238,6 +238,41 @@ def test_no_gradient_is_lost_in_no_sync(ranks: Ranks, stage: int) -> None:
             assert torch.allclose(mine, p - 0.5 * grad, rtol=1e-5, atol=1e-6)
 
 
+def interrupted(stage: int) -> list[Tensor]:
+    engine = initialize(
+        model=build(), optimizer=partial(SGD, lr=0.5), config={**config(stage, 3), "gradient_clipping": 0}
+    )[0]
+    losses = iter([loss_of(engine, batch(0, micro, engine.global_rank)) for micro in range(3)])
+    with pytest.raises(KeyError), engine.no_sync():
+        engine.backward(next(losses))
+        raise KeyError("of the program")
+    engine.step()
+    with engine.no_sync():
+        engine.backward(next(losses))  # its forward ran outside
+        for wrong in (engine.no_sync().__enter__, engine.step):
+            with pytest.raises(AssertionError, match=r"no_sync\(\)"):
+                wrong()
+        assert engine.inside_no_sync_ctxt and engine.micro_steps == 1
+    engine.step()
+    engine.backward(next(losses))
+    engine.step()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_wrong_in_no_sync_loses_nothing(ranks: Ranks, stage: int) -> None:
+    """An exception of the program's, another no_sync() and a step() inside: what came before counts, and so does what
+    comes after."""
+    plain = build()
+    loss = sum(loss_of(plain, batch(0, micro, rank)) for micro in range(3) for rank in range(RANKS))
+    grads = torch.autograd.grad(loss / (3 * RANKS), [*plain.parameters()])
+    for found in ranks.run(interrupted, stage, world_size=RANKS):
+        for mine, p, grad in zip(found, plain.parameters(), grads, strict=True):
+            assert torch.allclose(mine, p - 0.5 * grad, rtol=1e-5, atol=1e-6)
+
+
 class Moved(torch.nn.Sequential):
     """Has something beside parameters, which its own ``to()`` moves."""
 

@@ -158,6 +158,7 @@ def test_status_with_one_rank() -> None:
     engine.destroy()
 
 
+@pytest.mark.usefixtures("alone")
 def test_init_takes_a_config_object() -> None:
     """A `DeepSpeedConfig` in place of a dict, also for activation checkpointing."""
     config = deepspeed.DeepSpeedConfig(_config(3, bf16={"enabled": True}))

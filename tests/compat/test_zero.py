@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +37,14 @@ EARLY_CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "none"}},
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_group_stays() -> Iterator[None]:
+    """``zero.Init`` starts one for this process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _engine(layout: str = "zero3", **options: Any) -> sf.Engine:
@@ -121,6 +130,25 @@ def test_init_splits_each_module_as_it_is_constructed(ranks: Ranks, ranks_there:
 def test_init_refuses_what_it_can_not_do(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         zero.Init(**options)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_init_starts_the_process_group(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one process that nothing tells of others, and of one whose launcher says that it is alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    for name, value in {**told, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
+    with zero.Init(enabled=False):
+        assert not dist.is_initialized()
+    with zero.Init(dtype=torch.float):
+        layer: Any = nn.Linear(4, 3)
+        assert dist.is_initialized() and dist.get_world_size() == 1
+    assert layer.weight.ds_process_group is dist.group.WORLD
+    engine = initialize(model=layer, config={"train_batch_size": 1, "zero_optimization": {"stage": 3}})[0]
+    assert engine(torch.ones(4)).shape == (3,)
+    engine.destroy()
 
 
 def test_transformers_can_put_a_wrapper_of_its_own_in_place() -> None:
@@ -574,6 +602,61 @@ def test_leaf_modules_are_flagged_by_class_name_and_suffix() -> None:
     with pytest.raises(ValueError, match="no module of class Conv2d"):
         utils.set_z3_leaf_modules(model, [nn.Conv2d])
     assert utils.set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
+
+
+class _Both(nn.Module):
+    """Two layers that read what needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 7), nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x).tanh()
+
+
+def _edited(stage: int) -> bool:
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    model = nn.Linear(4, 3)
+    engine = initialize(model=model, optimizer=partial(torch.optim.SGD, lr=0.1), config=config)[0]
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+    found = utils.safe_get_full_fp32_param(model.weight)
+    engine.destroy()
+    return found is not None and found.dtype == torch.float32 and bool(found.eq(0.25).all())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_is_written_into_a_parameter_of_16_bits_is_read_in_fp32(ranks: Ranks, stage: int) -> None:
+    """At once, before any forward has carried it over."""
+    assert all(ranks.run(_edited, stage, world_size=2))
+
+
+def _leaf(stage: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(_Both(), nn.Linear(7, 3))
+    model = copy.deepcopy(plain)
+    fired: list[int] = []
+    model[0].register_full_backward_hook(lambda *_: fired.append(1))
+    utils.set_z3_leaf_modules(model, [_Both])
+    more = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, **more}}
+    engine = initialize(model=model, optimizer=partial(torch.optim.SGD, lr=0.1), config=config)[0]
+    inputs = torch.randn(2, 4, 5)
+    engine.backward(engine(inputs[dist.get_rank()]).square().mean())
+    plain(inputs.flatten(0, 1)).square().mean().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(utils.safe_get_full_grad(mine), other.grad)
+    assert fired == [1]
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # PyTorch's own words about such a module
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_leaf_module_whose_inputs_need_no_gradient_trains(ranks: Ranks, stage: int) -> None:
+    """Its gradients are PyTorch's over both ranks' rows, and its backward hook runs once."""
+    ranks.run(_leaf, stage, world_size=2)
 
 
 def _tiled() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -286,6 +286,64 @@ def test_what_ranks_have_to_have_alike_is_compared(ranks: Ranks) -> None:
         assert "ranks along 'tensor', which share each layer, have different batches" in batch
         assert gradient.startswith("the gradient of 'scale.weight' differs between ranks along 'tensor'")
         assert loss.startswith("the loss differs between ranks along 'tensor'")
+
+
+class Hooked(nn.Module):
+    tensor_plan: ClassVar = {"words": "vocabulary", "up": "column", "down": "row", "tail": "gathered"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down, self.tail = (
+            nn.Embedding(10, 4), nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 6)
+        )  # fmt: skip
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.tail(self.down(self.up(self.words(numbers)).tanh())).square().mean()
+
+
+def _hook(model: Any, seen: dict[str, tuple[Any, ...]], when: str) -> None:
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda _, x, y, n=name: seen.__setitem__(f"{when} {n}", (x[0], y)))
+        module.register_full_backward_hook(lambda _, x, y, n=name: seen.__setitem__(f"{when} {n}, grads", (*x, *y)))
+    model.up.weight.register_hook(lambda grad: seen.__setitem__(f"{when} up.weight", (grad,)))
+
+
+def _hooks_see() -> set[str]:
+    torch.manual_seed(0)
+    model, numbers = Hooked().double(), torch.arange(5)
+    whole = copy.deepcopy(model)
+    mine, wanted = dict[str, tuple[Any, ...]](), dict[str, tuple[Any, ...]]()
+    for each in (model, whole):
+        each.up.register_forward_hook(lambda _, x, y: 2 * y)  # to a slice the same as to the whole
+        each.down.register_forward_hook(lambda _, x, y: y + 1)
+    _hook(model, mine, "early")
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", mesh={"tensor": 2}, tensor="auto")
+    _hook(model, mine, "late")
+    for when in ("early", "late"):
+        _hook(whole, wanted, when)
+    loss = engine(numbers)
+    engine.backward(loss)
+    plain_loss = whole(numbers)
+    plain_loss.backward()
+    torch.testing.assert_close(loss, plain_loss)
+    sliced: set[str] = set()
+    assert mine.keys() == wanted.keys()
+    for name, values in wanted.items():
+        for place, (here, there) in enumerate(zip(mine[name], values, strict=True)):
+            if there is not None and here.shape != there.shape:
+                sliced.add(f"{name.partition(' ')[2]}: {'inputs' if place == 0 and len(values) > 1 else 'outputs'}")
+                there = there.chunk(2, 0 if name.endswith("up.weight") else -1)[engine.rank]
+            torch.testing.assert_close(here, there)
+    engine.close()
+    return sliced
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the embedding's, of numbers
+def test_what_hooks_see(ranks: Ranks) -> None:
+    """Of columns the outputs and of rows the inputs are this rank's slices, and so are gradients of them and of what is
+    cut; all else is whole, and all of it plain PyTorch's, whether a hook was registered before the engine or after."""
+    cut = {"up: outputs", "up, grads: outputs", "down: inputs", "down, grads: inputs", "up.weight: outputs"}
+    assert ranks.run(_hooks_see, world_size=2) == [cut, cut]
 
 
 def _built_split() -> None:

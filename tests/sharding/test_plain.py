@@ -53,12 +53,17 @@ def test_what_is_said_is_what_is_heard(name: str) -> None:
         assert json.loads(text) and same(value, from_text(text))
 
 
-@pytest.mark.parametrize(
-    "value", [object(), {1, 2}, lambda: 1, torch.eye(3).to_sparse(), torch.empty(2, device="meta")]
-)
+STRANGE = [
+    object(), {1, 2}, lambda: 1, torch.eye(3).to_sparse(), torch.empty(2, device="meta"), np.array(["a"]),
+    np.array([None]), np.arange(3.0).astype(">f4"), np.longdouble(1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", STRANGE)
 def test_what_is_no_plain_value_is_refused(value: Any) -> None:
-    """By the name of its type."""
-    with pytest.raises(StrangeValue, match=type(value).__name__):
+    """By the name of its type; arrays by their dtype."""
+    name = f"array of dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    with pytest.raises(StrangeValue, match=name):
         to_text({"x": [value]})
 
 

@@ -26,6 +26,7 @@ from shardfold.checkpoint.folders import deepspeed_folder
 from shardfold.checkpoint.pickled import Foreign, load_pickled
 from shardfold.checkpoint.writer import Writer
 from shardfold.errors import CheckpointError
+from shardfold.sharding.stand_ins import EXTRA
 
 __all__ = ["DeepSpeedFolder"]
 
@@ -52,6 +53,7 @@ class DeepSpeedFolder:
         places: of the parameters that were trained.
         frozen: readers of those that were not, with shape and dtype.
         buffers: persistent ones.
+        extra: extra state of modules, by its names in a state dict.
         step: updates done.
         notes: what is left out and why, and what the run had that the engine must be given, a sentence each.
 
@@ -68,6 +70,7 @@ class DeepSpeedFolder:
         default_factory=dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
     )
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
     step: int = 0
     notes: list[str] = field(default_factory=list[str])
     _ranks: list[RankFile] = field(default_factory=list[RankFile])
@@ -147,7 +150,8 @@ class DeepSpeedFolder:
             f"deepspeed.{kind or 'optimizer'}",
             [(options, [name for flat in flats for name in members.get(flat, ())]) for options, flats in groups],
         )
-        writer.run(self._run())
+        extra = {"extra": {rename(name): value for name, value in self.extra.items()}} if self.extra else {}
+        writer.run({**self._run(), **extra})
 
     # -- what the files say
 
@@ -197,8 +201,8 @@ class DeepSpeedFolder:
             self.places |= placed
 
     def _read_rest(self) -> None:
-        """Frozen parameters, buffers and ties, and the order of names."""
-        module: dict[str, Any] = self._model["module"]
+        """Frozen parameters, buffers and ties, the order of names, and what modules keep beside them."""
+        module: dict[str, Any] = {n: v for n, v in self._model["module"].items() if not self._keep_extra(n, v)}
         buffers = set(self._model["buffer_names"])
         self._read_frozen(module)
         families: dict[str, list[str]] = {}
@@ -212,8 +216,12 @@ class DeepSpeedFolder:
             self.also[first] = [name for name in family if name != first]
             tied |= set(self.also[first])
         left: list[str] = []
+        strange: list[str] = []
         for name, value in module.items():
-            if name in buffers and isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
+                strange.append(f"{name} ({value.kind if isinstance(value, Foreign) else type(value).__name__})")
+                continue
+            if name in buffers:
                 self.buffers[name] = value
             if name in tied:
                 continue
@@ -224,6 +232,17 @@ class DeepSpeedFolder:
         self.names += [name for name in (*self.places, *self.frozen) if name not in module]
         if left:
             self.notes.append(f"Left out, as the folder does not have their values: {', '.join(left)}.")
+        if strange:
+            self.notes.append(
+                f"Left out of the model, being neither tensors nor plain extra state of modules: {', '.join(strange)}."
+            )
+
+    def _keep_extra(self, name: str, value: Any) -> bool:
+        """Whether it is extra state of a module that a checkpoint keeps."""
+        if name.rpartition(".")[2] != EXTRA or not is_plain(value):
+            return False
+        self.extra[name] = value
+        return True
 
     def _read_frozen(self, module: Mapping[str, Any]) -> None:
         fragments: Mapping[str, Tensor] = self._model.get("frozen_param_fragments") or {}

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.paths import check_regular
+from shardfold.checkpoint.trust import NumpyKind, numpy_number
 from shardfold.errors import CheckpointError
 from shardfold.torch_internals import rebuild_tensor
 
@@ -57,18 +58,6 @@ class _WithoutAttributes:
 
     def __call__(self, function: Callable[..., Any], _: Any, arguments: tuple[Any, ...], __: Any) -> Any:
         return function(*arguments)
-
-
-#: What may be called while a file is read. Storages are torch.load's own affair.
-HARMLESS: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "set"): set,
-    ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): _Tensor(),
-    ("torch._tensor", "_rebuild_from_type_v2"): _WithoutAttributes(),
-    ("torch._utils", "_rebuild_parameter"): _Values(),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Values(),
-}
 
 
 class Foreign:
@@ -112,9 +101,72 @@ class Foreign:
         return id(self)
 
 
+class _Bytes:
+    """In place of what makes bytes, which files of an old protocol have as text: each letter is one of them."""
+
+    __slots__ = ()
+
+    def __call__(self, text: Any = "", encoding: Any = "latin1") -> Any:
+        if isinstance(text, bytes):
+            return text
+        plain = isinstance(text, str) and encoding in ("latin1", "latin-1")
+        return text.encode("latin1") if plain else Foreign(text, encoding)
+
+
+class _Counts:
+    """In place of ``Counter``, which a file could change for the whole program."""
+
+    __slots__ = ()
+
+    def __call__(self, counts: Any = ()) -> Any:
+        return dict(counts) if isinstance(counts, dict) else Foreign(counts)
+
+
+class _Kind:
+    """In place of ``numpy.dtype``; of objects and records it is a :class:`Foreign`."""
+
+    __slots__ = ()
+
+    def __call__(self, name: Any, *rest: Any) -> Any:
+        try:
+            return NumpyKind(name) if isinstance(name, str) else Foreign(name, *rest)
+        except (UnpicklingError, TypeError, ValueError):
+            return Foreign(name, *rest)
+
+
+class _Number:
+    """In place of what makes NumPy's scalars."""
+
+    __slots__ = ()
+
+    def __call__(self, kind: Any, data: Any = b"") -> Any:
+        plain = isinstance(kind, NumpyKind) and isinstance(data, str | bytes)
+        return numpy_number(kind, data) if plain and data else Foreign(kind, data)
+
+
+#: What may be called while a file is read. Storages are torch.load's own affair.
+HARMLESS: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "Counter"): _Counts(),
+    ("builtins", "set"): set,
+    ("builtins", "bytes"): _Bytes(),
+    ("builtins", "bytearray"): _Bytes(),
+    ("_codecs", "encode"): _Bytes(),
+    ("numpy", "dtype"): _Kind(),
+    ("numpy.core.multiarray", "scalar"): _Number(),
+    ("numpy._core.multiarray", "scalar"): _Number(),
+    ("torch", "Size"): torch.Size,
+    ("torch._utils", "_rebuild_tensor_v2"): _Tensor(),
+    ("torch._tensor", "_rebuild_from_type_v2"): _WithoutAttributes(),
+    ("torch._utils", "_rebuild_parameter"): _Values(),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Values(),
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        known = HARMLESS.get((module_name, global_name))
+        home = "builtins" if module_name == "__builtin__" else module_name  # as files of an old protocol call it
+        known = HARMLESS.get((home, global_name))
         if known is not None:
             return known
         if module_name == "torch" and isinstance(dtype := vars(torch).get(global_name), torch.dtype):

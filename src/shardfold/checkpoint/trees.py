@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,10 +51,11 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor], called: str = "")
                 f"{name} is a torch.Generator, which a checkpoint does not take as it is: give its get_state(), a "
                 "tensor that set_state() takes when it is loaded."
             ) from None
+        kind = f"{type(each).__name__} of dtype {each.dtype}" if isinstance(each, np.ndarray) else type(each).__name__
         raise CheckpointError(
-            f"{name} is a {type(each).__name__}, which a checkpoint does not take (it has no pickled objects): give "
-            "None, numbers, strings, bytes, lists, tuples, dicts, tensors or arrays; a value of state= or rank_state= "
-            "itself may also be an object with state_dict() and load_state_dict()."
+            f"{name} is a {kind}, which a checkpoint does not take (it has no pickled objects): give "
+            "None, numbers, strings, bytes, lists, tuples, dicts, tensors or arrays of numbers; a value of state= or "
+            "rank_state= itself may also be an object with state_dict() and load_state_dict()."
         ) from None
     except RecursionError:
         deep = True

@@ -25,7 +25,7 @@ from shardfold.checkpoint.trees import strangers
 from shardfold.errors import CheckpointError
 from shardfold.plan.arguments import known_arguments
 
-__all__ = ["dump_object", "is_trusted", "load_object", "trusted"]
+__all__ = ["NumpyKind", "dump_object", "is_trusted", "load_object", "numpy_number", "trusted"]
 
 _TRUSTED: ContextVar[bool] = ContextVar("shardfold-trusted", default=False)
 UNKNOWN = re.compile(r"(?:GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S+) whose module)")
@@ -146,7 +146,7 @@ def _load(data: Path | bytes, *, safe: bool, mmap: bool = False) -> Any:
 # -- what does no harm beside what PyTorch takes
 
 
-class _Kind:
+class NumpyKind:
     """In place of ``numpy.dtype``: of numbers, strings and bytes, and of nothing that points into memory."""
 
     def __init__(self, name: str, *_: Any) -> None:
@@ -160,7 +160,7 @@ class _Kind:
             self.found = self.found.newbyteorder(order)
 
 
-def _number(kind: _Kind, data: bytes | str) -> Any:
+def numpy_number(kind: NumpyKind, data: bytes | str) -> Any:
     """In place of what makes NumPy's scalars."""
     raw = data.encode("latin1") if isinstance(data, str) else data
     return np.frombuffer(raw, dtype=kind.found, count=1)[0]
@@ -171,5 +171,5 @@ def _harmless() -> list[Any]:
     paths = [(pathlib.Path, f"{home}.{kind}") for home in ("pathlib", "pathlib._local") for kind in
              ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")]  # fmt: skip
     times = [datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone]
-    numbers = [(_number, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
-    return [argparse.Namespace, (frozenset, "builtins.frozenset"), *paths, *times, *numbers, (_Kind, "numpy.dtype")]
+    numbers = [(numpy_number, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    return [argparse.Namespace, (frozenset, "builtins.frozenset"), *paths, *times, *numbers, (NumpyKind, "numpy.dtype")]

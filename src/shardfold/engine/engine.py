@@ -813,6 +813,7 @@ class Engine:
             )
         if not self._runner.under_way:
             self._gate.follow()
+            self._gate.secure()  # what users wrote into parameters of 16 bits is in the master too
         with gathered(self.sharded, names, write=write, of=of) as values:
             try:
                 yield values

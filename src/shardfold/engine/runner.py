@@ -83,6 +83,7 @@ class Runner:
         synchronize: False inside ``no_sync()``.
         scaled: whether the backward under way is that of a loss that the engine scaled.
         interrupted: an exception has left the model's forward or backward, which is not settled yet.
+        lost: how often :meth:`reset` has forgotten gradients of earlier backwards.
         caught: an exception has left a pass, or this rank was reset, and the others were not asked about that yet.
     """
 
@@ -105,6 +106,7 @@ class Runner:
         self.synchronize = True
         self.scaled = False
         self.interrupted = self.caught = False
+        self.lost = 0
         take_part, where = (
             WeakMethod(self._take_part),
             WeakMethod(self._where),
@@ -330,6 +332,11 @@ class Runner:
             raise UsageError(f"{what} inside of the model's forward or backward: call it between passes.")
         self.reset()
 
+    @property
+    def losses(self) -> int:
+        """:attr:`lost`, with what is not settled yet."""
+        return self.lost + (self.interrupted and self._state.micro_batch > 0)
+
     def interrupt(self) -> None:
         """An exception leaves the model's forward or backward."""
         self.interrupted = True
@@ -348,6 +355,7 @@ class Runner:
         """
         self.interrupted = self.scaled = False
         self.caught = True
+        self.lost += self._state.micro_batch > 0
         self.forget()
         for unit in self.units:
             unit.running = 0

@@ -79,14 +79,14 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             return {"$float": repr(float(value))}
         return float(value) if isinstance(value, float) else int(value)
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # as a long double's is
         return encode(value.item(), where, tensors)
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": bytes(value).hex()}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, np.ndarray):
-        return {**_tensor(torch.from_numpy(np.array(value, order="C")), where, tensors), "numpy": True}
+        return {**_tensor(_of_array(value), where, tensors), "numpy": True}
     if isinstance(value, Tensor):
         return _tensor(value.detach(), where, tensors)
     if isinstance(value, tuple):
@@ -100,6 +100,13 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         pairs = [[encode(k, f"a key of {where}", tensors), encode(v, f"{where}[{k!r}]", tensors)] for k, v in items]
         return {"$dict": pairs}
     raise StrangeValue(type(value).__name__)
+
+
+def _of_array(array: Any) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(array, order="C"))
+    except (TypeError, ValueError):  # of strings, of objects, of dates, in the other order of bytes
+        raise StrangeValue(f"array of dtype {array.dtype}") from None
 
 
 def _tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

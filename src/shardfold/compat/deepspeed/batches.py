@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, Settings
 from shardfold.compat.deepspeed.ranks import NOW, Ways
-from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ class Batches:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the number of micro-batches per update; their size stays.
+        """Changes the number of micro-batches per update; their size stays. The next update has the new number.
 
         Raises:
             WrongArgument: a ``ValueError``: it is no multiple of the ranks' micro-batches.
+            WrongCall: there are gradients of an update that has begun, divided by the old number.
         """
         ranks = self._settings.world_size
         part = self.train_micro_batch_size_per_gpu() * ranks
@@ -72,6 +73,12 @@ class Batches:
             raise WrongArgument(
                 f"engine.set_train_batch_size({train_batch_size}): it must be divisible by the micro-batches of all "
                 f"ranks, {self.train_micro_batch_size_per_gpu()} x {ranks} = {part}."
+            )
+        if (begun := self._core.micro_batch) and train_batch_size // part != self._core.accumulate:
+            raise WrongCall(
+                f"engine.set_train_batch_size({train_batch_size}) while gradients of {begun} of the "
+                f"{self._core.accumulate} micro-batches of an update are there, which were divided by that number: "
+                "call it behind the step() that updates, or engine.zero_grad() first."
             )
         self._config.train_batch_size = train_batch_size
         self._config.gradient_accumulation_steps = train_batch_size // part

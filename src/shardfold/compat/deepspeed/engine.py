@@ -30,6 +30,7 @@ from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.sharing import Sharing
 from shardfold.compat.deepspeed.takeover import made_here, take_over
 from shardfold.compat.deepspeed.together import together
+from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from shardfold.engine.engine import Engine
 from shardfold.numerics.clipping import Clip
@@ -86,6 +87,7 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
         self._config, settings = config, config.settings
         self.config, self._settings = settings.raw, settings
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._begun = self._lost = 0  # of micro_steps, since the last update; how often its gradients were lost
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
         self.training_data, self.collate_fn, self.mpu = training_data, collate_fn, mpu
@@ -171,6 +173,7 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
         Raises:
             WrongCall: on all of these: they read other things.
         """
+        self._begin_anew()
         self._compare_batch(inputs, kwargs)
         if self.module.training:
             self.tput_timer.start()
@@ -188,6 +191,18 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
 
     # -- backward
 
+    def _begin_anew(self) -> None:
+        """Counts the micro-batches of an update from the first where an exception has lost what had come of it."""
+        lost, self._lost = self._lost, self._core._runner.losses
+        if lost != self._lost:
+            logger.warning(
+                "an exception in forward or backward has lost the gradients that had come since the last update, which "
+                "begins anew: %d micro-batches of it did not count.", self._begun,
+            )  # fmt: skip
+            self.micro_steps -= self._begun
+            self._begun = 0
+            self._tell_boundary()
+
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Runs backward of a loss that is first divided by the number of micro-batches per step.
 
@@ -203,6 +218,7 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             WrongCall: the engine has no optimizer, or it is no loss.
         """
         self._need_optimizer("backward()")
+        self._begin_anew()
         _check_loss(loss, "backward()", self.module)
         core, accumulate = self._core, self._core.accumulate
         self.observers.note_loss(loss if scale_wrt_gas else loss.detach() * accumulate)
@@ -296,7 +312,7 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             return self._boundary
         if not self.managed_gradient_accumulation():
             return self._stepping
-        return (self.micro_steps + 1) % self._core.accumulate == 0
+        return self._begun + 1 >= self._core.accumulate
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on this says whether a micro-batch is the last before an update, and not their count.
@@ -338,6 +354,7 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             self._stepping = False
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
+        self._begun = 0 if boundary else self._begun + 1
         self._tell_boundary()
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:

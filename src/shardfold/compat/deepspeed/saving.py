@@ -80,6 +80,7 @@ class SavedEngine(Protocol):
     global_steps: int
     global_samples: int
     micro_steps: int
+    _begun: int
     skipped_steps: int
     dp_world_size: int
     mp_world_size: int
@@ -318,7 +319,8 @@ def load_checkpoint(
             load_module_state_dict(engine, state, strict, custom)
         else:
             engine._core.load(source, weights_only=weights_only, strict=strict)
-            engine.micro_steps -= engine.micro_steps % engine._core.accumulate  # gradients of a step begun are dropped
+            engine.micro_steps -= engine._begun  # gradients of a step begun are dropped
+            engine._begun = 0
         set_rng_state(random)  # DeepSpeed's checkpoints have none
     if not module_only:
         engine.global_steps, engine.skipped_steps = own["global_steps"], own["skipped_steps"]

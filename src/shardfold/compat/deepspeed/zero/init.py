@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardfold.compat.deepspeed import comm
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.compat.deepspeed.zero.attributes import install
 from shardfold.errors import ConfigError
@@ -25,6 +25,9 @@ DTYPES = (torch.half, torch.bfloat16, torch.float)
 
 class Init:
     """Inside, parameters of new modules are split over all ranks as soon as their module is constructed.
+
+    ``torch.distributed`` is initialized unless it is, as ``deepspeed.init_distributed`` does, also for one process that
+    no launcher started.
 
     They keep their shapes; reading or writing one outside of a constructor needs ``GatheredParameters``.
     ``deepspeed.initialize`` takes the model over unit by unit, under any stage. A block inside another joins it.
@@ -105,8 +108,6 @@ class Init:
         )  # fmt: skip
         if pin_memory:
             logger.warning("zero.Init: `pin_memory` has no effect, parts in host memory are pageable.")
-        _start()
-        _check_ranks(data_parallel_group, mpu)
         found, self._apply, offload = _asked(settings)
         self.dtype = dtype or found
         if self.dtype not in DTYPES:
@@ -116,6 +117,8 @@ class Init:
             raise ConfigError(f"zero.Init(remote_device={device!r}): it is one of {', '.join(DEVICES)}.")
         if device == "nvme" and offload != "nvme":
             raise ConfigError("zero.Init(remote_device='nvme') needs offload_param with an nvme_path in its config.")
+        comm.init_distributed()
+        _check_ranks(data_parallel_group, mpu)
         self._shard_device = "cpu" if device in ("cpu", "nvme") else None
         install()
         if module is not None:
@@ -151,13 +154,6 @@ def _check_absent(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
             raise ConfigError(f"zero.Init({name}=...) is not here: {ABSENT[name]}; leave it out.")
-
-
-def _start() -> None:
-    if not (dist.is_available() and dist.is_initialized()) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from shardfold.compat.deepspeed import comm
-
-        comm.init_distributed()
 
 
 def _check_ranks(group: Any, mpu: Any) -> None:
