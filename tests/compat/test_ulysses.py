@@ -19,7 +19,7 @@ from shardfold.compat.deepspeed.sequence.layer import DistributedAttention
 from shardfold.compat.deepspeed.utils import groups
 from shardfold.errors import ConfigError, UsageError
 from shardfold.testing import Ranks
-from tests.support.clients import CONTEXT, FP32_TOL, llama, needs, on_ranks, sequences
+from tests.support.clients import CONTEXT, FP32_TOL, VOCAB, llama, needs, on_ranks, sequences
 
 STEPS, TOLERANCE = 4, 1e-12
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
@@ -32,11 +32,21 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def build(attention: str = "sdpa") -> Any:
-    """Of 4 heads of queries and 1 of keys, which ranks repeat."""
-    from transformers import LlamaForCausalLM
+def build(attention: str = "sdpa", gemma: bool = False) -> Any:
+    """Of 4 heads of queries and 1 of keys, which ranks repeat; a Gemma 2 caps scores, and has a window in one of two
+    layers."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
     torch.manual_seed(0)
+    if gemma:
+        config = Gemma2Config(
+            hidden_size=16, intermediate_size=40, num_hidden_layers=2, vocab_size=VOCAB, num_attention_heads=4,
+            num_key_value_heads=1, head_dim=4, max_position_embeddings=64, sliding_window=4,
+            attn_logit_softcapping=1.0, attn_implementation="eager", pad_token_id=None,
+        )  # fmt: skip
+        model = Gemma2ForCausalLM(config)
+        model.config._attn_implementation = attention  # not in the config, which refuses what cannot cap
+        return model
     its = llama()
     its.num_attention_heads, its.head_dim, its._attn_implementation = 4, 4, attention
     return LlamaForCausalLM(its)
@@ -54,9 +64,9 @@ def batches(packed: bool) -> list[dict[str, Tensor]]:
     return rows
 
 
-def plain(packed: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def plain(packed: bool, gemma: bool = False) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, norms and weights of one process with whole sequences."""
-    model = build()
+    model = build("eager", gemma)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[float] = []
     norms: list[float] = []
@@ -70,9 +80,11 @@ def plain(packed: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
     return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def loop(stage: int, packed: bool, attention: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def loop(
+    stage: int, packed: bool, attention: str, gemma: bool = False
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The training loop of DeepSpeed's tutorial; each rank reads half of the batches, and works on a half of each."""
-    model: Any = build(attention)
+    model: Any = build(attention, gemma)
     mpu = Attention.register_with_transformers(
         model_name_or_path=model, core_attn_implementation=attention, sequence_parallel_size=2, micro_batch_size=1,
         seq_length=CONTEXT, seq_length_is_variable=not packed,
@@ -189,7 +201,7 @@ def of_the_tutorial() -> dict[str, Any]:
     AttentionInterface.register("mine", sdpa_attention_forward)
     told: dict[str, Any] = {
         "sdpa at 1": loop(1, False, "sdpa"), "sdpa at 3": loop(3, False, "sdpa"), "packed": loop(2, True, "sdpa"),
-        "mine": loop(3, False, "mine"),
+        "mine": loop(3, False, "mine"), "gemma": loop(2, False, "sdpa", True),
     }  # fmt: skip
     told["refused"], told["alone"] = refused(), in_evaluation()
     return told
@@ -231,6 +243,7 @@ def refused() -> list[str]:
         lambda: read({**batch, "more": torch.ones(3)}),
         lambda: read(batch if rank == 0 else None),
         lambda: model(**{name: value[:, : CONTEXT // 2] for name, value in batch.items()}),
+        lambda: loop(2, False, "mine", True),
     ]  # fmt: skip
     said: list[str] = []
     for call in calls:
@@ -245,6 +258,7 @@ SAID = [
     "give seq_length_is_variable=True", "it is a number of ranks, from 2 on, that divides the 2",
     "sequences of 11 tokens are not divisible by the 2 ranks", "padding before tokens", "'more' has the shape (3,)",
     "different numbers of batches", "no engine has it that knows of them",
+    "with core_attn_implementation='sdpa' and without disable_in_eval alone",
 ]  # fmt: skip
 
 
@@ -252,11 +266,12 @@ SAID = [
 @needs("transformers")
 def test_the_loop_of_the_tutorial() -> None:
     """Losses, gradient norms and weights are those of one process with whole sequences: at stages 1 and 3, for packed
-    documents, and with an implementation of attention that is called. What is refused is one sentence on every rank.
+    documents, with an implementation of attention that is called, with capped scores and windows. What is refused is
+    one sentence on every rank.
     """
     for told in on_ranks(of_the_tutorial):
-        for case in ("sdpa at 1", "sdpa at 3", "packed", "mine"):
-            losses, norms, weights = plain(case == "packed")
+        for case in ("sdpa at 1", "sdpa at 3", "packed", "mine", "gemma"):
+            losses, norms, weights = plain(case == "packed", case == "gemma")
             its_losses, its_norms, its_weights = told[case]
             assert its_losses == pytest.approx(losses, abs=FP32_TOL), case
             assert its_norms == pytest.approx(norms, rel=FP32_TOL), case

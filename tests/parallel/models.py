@@ -15,7 +15,7 @@ from shardfold.plan.box import Box
 from shardfold.plan.placement import Slot
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
-__all__ = ["ADAM", "MODELS", "STEPS", "batches", "loss_of", "loss_on", "make", "part", "plain"]
+__all__ = ["ADAM", "MODELS", "STEPS", "batches", "loss_of", "loss_on", "make", "part", "plain", "widen"]
 
 # With Adam's usual eps of 1e-8, rounding errors in gradients of nearly 0 would come to 1e6 times as much in weights.
 ADAM = partial(torch.optim.AdamW, lr=0.02, betas=(0.5, 0.9), eps=1e-3)
@@ -161,7 +161,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 def make(name: str, heads: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    model = _widen(MODELS[name](heads).double())
+    model = widen(MODELS[name](heads).double())
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():  # no parameter is 0 or 1, so that none of them can be lost
         for p in model.parameters():
@@ -199,7 +199,7 @@ def _wide(kind: Any) -> type:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _widen(model: nn.Module) -> nn.Module:
+def widen(model: nn.Module) -> nn.Module:
     """Its norms, routers and attention of transformers compute in fp64."""
     eager = getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
     for module in model.modules():

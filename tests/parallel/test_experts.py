@@ -17,6 +17,8 @@ import shardfold as sf
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.parallel.experts import Dispatch
 from shardfold.testing import Ranks, run_ranks
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.parallel import models
 from tests.support.experts import ADAM, batches, build, plain
 
 LIMIT = 0.3  # of norms, so that every step clips
@@ -387,6 +389,47 @@ def test_with_stages(ranks: Ranks) -> None:
 def test_with_stages_or_tensor_by_data(layout: str, mesh: dict[str, int], settings: dict[str, Any]) -> None:
     """By two ranks of data, on eight."""
     run_ranks(product, 8, layout, mesh, settings, timeout=250.0)
+
+
+def _gpt() -> nn.Module:
+    torch.manual_seed(0)
+    shape = GPTConfig(vocab=models.VOCAB, d_model=16, layers=2, heads=4, context=12, d_ff=24, experts=4, top_k=2)
+    return GPT(shape).double()
+
+
+def _by_the_models_plan() -> None:
+    cut = {"gpt": "blocks.0.attention.qkv.weight", "mixtral": "model.layers.0.self_attn.q_proj.weight"}
+    for build_one, column in ((_gpt, cut["gpt"]), (partial(models.make, "mixtral"), cut["mixtral"])):
+        whole = build_one()
+        engine = sf.Engine(
+            build_one(), optimizer=models.ADAM, layout="zero3", mesh={"tensor": 2, "expert": 2}, tensor="auto",
+            clip_norm=0.1,
+        )  # fmt: skip
+        optimizer = models.ADAM(whole.parameters())
+        for batch in models.batches(3):
+            loss = models.loss_on(engine, *batch)
+            engine.backward(loss)
+            norm = engine.step().grad_norm
+            expected = models.loss_of(whole, *batch)
+            expected.backward()
+            assert engine.mean(loss.item()) == pytest.approx(expected.item(), rel=1e-12)
+            assert norm == pytest.approx(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item(), rel=1e-11)
+            assert norm > 0.1
+            optimizer.step()
+            optimizer.zero_grad()
+        place, state = engine.mesh.coords["expert"], whole.state_dict()
+        assert engine.state_dict()[column].numel() == state[column].numel() // 2
+        for name, value in engine.state_dict().items():
+            at = mine(name, state[name], place, 2) if ".experts." in name else models.part(engine, name, state[name])
+            assert torch.allclose(value, at, rtol=1e-10, atol=1e-10), name
+        engine.close()
+
+
+def test_a_models_own_plan_leaves_experts_whole(ranks: Ranks) -> None:
+    """By ``tensor="auto"`` beside an axis of experts attention is cut and each rank of tensor has all of its experts,
+    whose gradients are the same there and count once: losses, norms and weights after steps that clip are those of the
+    whole model, of ours and of transformers' Mixtral, whose own plan cuts experts."""
+    ranks.run(_by_the_models_plan, world_size=4)
 
 
 def _cut_twice() -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import shardfold as sf
 from shardfold.testing import Ranks
+from tests.parallel import models
 
 ADAM = partial(torch.optim.AdamW, lr=0.01, betas=(0.5, 0.9))
 SIZES: dict[str, Any] = {
@@ -92,6 +93,34 @@ def loads_on_one(kinds: list[str], path: str) -> None:
         engine.load(f"{path}/{kind}")
         assert engine.steps == 2
         engine.close()
+
+
+def _through_stages() -> None:
+    for axis, options in (("expert", {}), ("tensor", {"tensor": "auto"})):
+        whole = models.make("mixtral")
+        engine = sf.Engine(
+            models.make("mixtral"), optimizer=models.ADAM, layout="zero1", mesh={"pipeline": 2, axis: 2}, clip_norm=0.1,
+            accumulate=2, **options,
+        )  # fmt: skip
+        optimizer = models.ADAM(whole.parameters())
+        for batch in models.batches(2):
+            own = [each.chunk(engine.data_ranks)[engine.data_rank] for each in batch]
+            parts = [tuple(each.chunk(2)[micro] for each in own) for micro in range(2)]
+            loss = engine.train_batch(parts, lambda model, part: models.loss_of(model, *part)).item()
+            norm = engine.step().grad_norm
+            expected = models.loss_of(whole, *batch)
+            expected.backward()
+            assert engine.mean(loss) == pytest.approx(expected.item(), rel=1e-12)
+            assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item(), rel=1e-11)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+
+
+def test_they_go_through_stages(ranks: Ranks) -> None:
+    """Beside an axis of experts and one of tensor: what stages send is found without values, though the forward of
+    these experts asks which of them have tokens; losses and norms are those of the whole model."""
+    ranks.run(_through_stages, world_size=4)
 
 
 @pytest.mark.sampled(2)

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfold as sf
 from shardfold.errors import UsageError
+from shardfold.parallel import kernels
 from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG, Cut
-from shardfold.parallel.kernels import CPU_FLASH, MATH
+from shardfold.parallel.kernels import CPU_FLASH, MATH, kernel_for
 from shardfold.parallel.link import Link, MeshLink, Shift
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import ulysses_attention
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     dim: int = 4
     value_dim: int = 4
     window: int | None = None
+    softcap: float | None = None
 
 
 PACKED = [(0, 5, 6, 29), (0, 1, 17, 18, 29)]
@@ -53,6 +56,8 @@ def ring_cases(ranks: int) -> list[Case]:
         Case(permuted(29, ranks, PACKED, 2, 2), False, 4, 2, 4, 3),
         Case(Cut.of(29, ranks, ZIGZAG, None, 2), True, 4, 2, window=3),
         Case(permuted(29, ranks, PACKED, 2, 1), True, 2, 2, 4, 3, window=7),
+        Case(Cut.of(29, ranks, ZIGZAG, None, 2), True, 4, 2, softcap=0.5),
+        Case(permuted(29, ranks, PACKED, 2, 1), True, 2, 1, 4, 3, window=7, softcap=1.5),
     ]
 
 
@@ -63,6 +68,7 @@ def ulysses_cases(ranks: int) -> list[Case]:
         Case(Cut.of(29, ranks, CONTIGUOUS, PACKED, 2), True, 12, 6, 4, 3),
         Case(Cut.of(29, ranks, CONTIGUOUS, PACKED[:1], 2), False, 12, 4),
         Case(Cut.of(29, ranks, CONTIGUOUS, PACKED, 2), True, 12, 12, window=6),
+        Case(Cut.of(29, ranks, CONTIGUOUS, None, 2), False, 12, 4, softcap=0.5),
     ]
 
 
@@ -79,6 +85,8 @@ def dense(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     groups = case.heads // case.key_heads
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     scores = query @ key.transpose(-1, -2) * 0.3
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
     scores = scores.masked_fill(~mask_of(case.cut, case.causal, case.window).unsqueeze(1), -inf)
     return scores.softmax(-1) @ value
 
@@ -97,7 +105,9 @@ def compared(kind: Any, case: Case, link: Link, dtype: torch.dtype) -> float:
     inputs = [each[:, :, mine].to(dtype).requires_grad_() for each in full[:3]]
     reference = [each.clone().requires_grad_() for each in full[:3]]
     expected = dense(case, *reference)
-    found = kind(*inputs, link, case.cut, causal=case.causal, scale=0.3, window=case.window)
+    found = kind(
+        *inputs, link, case.cut, causal=case.causal, scale=0.3, window=case.window, softcap=case.softcap
+    )  # fmt: skip
     assert found.dtype == dtype
     errors = [worst([found], [expected[:, :, mine]])]
     for rank in range(link.size):
@@ -130,7 +140,7 @@ def _compare() -> dict[str, float]:
 def test_each_block_is_that_of_whole_sequences(ranks: Ranks, world: int) -> None:
     """Outputs, and the gradients that the queries of each single rank give queries, keys and values of each, are those
     of plain attention: causal and not, fewer heads of keys, packed documents (also other ones in each row), sliding
-    windows, lengths that do not divide, ranges of tokens in any order; to 1e-12 in fp64 and 1e-6 in fp32."""
+    windows, soft caps, lengths that do not divide, ranges of tokens in any order; to 1e-12 in fp64 and 1e-6 in fp32."""
     for said in ranks.run(_compare, world_size=world):
         for name, error in said.items():
             assert error < (1e-12 if "64" in name else 1e-6), (name, error)
@@ -204,6 +214,41 @@ def test_kernels_give_the_share_of_a_tile(kernel: Any, dtype: torch.dtype, dense
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert worst([lse], [scores.logsumexp(-1).detach()]) < min(limit, 1e-4)
     assert worst([out, *got], [expected.detach(), *wanted]) < limit
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("causal", [True, False])
+def test_plain_products_go_by_queries(monkeypatch: pytest.MonkeyPatch, causal: bool, softcap: float | None) -> None:
+    """Some queries after the other, of which the last are fewer, give what all at once give: outputs, the logsumexp
+    and the gradients of autograd, to 1e-14 in fp64; no more than the scores of that many are held at once."""
+    monkeypatch.setattr(kernels, "QUERIES", 5)
+    made = torch.randn(4, 2, 3, 12, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    q, k, v = (each.clone().requires_grad_() for each in made[:3])
+    scores = q @ k.transpose(-1, -2) * 0.4
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        scores = scores.masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), -inf)
+    expected = scores.softmax(-1) @ v
+    wanted = torch.autograd.grad(expected, (q, k, v), made[3])
+    kernel = MATH if softcap is None else kernel_for(q, v, softcap)
+    with torch.no_grad(), Largest() as largest:
+        out, lse = kernel.attend(q, k, v, causal, 0.4)
+        got = kernel.differentiate(made[3], q, k, v, out, lse, causal, 0.4)
+    assert worst([out, lse, *got], [expected.detach(), scores.logsumexp(-1).detach(), *wanted]) < 1e-14
+    assert largest.elements == q.numel()  # 12 tokens of width 8, and not 12 by 12 scores
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor that is made has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
 
 
 def _twice() -> str:

@@ -18,6 +18,7 @@ from shardfold.parallel.batch import read_batch
 from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG
 from shardfold.testing import Ranks
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.parallel.models import widen
 
 # With Adam's usual eps of 1e-8, rounding errors in gradients of nearly 0 would come to 1e9 times as much in weights.
 ADAM = partial(torch.optim.AdamW, lr=0.01, betas=(0.5, 0.9), eps=1e-3)
@@ -48,6 +49,11 @@ def of_transformers(name: str) -> nn.Module:
         config = transformers.GPT2Config(
             vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=12, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
         )
+    elif name == "gemma2":  # capped scores, in layers with a window and without
+        config = transformers.Gemma2Config(
+            **few, **wide, num_key_value_heads=4, head_dim=2, sliding_window=7, attn_logit_softcapping=1.0
+        )  # fmt: skip
+        return widen(transformers.Gemma2ForCausalLM(config).double())
     else:
         config = transformers.BertConfig(**few, **wide, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
     kinds = {
@@ -169,6 +175,31 @@ def trains_like_whole_sequences(
     return {row.op: float(row.sent) for row in sent.rows if row.purpose == "layers"}
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize(("queries", "window"), [(9, None), (9, 4), (3, None), (3, 4), (1, None)])
+def test_attention_of_one_rank(queries: int, window: int | None, softcap: float | None) -> None:
+    """Without an engine, and of a rank by itself as in generation, the last tokens see those up to themselves, through
+    a window or without, and scores are capped before the mask, as an explicit softmax of them has it."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, queries, 6, generator=draw, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 9, 6, generator=draw, dtype=torch.float64)
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 6**-0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    places, seen = torch.arange(9 - queries, 9).unsqueeze(1), torch.arange(9)
+    hidden = (seen > places) | (seen <= places - (window or 9))
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)
+    found = sf.parallel.Attention()(query, key, value, is_causal=True, window=window, softcap=softcap)
+    assert (found - expected).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("softcap", [0, -1.0, torch.inf, "30", True])
+def test_caps_that_are_none(softcap: Any) -> None:
+    """A cap that is not a number above 0 is refused."""
+    one = torch.ones(1, 1, 2, 2)
+    with pytest.raises(ConfigError, match="give a number above 0, or None"):
+        sf.parallel.Attention()(one, one, one, softcap=softcap)
+
+
 SOAK = pytest.mark.soak
 TILES = {"*.feed_forward": "tile:5", "*": "recompute"}  # ranks have other numbers of tokens
 
@@ -190,6 +221,8 @@ TILES = {"*.feed_forward": "tile:5", "*": "recompute"}  # ranks have other numbe
         ("gpt2", "ulysses", 2, {"mesh": {"sequence": 2}, "packed": True}),
         ("mistral", "ring", 3, {"mesh": {"sequence": 3}}),
         pytest.param("mistral", "ulysses", 2, {"mesh": {"sequence": 2}, "packed": True}, marks=SOAK),
+        ("gemma2", "ring", 2, {"mesh": {"sequence": 2}, "packed": True}),
+        ("gemma2", "ulysses", 2, {"mesh": {"sequence": 2}, "activations": "recompute"}),
     ],
 )
 def test_trains_like_whole_sequences(

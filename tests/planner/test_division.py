@@ -114,6 +114,33 @@ def test_planned_peaks_are_measured_ones_where_ranks_share_the_model(
         assert -BELOW <= planned / measured - 1 <= ABOVE, (planned, measured)
 
 
+def _capped() -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    few: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 100}
+    config = Gemma2Config(vocab_size=64, **few, **heads, attn_logit_softcapping=50.0, use_cache=False)
+    return Gemma2ForCausalLM(config)
+
+
+def _errors_of_capped(precision: str, mode: str) -> tuple[float, float]:
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (2, 512))
+    found = compare(
+        _capped, {"input_ids": tokens, "labels": tokens}, layout="zero1", precision=precision, mode=mode, compute=_loss,
+        division=DIVISION["sequence"], **ENGINE["sequence"],
+    )  # fmt: skip
+    return found.planned, found.measured
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("precision", "mode"), [("fp32", "keep"), ("bf16", "recompute")])
+def test_capped_scores_are_planned(ranks: Ranks, precision: str, mode: str) -> None:
+    """With the scores of those queries that are held at once."""
+    for planned, measured in ranks.run(_errors_of_capped, precision, mode, world_size=2):
+        assert -BELOW <= planned / measured - 1 <= ABOVE, (planned, measured)
+
+
 def test_axes_are_carved_out_of_nodes_or_refused() -> None:
     """Tensor within a node, stages over nodes first; what does not divide is said."""
     where = {"inter": 4, "intra": 8}

@@ -130,6 +130,30 @@ def test_an_lstm_is_planned_with_the_workspace_of_its_kernel(precision: str) -> 
     assert Subject(Recurrent(), batch).trace(precision).flops == 3 * 2 * 3 * gates * (32 + 32) * tokens - needless
 
 
+class Stacked(nn.Module):
+    """One module of several recurrent layers, in both directions, of tokens before samples or behind them."""
+
+    def __init__(self, layers: int, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.layers = nn.LSTM(32, 32, num_layers=layers, bidirectional=True, batch_first=first)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(rows if self.first else rows.transpose(0, 1))[0])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("layers", "first", "precision"),
+    [(1, True, "fp32"), (3, False, "fp32"), (3, True, "fp32"), (1, False, "bf16"), (3, True, "bf16")],
+)
+def test_layers_of_an_lstm_in_both_directions_are_planned(layers: int, first: bool, precision: str) -> None:
+    """Each layer and direction is a kernel with a workspace of its own."""
+    found = compare(partial(Stacked, layers, first), torch.randn(16, 32, 32), layout="zero1", precision=precision)
+    assert -BELOW <= found.planned / found.measured - 1 <= ABOVE, found
+
+
 @pytest.mark.parametrize(
     ("kind", "precision", "mode"),
     [(nn.GRU, "fp32", "keep"), (nn.GRU, "bf16", "recompute"), (nn.LSTM, "fp32", "recompute")],

@@ -60,6 +60,7 @@ class Attention:
         scale: float | None = None,
         dropout_p: float = 0.0,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """
         Args:
@@ -70,6 +71,8 @@ class Attention:
             scale: of the scores; None: ``head_dim ** -0.5``.
             dropout_p: of the weights.
             window: tokens see the last so many, themselves included; None: all. Only where ``is_causal``.
+            softcap: scores are ``softcap * tanh(scores / softcap)`` before they are masked, as in Gemma 2 (arXiv
+                2408.00118); None: as they are.
 
         Returns:
             ``(batch, heads, tokens, value_dim)``.
@@ -78,10 +81,12 @@ class Attention:
             ConfigError, UsageError: see :meth:`SequenceAxis.attend`.
         """
         if self.axis is None:
-            return whole_attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, window=window)
-        return self.axis.attend(
-            query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, window=window
-        )  # fmt: skip
+            attend = whole_attention
+        else:
+            attend = self.axis.attend
+        return attend(
+            query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, window=window, softcap=softcap
+        )
 
 
 def open_sequence(
@@ -215,8 +220,10 @@ def _attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not module.training:
         dropout = 0.0
-    window = options.get("sliding_window")
-    out = axis.attend(query, key, value, causal=causal, scale=scaling, dropout=dropout, window=window)
+    out = axis.attend(
+        query, key, value, causal=causal, scale=scaling, dropout=dropout, window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -225,7 +232,7 @@ def refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the attention of a model of transformers has what is not built.
     """
-    for name in ("softcap", "position_bias", "s_aux"):
+    for name in ("position_bias", "s_aux"):
         if options.get(name) is not None:
             raise ConfigError(
                 f"{type(module).__name__} has attention with {name!r}, which does not cross an axis of sequence yet: "

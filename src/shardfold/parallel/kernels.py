@@ -7,8 +7,8 @@ query over all keys, each tile gives its exact share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import inf
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ __all__ = ["Kernel", "kernel_for", "wide"]
 
 ATEN: Any = torch.ops.aten
 FLASH_DIMS, FLASH_DIM = 256, 8  # the largest head_dim on CUDA, and what it is a multiple of
+QUERIES = 128
+"""Whose scores plain products hold at once: what they need grows with the tokens, not with their square."""
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
@@ -37,9 +39,16 @@ class Kernel(NamedTuple):
     differentiate: Backward
 
 
-def kernel_for(query: Tensor, value: Tensor) -> Kernel:
+def kernel_for(query: Tensor, value: Tensor, softcap: float | None = None) -> Kernel:
     """The fastest that takes these: on the CPU PyTorch's flash kernel, in every dtype; on CUDA its twin in 16 bits;
-    else plain products, which hold the scores of a tile."""
+    else, and where scores are capped, which PyTorch's kernels cannot, plain products, of some queries after the other.
+
+    Args:
+        softcap: scores are ``softcap * tanh(scores / softcap)``; None: as they are.
+    """
+    if softcap is not None:
+        attend, differentiate = partial(_math_attend, softcap=softcap), partial(_math_differentiate, softcap=softcap)
+        return Kernel("plain products", attend, differentiate)
     flash = FLASH.get(query.device.type)
     if flash is None or query.shape[-1] != value.shape[-1]:
         return MATH
@@ -87,31 +96,59 @@ def _cuda_differentiate(
     )  # fmt: skip
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = q @ k.transpose(-1, -2) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -inf)
-    return scores
+def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Consecutive queries, and the keys that any of them sees."""
+    for start in range(0, q.shape[2], QUERIES):
+        stop = min(start + QUERIES, q.shape[2])
+        yield slice(start, stop), slice(0, stop if causal else k.shape[2])
 
 
-def _math_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).mul_(scale)
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def _hide(scores: Tensor, first: int, causal: bool, value: float) -> Tensor:
+    """``value`` in place of those that queries from the ``first`` on do not see."""
+    if not causal:
+        return scores
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first + 1)
+    return scores.masked_fill_(hidden, value)
+
+
+def _math_attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     big = wide(q.dtype)
-    scores = _scores(q.to(big), k.to(big), causal, scale)
-    lse = scores.logsumexp(-1)
-    return ((scores - lse.unsqueeze(-1)).exp() @ v.to(big)).to(q.dtype), lse
+    wide_k, wide_v = k.to(big), v.to(big)
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=big)
+    for rows, seen in _blocks(q, k, causal):
+        scores = _scores(q[:, :, rows].to(big), wide_k[:, :, seen], scale, softcap)
+        _hide(scores, rows.start, causal, -torch.inf)
+        total = lse[:, :, rows] = scores.logsumexp(-1)
+        out[:, :, rows] = scores.sub_(total.unsqueeze(-1)).exp_() @ wide_v[:, :, seen]
+    return out, lse
 
 
 def _math_differentiate(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     big = wide(q.dtype)
-    wide_q, wide_k, wide_grad = q.to(big), k.to(big), grad.to(big)
-    weights = (_scores(wide_q, wide_k, causal, scale) - lse.unsqueeze(-1)).exp()
-    of_weights = wide_grad @ v.to(big).transpose(-1, -2)
-    mean = (wide_grad * out.to(big)).sum(-1, keepdim=True)
-    of_scores = weights * (of_weights - mean) * scale
-    return of_scores @ wide_k, of_scores.transpose(-1, -2) @ wide_q, weights.transpose(-1, -2) @ wide_grad
+    wide_k, wide_v = k.to(big), v.to(big)
+    of_q, of_k, of_v = torch.empty_like(q, dtype=big), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    for rows, seen in _blocks(q, k, causal):
+        wide_q, wide_grad = q[:, :, rows].to(big), grad[:, :, rows].to(big)
+        scores = _scores(wide_q, wide_k[:, :, seen], scale, softcap)
+        weights = _hide((scores - lse[:, :, rows].unsqueeze(-1)).exp_(), rows.start, causal, 0.0)
+        of_v[:, :, seen] += weights.transpose(-1, -2) @ wide_grad
+        mean = (wide_grad * out[:, :, rows].to(big)).sum(-1, keepdim=True)
+        of_scores = (wide_grad @ wide_v[:, :, seen].transpose(-1, -2)).sub_(mean).mul_(weights).mul_(scale)
+        if softcap is not None:  # d (c tanh(s / c)) / ds = 1 - tanh(s / c) ** 2
+            of_scores.mul_(scores.div_(softcap).square_().neg_().add_(1))
+        of_q[:, :, rows] = of_scores @ wide_k[:, :, seen]
+        of_k[:, :, seen] += of_scores.transpose(-1, -2) @ wide_q
+    return of_q, of_k, of_v
 
 
 CPU_FLASH = Kernel("flash on the CPU", _cpu_attend, _cpu_differentiate)

@@ -237,6 +237,10 @@ class TensorPlan:
                     "the word 'column', before a 'row', or 'sequence', if it works on each token by itself."
                 )
 
+    def leave(self, name: str) -> None:
+        """Modules with this word stay whole."""
+        self.words = {path: word for path, word in self.words.items() if word.name != name}
+
     def __str__(self) -> str:
         return "\n".join(f"{path}: {word}" for path, word in self.words.items())
 
@@ -298,7 +302,8 @@ def split_model(
 
     Args:
         model: whole, with values or built under ``meta_init``; or cut like this before.
-        given: as ``Engine(tensor=...)``; None: nothing is cut.
+        given: as ``Engine(tensor=...)``; None: nothing is cut. By ``"auto"`` experts that an axis of experts shares out
+            stay whole.
         mesh: its axes of role tensor; on one rank the plan is only checked.
         coords: this rank's place.
         sequence_parallel: see :class:`TensorPlan`.
@@ -327,6 +332,8 @@ def split_model(
             )
         return
     plan = TensorPlan(model, given, mesh[axes[0]] if axes else 1, sequence_parallel=sequence_parallel)
+    if given == AUTO and not sequence_parallel and mesh.of_role(Role.EXPERT):
+        plan.leave("experts")
     if axes:
         place = Place(axes[0], coords[axes[0]], mesh[axes[0]], mesh.size)
         Splitting(model, plan, place, Stream() if sequence_parallel else None).run()

@@ -31,6 +31,7 @@ class _Plan(NamedTuple):
     causal: bool
     scale: float
     window: int | None
+    softcap: float | None
 
     def tiles(self, source: int) -> tuple[Tile, ...]:
         return self.cut.tiles(self.link.rank, source, self.causal, self.window)
@@ -39,7 +40,7 @@ class _Plan(NamedTuple):
 @untraced_from_call
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, link: Link, cut: Cut, *, causal: bool, scale: float | None = None,
-    window: int | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of this rank's queries over the keys of all ranks; all ranks call it.
 
@@ -52,20 +53,21 @@ def ring_attention(
         causal: tokens see none behind them.
         scale: of the scores; None: ``head_dim ** -0.5``.
         window: tokens see the last so many, themselves included; keys that none of a rank's sees do not travel to it.
+        softcap: scores are ``softcap * tanh(scores / softcap)``; None: as they are.
 
     Returns:
         ``(batch, heads, tokens, value_dim)``, in the dtype of ``query``.
     """
     of_scores = query.shape[-1] ** -0.5 if scale is None else scale
     apply: Any = _Ring.apply
-    return apply(query, key, value, _Plan(link, cut, causal, of_scores, window))
+    return apply(query, key, value, _Plan(link, cut, causal, of_scores, window, softcap))
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
         link, rank = plan.link, plan.link.rank
-        kernel = kernel_for(query, value)
+        kernel = kernel_for(query, value, plan.softcap)
         sums = _Sums(query, value)
         pair = own = [key, value]
         steps = plan.cut.steps(plan.window)

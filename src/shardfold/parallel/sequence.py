@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 from weakref import WeakSet
 
@@ -21,11 +22,12 @@ from torch import Tensor
 from shardfold.errors import ConfigError, UsageError, did_you_mean
 from shardfold.parallel.batch import Sharded, read_batch
 from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG
+from shardfold.parallel.kernels import wide
 from shardfold.parallel.link import Link
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import check_heads, ulysses_attention
 from shardfold.plan.arguments import known_arguments
-from shardfold.plan.checks import described
+from shardfold.plan.checks import described, is_number
 from shardfold.torch_internals import in_backward
 
 __all__ = ["CHOICES", "SequenceAxis", "check_choice", "sequence_shard", "whole_attention"]
@@ -134,14 +136,15 @@ class SequenceAxis:
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None = None,
-        dropout: float = 0.0, window: int | None = None,
+        dropout: float = 0.0, window: int | None = None, softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries ``(batch, heads, tokens, dim)`` over the keys of all ranks; with a
-        ``window`` tokens see the last so many, themselves included.
+        ``window`` tokens see the last so many, themselves included; with a ``softcap`` scores are ``softcap *
+        tanh(scores / softcap)``.
 
         Raises:
-            ConfigError: there is no such attention: dropout on the ring, a window that is not causal, or heads that do
-                not divide.
+            ConfigError: there is no such attention: dropout on the ring, a window that is not causal, a cap that is
+                not above 0, or heads that do not divide.
             UsageError: the batch was not cut for this axis.
         """
         if query.shape[1] % key.shape[1]:
@@ -154,20 +157,26 @@ class SequenceAxis:
                 f"attention has a sliding window of {window} tokens{'' if causal else ' on both sides'}: over an axis "
                 "of sequence it is 1 or more, and causal."
             )
+        _check_softcap(softcap)
         if self._local:
-            return whole_attention(query, key, value, causal=causal, scale=scale, dropout=dropout, window=window)
+            return whole_attention(
+                query, key, value, causal=causal, scale=scale, dropout=dropout, window=window, softcap=softcap
+            )
         batch = self._batch_of(query, key)
         if window is not None and window >= batch.cut.length:
             window = None
         if self.choice == "ulysses":
             return ulysses_attention(
-                query, key, value, self.link, batch.cut, causal=causal, scale=scale, dropout=dropout, window=window
-            )
+                query, key, value, self.link, batch.cut, causal=causal, scale=scale, dropout=dropout, window=window,
+                softcap=softcap,
+            )  # fmt: skip
         if dropout:
             raise ConfigError(
                 "attention='ring' has no dropout: set the model's dropout of attention to 0, or choose 'ulysses'."
             )
-        return ring_attention(query, key, value, self.link, batch.cut, causal=causal, scale=scale, window=window)
+        return ring_attention(
+            query, key, value, self.link, batch.cut, causal=causal, scale=scale, window=window, softcap=softcap
+        )
 
     def _batch_of(self, query: Tensor, key: Tensor) -> Sharded:
         again = in_backward()
@@ -246,18 +255,51 @@ class SequenceAxis:
 
 def whole_attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None, dropout: float,
-    window: int | None,
+    window: int | None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the last tokens of whole sequences, on one rank."""
+    """Attention of the last tokens of whole sequences, on one rank.
+
+    Raises:
+        ConfigError: ``softcap`` is not above 0.
+    """
+    _check_softcap(softcap)
     queries, keys = query.shape[2], key.shape[2]
-    mask = None
-    if window is not None and window < keys:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
-        mask = mask.tril(keys - queries).triu(keys - queries + 1 - window)
+    band, mask = window if window is not None and window < keys else None, None
+    # PyTorch's is_causal takes queries for the first tokens where there are fewer than keys.
+    if band is not None or (causal and queries > 1 and (queries < keys or softcap is not None)):
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        mask = mask if band is None else mask.triu(keys - queries + 1 - band)
+    if softcap is not None:
+        return _capped(query, key, value, mask, query.shape[3] ** -0.5 if scale is None else scale, dropout, softcap)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal and queries > 1 and mask is None,
         scale=scale, enable_gqa=key.shape[1] != query.shape[1],
     )  # fmt: skip
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float
+) -> Tensor:
+    """What ``F.scaled_dot_product_attention`` would give, if it could cap scores; it holds all of them."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
+    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -inf)
+    weights = scores.softmax(-1, dtype=wide(query.dtype)).to(query.dtype)
+    return F.dropout(weights, dropout) @ value
+
+
+def _check_softcap(softcap: Any) -> None:
+    """
+    Raises:
+        ConfigError: scores cannot be capped by it.
+    """
+    if softcap is not None and not (is_number(softcap) and 0 < softcap < inf):
+        raise ConfigError(
+            f"attention has softcap={described(softcap)}, which is the most that scores come to: give a number above "
+            "0, or None for scores as they are."
+        )
 
 
 @known_arguments

@@ -72,24 +72,27 @@ def check_heads(heads: int, ranks: int) -> None:
 @untraced_from_call
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, link: Link, cut: Cut, *, causal: bool, scale: float | None = None,
-    dropout: float = 0.0, window: int | None = None,
+    dropout: float = 0.0, window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """As :func:`ring_attention`, of tokens that are cut into one range for each rank; all ranks call it.
 
-    ``dropout`` is that of ``F.scaled_dot_product_attention``; packed documents and windows have none.
+    ``dropout`` is that of ``F.scaled_dot_product_attention``; packed documents, windows and soft caps have none.
 
     Raises:
-        ConfigError: the heads do not divide by the ranks, or ``dropout`` beside packed documents or a window.
+        ConfigError: the heads do not divide by the ranks, or ``dropout`` beside packed documents, a window or a cap.
     """
-    tiles = cut.packed or window is not None
+    tiles = cut.packed or window is not None or softcap is not None
     if tiles and dropout:
-        what = "of packed documents" if cut.packed else "with a sliding window"
+        what = "with a sliding window" if window is not None else "with a soft cap"
+        what = "of packed documents" if cut.packed else what
         raise ConfigError(f"attention {what} has no dropout: set the model's dropout of attention to 0.")
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if tiles:
             one = OneRank(link.axis)
-            return ring_attention(query, key, value, one, cut.joined, causal=causal, scale=scale, window=window)
+            return ring_attention(
+                query, key, value, one, cut.joined, causal=causal, scale=scale, window=window, softcap=softcap
+            )
         grouped = key.shape[1] != query.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from shardfold.errors import ModelError
+from shardfold.parallel.experts import give_shapes
 from shardfold.parallel.pipeline.pieces import Piece
 from shardfold.sharding.autograd import outside_inference
 from shardfold.torch_internals import DispatchMode, storage_key, tree_flatten, tree_unflatten, version_of
@@ -184,6 +185,7 @@ class Skeleton:
                 f"mesh= has an axis of pipeline, which needs a copy of the model without its values, and copying it "
                 f"failed ({type(error).__name__}: {error})."
             ) from error
+        give_shapes(self.module)
         for number, piece in enumerate(pieces):
             module = self.module.get_submodule(piece.path)
             module.forward = partial(self._call, number, piece.path, module.forward)

@@ -135,26 +135,34 @@ class UlyssesSPAttentionHF(nn.Module):
                 the module.
             ConfigError: the attention has what is not built.
         """
+        softcap, window = kwargs.get("softcap"), kwargs.get("sliding_window")
+        ours = self.core_attn_implementation == OURS
+        if softcap is not None and not (ours and (module.training or not self.disable_in_eval)):
+            raise WrongArgument(
+                f"attention has soft-capped scores (softcap={softcap}), which cross ranks with "
+                "core_attn_implementation='sdpa' and without disable_in_eval alone: take these."
+            )
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
         link = link_for(module, None if self._registered else self._group)
         cut, positions = self._cut(link, query, kwargs.get("position_ids"))
-        window = kwargs.get("sliding_window")
-        if window is not None and window < cut.length:
+        window = None if window is None or window >= cut.length else window
+        if window is not None and not ours:
             raise WrongArgument(
-                f"attention has a sliding window of {window} tokens, which does not cross ranks, and sequences have "
-                f"{cut.length}: give shorter ones."
+                f"attention has a sliding window of {window} tokens, which crosses ranks with "
+                f"core_attn_implementation='sdpa' alone, and sequences have {cut.length}: take that, or shorter ones."
             )
         refuse_options(module, kwargs)
-        if self.core_attn_implementation != OURS:
+        if not ours:
             out = self._called(module, query, key, value, link, cut, args, {**kwargs, "position_ids": positions})
         else:
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             dropout = kwargs.get("dropout", 0.0) if module.training else 0.0
             out = ulysses_attention(
-                query, key, value, link, cut, causal=causal, scale=kwargs.get("scaling"), dropout=dropout
-            )
+                query, key, value, link, cut, causal=causal, scale=kwargs.get("scaling"), dropout=dropout,
+                window=window, softcap=softcap,
+            )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None
 
     def _called(
