@@ -35,8 +35,8 @@ def without_effect(option: str, why: str, mend: str = "") -> str:
     return f"--{option.replace('_', '-')} has no effect here, as {why}: {f'{mend}, or ' if mend else ''}leave it out."
 
 
-def idle(options: Any, defaults: Mapping[str, Any], effects: Iterable[Effect]) -> dict[str, str]:
-    """Options that are given and do nothing, each with the sentence that refuses it.
+def idle(options: Any, defaults: Mapping[str, Any], effects: Iterable[Effect]) -> dict[str, Effect]:
+    """Options that are given and do nothing, each with the first rule that says so.
 
     Args:
         options: an object that has all of them. What has its default is not given: config files that were written with
@@ -44,11 +44,11 @@ def idle(options: Any, defaults: Mapping[str, Any], effects: Iterable[Effect]) -
         defaults: theirs.
         effects: the rules; an option may have several.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Effect] = {}
     for each in effects:
         given = getattr(options, each.option) != defaults[each.option]
         if given and each.option not in found and not each.acts(options):
-            found[each.option] = without_effect(each.option, each.why, each.mend)
+            found[each.option] = each
     return found
 
 
@@ -59,5 +59,5 @@ def check_effects(command: Callable[..., Any], given: Mapping[str, Any], effects
         ConfigError: one does nothing.
     """
     defaults = {name: each.default for name, each in signature(command).parameters.items()}
-    for said in idle(SimpleNamespace(**given), defaults, effects).values():
-        raise ConfigError(said)
+    for name, each in idle(SimpleNamespace(**given), defaults, effects).items():
+        raise ConfigError(without_effect(name, each.why, each.mend))

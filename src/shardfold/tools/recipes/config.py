@@ -31,7 +31,7 @@ from shardfold.plan import presets
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.plan.sizes import parse_bytes
-from shardfold.tools.effects import Effect, idle
+from shardfold.tools.effects import Effect, idle, without_effect
 
 Chosen = TypeVar("Chosen", bound="Settings")
 
@@ -168,16 +168,16 @@ class Settings(BaseModel):
     effects: ClassVar[tuple[Effect, ...]] = ()
     """What settings need that do nothing by themselves."""
 
-    def idle(self) -> dict[str, str]:
-        """Return settings that do nothing under the others, each with the sentence that refuses it."""
+    def idle(self) -> dict[str, Effect]:
+        """Return settings that do nothing under the others, each with the rule that says so."""
         return idle(self, {name: field.default for name, field in type(self).model_fields.items()}, self.effects)
 
     @model_validator(mode="after")
     def _check_effects(self: Chosen, info: ValidationInfo) -> Chosen:
         inherited = (info.context or {}).get("inherited", ())
-        for name, said in self.idle().items():
+        for name, each in self.idle().items():
             if name not in inherited:
-                raise ConfigError(said)
+                raise ConfigError(without_effect(name, each.why, each.mend))
         return self
 
     @classmethod
