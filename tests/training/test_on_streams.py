@@ -20,15 +20,16 @@ from tests.support.simulated import AdamW, Block, Gpt, on_device, train
 pytestmark = pytest.mark.skipif(not is_supported(), reason="PyTorch lacks what the simulated device is made of")
 
 CLOSE = 1e-6  # relative: sums of a few hundred fp32 numbers in another order
+CODES = 1e-4  # where such a sum turns a moment's code of 8 bits, which moves a weight by a hundredth of its step
 TWICE = partial(Gpt, again=True)
 
 
-def _both(ranks: Ranks, sim_ranks: Ranks, layout: str, **options: Any) -> list[Any]:
+def _both(ranks: Ranks, sim_ranks: Ranks, layout: str, close: float = CLOSE, **options: Any) -> list[Any]:
     """What two ranks of the device find, once their losses are those of two on the CPU."""
     expected = ranks.run(train, "cpu", layout, world_size=2, **options)
     found = sim_ranks.run(train, "sim", layout, world_size=2, **options)
     for (losses, _, _), (wanted, _, _) in zip(found, expected, strict=True):
-        assert losses == pytest.approx(wanted, rel=CLOSE)
+        assert losses == pytest.approx(wanted, rel=close)
     return found
 
 
@@ -56,7 +57,7 @@ def test_sums_are_read_before_their_memory_is_given_out_again(ranks: Ranks, sim_
 def test_tables_of_8bit_moments_are_copied_once(ranks: Ranks, sim_ranks: Ranks, block: int) -> None:
     """From the third step on, steps with 8-bit moments do not stop the host."""
     optimizer = partial(AdamW8bit, lr=1e-2, block=block, min_8bit_size=64)
-    for _, races, waits in _both(ranks, sim_ranks, "zero2", optimizer=optimizer):
+    for _, races, waits in _both(ranks, sim_ranks, "zero2", CODES, optimizer=optimizer):
         assert races == [] and waits == {}
 
 
