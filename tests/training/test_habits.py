@@ -820,3 +820,39 @@ def _two_recomputed_forwards(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["zero3", "held", "once", "hpz"])
 def test_what_a_recomputed_block_reads_of_another_stays_until_its_backward(ranks: Ranks, kind: str) -> None:
     ranks.run(_two_recomputed_forwards, kind, world_size=2)
+
+
+class Either(nn.Module):
+    """One of its layers, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, which: Sequence[int]) -> Tensor:
+        for number in which:
+            x = x + self.layers[number](x)
+        return x.square().mean()
+
+
+def what_the_last_step_left_out(layout: str) -> float:
+    torch.manual_seed(0)
+    plain = Either().double()
+    adamw = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    engine = sf.Engine(copy.deepcopy(plain), optimizer=adamw, layout=layout, units=[nn.Linear])
+    update, x = adamw(plain.parameters()), torch.ones(2, 4, dtype=torch.float64)
+    for which in ([0, 1], [0], [1], [0, 1]):
+        plain(x, which).backward()
+        update.step()
+        update.zero_grad()
+        engine.backward(engine(x, which))
+        engine.step()
+    state = engine.state_dict()
+    engine.close()
+    return max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_what_a_step_leaves_out_stays_as_it_is_though_the_step_before_used_it(ranks: Ranks, layout: str) -> None:
+    """No decay, no moment, no count of steps."""
+    assert max(ranks.run(what_the_last_step_left_out, layout, world_size=2)) < 1e-12
