@@ -856,3 +856,37 @@ def what_the_last_step_left_out(layout: str) -> float:
 def test_what_a_step_leaves_out_stays_as_it_is_though_the_step_before_used_it(ranks: Ranks, layout: str) -> None:
     """No decay, no moment, no count of steps."""
     assert max(ranks.run(what_the_last_step_left_out, layout, world_size=2)) < 1e-12
+
+
+class Again(nn.Module):
+    """A layer in two checkpoints: its gradient comes in two parts, each of a backward inside of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.layer, self.other, self.layer):
+            x = x + torch.as_tensor(checkpoint(layer, x, use_reentrant=True))
+        return x.square().mean()
+
+
+def in_two_checkpoints(layout: str) -> float:
+    torch.manual_seed(0)
+    plain = Again().double()
+    engine = sf.Engine(copy.deepcopy(plain), optimizer=SGD, layout=layout, units=[nn.Linear])
+    update, x = SGD(plain.parameters()), torch.ones(2, 4, dtype=torch.float64).requires_grad_()
+    for _ in range(3):
+        plain(x).backward()
+        update.step()
+        update.zero_grad()
+        engine.backward(engine(x))
+        engine.step()
+    state = engine.state_dict()
+    engine.close()
+    return max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_a_layer_in_two_re_entrant_checkpoints_has_both_parts_of_its_gradient(ranks: Ranks, layout: str) -> None:
+    assert max(ranks.run(in_two_checkpoints, layout, world_size=2)) < 1e-12
