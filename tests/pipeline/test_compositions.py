@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError, OrderError
 from shardfold.testing import Ranks
-from tests.support.compositions import Composition, Form, check, make_engine, run
+from tests.support.compositions import Composition, Form, batch, check, compute, make_engine, run
 
 CALLS = (("train", 0), ("train", 1), ("eval", 2))
 SAVES = (("train", 0), ("save_load", 1), ("train", 2), ("eval", 3))
@@ -65,6 +65,22 @@ def test_what_several_stages_read_is_that_of_plain_pytorch(
 ) -> None:
     """Losses, evaluations and state dicts behind each step."""
     ranks.run(_run, works, str(tmp_path), world_size=2)
+
+
+def _what_stays_behind_a_pass() -> list[int]:
+    found: list[int] = []
+    for work in READ:
+        engine = make_engine(work)
+        engine.train_batch(batch(work, 0, engine.data_rank), compute)
+        found.append(engine.memory().transient)
+        engine.step()
+        engine.close()
+    return found
+
+
+def test_no_weights_of_another_stage_stay_until_the_step(ranks: Ranks) -> None:
+    for found in ranks.run(_what_stays_behind_a_pass, world_size=2):
+        assert found == [0] * len(READ)
 
 
 def test_ranks_of_data_are_in_one_stage_at_a_time(ranks: Ranks, tmp_path: Path) -> None:

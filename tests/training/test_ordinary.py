@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -301,10 +302,31 @@ class Forces(Base):
         return F.cross_entropy(self.out(self.features(x + 0.1 * slope)), y)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n == "hpz" else pytest.mark.soak) for n in LAYOUTS])
 def test_a_forward_may_take_gradients_of_a_part_of_itself(ranks: Ranks, layout: str) -> None:
     check(ranks, Forces, layout, units=["blocks.*"], accumulate=2)
+
+
+def _evaluated_forces() -> float:
+    torch.manual_seed(0)
+    plain = Forces()
+    engine = sf.Engine(copy.deepcopy(plain), optimizer=SGD, layout="hpz", mesh={"inter": 2, "intra": 2}, units=[Block])
+    step, off = SGD(plain.parameters()), 0.0
+    for rows in batches(3):
+        with torch.no_grad():
+            off = max(off, abs(float(engine(*rows) - plain(*rows))))
+        plain(*rows).backward()
+        step.step()
+        step.zero_grad()
+        engine.backward(engine(*rows))
+        engine.step()
+    engine.close()
+    return off
+
+
+def test_an_evaluation_may_take_gradients_of_a_part_of_itself(ranks: Ranks) -> None:
+    """Where backward gathers from what forward has kept, which one of an evaluation does not."""
+    assert max(ranks.run(_evaluated_forces, world_size=4)) < 1e-5
 
 
 def _penalty(layout: str | None, gathered: bool) -> list[float] | str:

@@ -172,7 +172,7 @@ class NegotiatedPass:
         agreement: carries the rounds of asking.
         handlers: to gather, finish and free.
         refill: a section that has the gathers of units that forward kept and that an earlier backward of the same
-            forward has freed (``retain_graph``).
+            forward has freed (``retain_graph``), and of all units of a pass inside another.
         own: what this rank ran already, when this pass goes on where a replayed one has ended too early.
         nested: this pass runs inside another, which holds units of its own.
 
@@ -207,7 +207,9 @@ class NegotiatedPass:
             if op.verb not in MARKERS and op.unit in units:
                 if op.verb not in MOMENTS:
                     raise ValueError(f"a pass that asks does not know when to do {op.verb!r}, which its section has.")
-                self._numbers[MOMENTS[op.verb]][op.unit].append((section, i))
+                # What forward keeps for its backward it has not kept yet for one inside of it, of an evaluation never.
+                if not (nested and op.verb in GATHERS):
+                    self._numbers[MOMENTS[op.verb]][op.unit].append((section, i))
         enter = self._numbers["enter"]
         self._full = {name for name in units if not enter[name]}
         for i, op in enumerate(refill.ops):
