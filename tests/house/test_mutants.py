@@ -43,6 +43,12 @@ def test_every_listed_fault_fits_the_sources() -> None:
     mutants.check(faults)
 
 
+def test_what_is_no_python_is_noticed_by_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fault = Fault("broken", "__init__.py", "result = 0", "result =", CAUGHT.tests)
+    assert mutants.run([fault], root=tiny, package="src/tiny", first=False) == 1
+    assert "SURVIVED is no Python" in capsys.readouterr().out
+
+
 def test_every_case_that_a_fault_names_is_there(request: pytest.FixtureRequest) -> None:
     """Of the files that this run looks at as a whole: a case that is not there fails, and so would notice nothing."""
     if any("::" in each for each in request.config.args):
@@ -77,7 +83,6 @@ def test_a_control_that_fails_ends_the_run(tiny: Path) -> None:
         ("absent", "", CAUGHT.tests, "is there 0 times"),
         ("result", "", CAUGHT.tests, "is there 3 times"),
         ("result = 0", "result = 0", CAUGHT.tests, "is the new text too"),
-        ("result = 0", "result =", CAUGHT.tests, "is no Python"),
         ("result = 0", "result = 1", ("test_tiny.py::test_of_three",), "there is no test"),
         ("result = 0", "result = 1", (), "no test is named"),
     ],

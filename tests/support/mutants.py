@@ -123,10 +123,7 @@ def check(faults: Iterable[Fault], root: Path = ROOT, package: str = PACKAGE) ->
     wrong: list[str] = []
     for fault in faults:
         try:
-            text = fault.put_into((root / package / fault.file).read_text(encoding="utf-8"))
-            ast.parse(text if fault.file.endswith(".py") else "")
-        except SyntaxError as error:  # which every test notices
-            wrong.append(f"{fault.file}: {fault.what}: is no Python: {error}.")
+            fault.put_into((root / package / fault.file).read_text(encoding="utf-8"))
         except (OSError, WrongFault) as error:
             wrong.append(str(error))
         for test in fault.tests:
@@ -168,8 +165,12 @@ class Tree:
     def try_out(self, fault: Fault) -> Result:
         """Whether the fault's tests fail with it: those of `make test`, or else those of the soak."""
         path = self.folder / self._package / fault.file
-        path.write_text(fault.put_into(path.read_text(encoding="utf-8")), encoding="utf-8")
-        begun = time.monotonic()
+        text, begun = fault.put_into(path.read_text(encoding="utf-8")), time.monotonic()
+        try:
+            ast.parse(text if path.suffix == ".py" else "")
+        except SyntaxError as error:  # which every test would notice
+            return Result(fault, False, f"is no Python: {error}", 0.0)
+        path.write_text(text, encoding="utf-8")
         try:
             tests = [f"tests/{test}" for test in fault.tests]
             status, text = self.run(tests, "not soak")
