@@ -835,21 +835,26 @@ class Either(nn.Module):
         return x.square().mean()
 
 
-def what_the_last_step_left_out(layout: str) -> float:
-    torch.manual_seed(0)
-    plain = Either().double()
-    adamw = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    engine = sf.Engine(copy.deepcopy(plain), optimizer=adamw, layout=layout, units=[nn.Linear])
-    update, x = adamw(plain.parameters()), torch.ones(2, 4, dtype=torch.float64)
-    for which in ([0, 1], [0], [1], [0, 1]):
-        plain(x, which).backward()
+def _off(plain: nn.Module, layout: str, optimizer: Any, calls: Sequence[Sequence[Any]]) -> float:
+    """How far weights end from plain PyTorch's, behind a step for each call."""
+    plain = plain.double()
+    engine = sf.Engine(copy.deepcopy(plain), optimizer=optimizer, layout=layout, units=[nn.Linear])
+    update, x = optimizer(plain.parameters()), torch.ones(2, 4, dtype=torch.float64).requires_grad_()
+    for given in calls:
+        plain(x, *given).backward()
         update.step()
         update.zero_grad()
-        engine.backward(engine(x, which))
+        engine.backward(engine(x, *given))
         engine.step()
     state = engine.state_dict()
     engine.close()
     return max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
+
+
+def what_the_last_step_left_out(layout: str) -> float:
+    torch.manual_seed(0)
+    adamw = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    return _off(Either(), layout, adamw, [([0, 1],), ([0],), ([1],), ([0, 1],)])
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
@@ -873,18 +878,7 @@ class Again(nn.Module):
 
 def in_two_checkpoints(layout: str) -> float:
     torch.manual_seed(0)
-    plain = Again().double()
-    engine = sf.Engine(copy.deepcopy(plain), optimizer=SGD, layout=layout, units=[nn.Linear])
-    update, x = SGD(plain.parameters()), torch.ones(2, 4, dtype=torch.float64).requires_grad_()
-    for _ in range(3):
-        plain(x).backward()
-        update.step()
-        update.zero_grad()
-        engine.backward(engine(x))
-        engine.step()
-    state = engine.state_dict()
-    engine.close()
-    return max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
+    return _off(Again(), layout, SGD, [()] * 3)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
