@@ -79,6 +79,21 @@ def test_a_models_own_checkpoints_are_not_doubled(ranks: Ranks, own: str) -> Non
         assert ("left to the model's own checkpointing" in explained) == bool(own)
 
 
+def _own_program(own: str) -> list[str]:
+    engine = sf.Engine(Net(own), optimizer=SGD, layout="zero3")
+    for seed in range(3):
+        _step(engine, seed)
+    lines = engine.explain().splitlines()
+    engine.close()
+    return lines[lines.index("forward:") : lines.index("step:")]
+
+
+def test_a_unit_whose_forward_runs_in_backward_first_is_gathered_as_late_and_freed_as_early(ranks: Ranks) -> None:
+    """Under a re-entrant checkpoint no gradient announces a unit's backward: its forward, run again, does."""
+    for own in ranks.run(_own_program, "reentrant", world_size=2):
+        assert own == ranks.run(_own_program, "new", world_size=2)[0]
+
+
 def _of_transformers() -> list[str]:
     model, batch, loss = job("llama", dropout=True)
     expected = train(model, batch, loss, layout="zero3")
