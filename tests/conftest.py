@@ -25,6 +25,7 @@ from tests.support.gpu.setting import SIM, GivenDevice
 COLLECTED = pytest.StashKey[set[str]]()
 """The cases of all files that are looked at, those that do not run among them."""
 NUM_RANKS = 4
+LONG_RUN = 200  # tests
 HAS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()  # Linux, as most kernels are built
 SETTLE = 5.0  # seconds for what a test ended to be gone
 
@@ -47,14 +48,20 @@ hypothesis.settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")
-def _pool() -> Iterator[Ranks]:
-    with Ranks(NUM_RANKS) as pool:
+def _preload(request: pytest.FixtureRequest) -> list[str]:
+    """What every process of a long run comes to need, and takes six seconds to import."""
+    return ["transformers.modeling_utils"] if len(request.session.items) > LONG_RUN else []
+
+
+@pytest.fixture(scope="session")
+def _pool(_preload: list[str]) -> Iterator[Ranks]:
+    with Ranks(NUM_RANKS, preload=_preload) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def _sim_pool() -> Iterator[Ranks]:
-    with Ranks(NUM_RANKS, device="sim") as pool:
+def _sim_pool(_preload: list[str]) -> Iterator[Ranks]:
+    with Ranks(NUM_RANKS, device="sim", preload=_preload) as pool:
         yield pool
 
 

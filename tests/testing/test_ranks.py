@@ -120,6 +120,10 @@ def say_pid_and_wait() -> None:
     a_busy_function()
 
 
+def has_module(name: str) -> bool:
+    return name in sys.modules
+
+
 def test_results_come_by_rank():
     """`run_ranks` returns what each rank returned, in the order of the ranks, after real collectives."""
     assert run_ranks(rank_sum, 3, 2.0) == [12.0, 12.0, 12.0]
@@ -244,18 +248,33 @@ def test_a_death_is_noticed_though_a_grandchild_holds_the_pipe(tmp_path: Path):
         os.kill(int(path.read_text()), signal.SIGKILL)
 
 
+def environment() -> dict[str, str]:
+    """Of a program that imports this module."""
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
 @pytest.mark.soak
 def test_ranks_end_with_their_caller(tmp_path: Path):
     """When the calling process is killed its ranks end too, in the middle of their work."""
     code = "import tests.testing.test_ranks as t; t.run_ranks(t.say_pid_and_wait, 2)"
-    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as caller:
+    settings = environment() | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=settings) as caller:
         assert caller.stdout is not None
         ranks = [psutil.Process(int(caller.stdout.readline())) for _ in range(2)]
         caller.kill()
         _, alive = psutil.wait_procs(ranks, timeout=30)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ranks_have_what_was_imported_once():
+    """In a program of its own: this one has a process to fork from already."""
+    code = (
+        "import tests.testing.test_ranks as t\n"
+        "with t.Ranks(1, preload=['this']) as ranks: print(ranks.run(t.has_module, 'this'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout.splitlines()[-1] == "[True]"
 
 
 def test_a_pool_survives_a_failure(ranks: Ranks):
@@ -318,6 +337,10 @@ def test_bad_arguments_end_in_one_sentence(ranks: Ranks):
         ranks.run(rank_sum, world_size=9)
     with pytest.raises(RanksFailed, match=r"result, a lock, cannot be pickled"):
         ranks.run(give_back_a_lock, world_size=1)
+    with pytest.raises(UsageError, match="names of modules"):
+        Ranks(1, preload="torch")
+    with pytest.raises(UsageError, match="no such module is installed"):
+        Ranks(1, preload=["nothing.here"])
     with pytest.raises(UsageError, match="equal slices"):
         same_training(tiny, [torch.ones(6, 4)], layout="ddp", world_size=2, accumulate=2)
     with pytest.raises(UsageError, match="equal slices"):

@@ -100,11 +100,11 @@ class RanksFailed(ShardfoldError, RuntimeError):
 class _Worker:
     """One live process and our end of its pipe."""
 
-    def __init__(self, folder: Path, number: int, device: str | None) -> None:
+    def __init__(self, folder: Path, number: int, device: str | None, preload: Sequence[str]) -> None:
         ours, theirs = multiprocessing.Pipe()
         self.conn: connection.Connection = ours
         self.stacks = folder / f"stacks-{number}"
-        context = _context()
+        context = _context(preload)
         self.process = context.Process(
             target=worker.serve, args=(theirs, str(self.stacks), device), name=f"shardfold-rank-worker-{number}"
         )
@@ -171,13 +171,11 @@ class _Worker:
         self.kill()
 
 
-def _context() -> ForkServerContext:
+def _context(more: Sequence[str]) -> ForkServerContext:
     if sys.platform == "win32":
         raise UsageError("shardfold.testing needs a fork server, which Windows does not have: use Linux or macOS.")
     context = multiprocessing.get_context("forkserver")
-    preload = [name for name in PRELOAD if importlib.util.find_spec(name)]
-    if "pytest" in sys.modules:
-        preload.append("pytest")
+    preload = [*PRELOAD, *more, *(["pytest"] if "pytest" in sys.modules else [])]
     context.set_forkserver_preload(preload)  # without effect if a fork server runs already: slower, not wrong
     return context
 
@@ -193,6 +191,9 @@ class Ranks:
     With ``device="sim"`` each process has the simulated device (:mod:`shardfold.testing.simulated`), and the group is
     one of its own, with NCCL's semantics.
 
+    ``preload`` names modules that are slow to import and that ranks will need: they are imported once, by the process
+    that the workers are forked from (of the first pool of a program: later ones fork from the same process).
+
     Each call has its own process group. Module globals, torch's default dtype and the like do survive from call to call
     in a worker: a function that changes them changes them back, or runs under `run_ranks`.
 
@@ -202,9 +203,10 @@ class Ranks:
         True
     """
 
-    def __init__(self, num_ranks: int, *, device: str | None = None) -> None:
+    def __init__(self, num_ranks: int, *, device: str | None = None, preload: Sequence[str] = ()) -> None:
         _check_count("num_ranks", num_ranks)
         self.num_ranks = num_ranks
+        self._preload = _checked_modules(preload)
         self._device = _checked_device(device)
         self._workers: list[_Worker] = []
         self._started = 0
@@ -304,7 +306,7 @@ class Ranks:
             self._workers.remove(each)
         while len(self._workers) < world_size:
             self._started += 1
-            self._workers.append(_Worker(self._folder, self._started, self._device))
+            self._workers.append(_Worker(self._folder, self._started, self._device, self._preload))
         return self._workers[:world_size]
 
 
@@ -439,6 +441,15 @@ def _checked_device(device: Any) -> str | None:
             f"{did_you_mean(str(device), ('cpu', 'sim'))}"
         )
     return "sim"
+
+
+def _checked_modules(preload: Any) -> tuple[str, ...]:
+    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
+        raise UsageError(f"preload must be names of modules, as in preload=['transformers'], not {preload!r}.")
+    for name in preload:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:  # of a package alone: more would import it here
+            raise UsageError(f"preload={name!r}: no such module is installed.")
+    return tuple(preload)
 
 
 def _check_count(name: str, value: Any) -> None:
