@@ -338,6 +338,34 @@ def grouped(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     )
 
 
+def _small_groups(layout: str, kind: type[torch.optim.Optimizer]) -> list[list[list[int]]]:
+    """The shapes of the parameters of groups, of which one has none, before and behind a step; a group joins later."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False), nn.Linear(1, 1, bias=False))
+    groups: list[Any] = [{"params": list(layer.parameters())} for layer in model[:2]]
+    optimizer = kind([*groups[:1], {"params": []}, *groups[1:]])
+    engine = sf.Engine(model, optimizer=optimizer, layout=layout)
+    found = []
+    for step in range(3):
+        if step == 1:
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        found.append([[p.numel() for p in group["params"]] for group in optimizer.param_groups])
+    assert all(p.dtype == torch.float32 for group in optimizer.param_groups for p in group["params"])
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Rprop, sf.optim.Lion])
+def test_a_group_that_has_parameters_is_empty_on_no_rank(ranks: Ranks, kind: type[torch.optim.Optimizer]) -> None:
+    """Else ``[group for group in optimizer.param_groups if group["params"]]`` has another length on each rank."""
+    found = ranks.run(_small_groups, "zero3", kind, world_size=2)
+    assert found[0] != found[1]
+    for shapes in found:
+        assert [len(group) for group in shapes[0]] == [1, 0, 1]
+        assert [len(group) for group in shapes[2]] == [1, 0, 1, 1]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "hsdp"])
 def test_parameter_groups_keep_their_hyper_parameters(ranks: Ranks, layout: str) -> None:
