@@ -17,7 +17,7 @@ from tests.support import models
 from tests.support.models import WIDTH
 
 LAYOUTS = list(sf.PRESETS)
-WHOLE = ["ddp", "zero1", "zero2"]
+WHOLE = ["ddp", "zero1", "zero2", "offload"]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4),
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1),

@@ -568,6 +568,7 @@ KNOWN = (
         "the host counts the labels of a batch that is on the device, and compares it between ranks",
     ),
     (lambda case: bool(case.debug), "sharding/segment.py", "debug compares what is freed with what rests"),
+    (lambda case: bool(case.debug), "sharding/buffers.py", "debug compares the values of buffers each time"),
 )
 """Of which cases, where, and why the host may wait behind the first steps."""
 
