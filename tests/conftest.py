@@ -49,8 +49,11 @@ hypothesis.settings.load_profile("shared")
 
 @pytest.fixture(scope="session")
 def _preload(request: pytest.FixtureRequest) -> list[str]:
-    """What every process of a long run comes to need, and takes six seconds to import."""
-    return ["transformers.modeling_utils"] if len(request.session.items) > LONG_RUN else []
+    """What every process of a long run comes to need, and takes five seconds to import; not what imports accelerate,
+    which looks only then whether there is a DeepSpeed."""
+    return (
+        ["transformers", "transformers.models.auto.configuration_auto"] if len(request.session.items) > LONG_RUN else []
+    )
 
 
 @pytest.fixture(scope="session")
@@ -196,7 +199,8 @@ def _leaked_processes(pools: Sequence[Ranks], before: set[psutil.Process]) -> li
 
 
 def _leaked_threads(before: set[threading.Thread]) -> list[str]:
-    new = set(threading.enumerate()) - before
+    # tqdm's looks after all bars of a process, and begins with the first: one of PyTorch's compiler or of transformers.
+    new = {thread for thread in set(threading.enumerate()) - before if thread.name != "tqdm_monitor"}
     for thread in new:
         thread.join(SETTLE)
     return [f"thread {thread.name!r}" for thread in new if thread.is_alive()]

@@ -47,7 +47,7 @@ def _shortest(ranks: Ranks, seed: int, layout: str, size: int) -> str:
 
 
 def _run(ranks: Ranks, seeds: Sequence[int], layout: str, size: int) -> None:
-    found = ranks.run(check, _programs(seeds), layout, world_size=size)
+    found = ranks.run(check, _programs(seeds), layout, world_size=size, timeout=60.0 + 4 * len(seeds))
     failed = sorted({int(wrong.split()[1].rstrip(",")) for said in found for wrong in said})
     assert not failed, f"{len(failed)} programs: {failed[:20]}\n" + _shortest(ranks, failed[0], layout, size)
 
