@@ -89,9 +89,9 @@ def test_one_rank_has_nothing_to_choose() -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_over_a_slow_link_as_little_is_sent_as_is_allowed() -> None:
-    """100 Mbit/s, where a byte that is not sent saves more than any codec costs. Sums cross between nodes as 3/4 of a flat
-    in one hop and 1/2 in two: whether that is a quarter faster is up to the link within a node and to the codec, which
-    are slow where processors have much else to do."""
+    """100 Mbit/s, where a byte that is not sent saves more than any codec costs. Sums cross between nodes as 3/4 of a
+    flat in one hop and 1/2 in two: whether that is a quarter faster is up to the link within a node and to the codec,
+    which are slow where processors have much else to do."""
     with Links(2, 2, "100mbit") as links:
         for wire, gather, reduce in (
             ("auto", "fp32x2", "fp32"),
