@@ -121,7 +121,7 @@ def test_what_one_rank_gives_wrong_all_refuse(ranks: Ranks, tmp_path: Path):
     words = ["the path is None", "engine.save(keep=-1)", "rank_state= is 3", "the path is 3"]
     for there, here, word in zip(first, second, words, strict=False):
         assert word in here and "was refused on another rank" in there and "rank 1: " in there and word in there
-    assert first[-1] == second[-1] == "['latest', 'step']"
+    assert first[-1] == "['latest', 'step']"  # rank 0's look: behind its own close(), which gives back the folder
 
 
 @pytest.mark.parametrize(

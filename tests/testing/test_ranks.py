@@ -267,6 +267,7 @@ def test_ranks_end_with_their_caller(tmp_path: Path):
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.soak
 def test_ranks_have_what_was_imported_once():
     """In a program of its own: this one has a process to fork from already."""
     code = (
