@@ -90,8 +90,7 @@ def _own_program(own: str) -> list[str]:
 
 def test_a_unit_whose_forward_runs_in_backward_first_is_gathered_as_late_and_freed_as_early(ranks: Ranks) -> None:
     """Under a re-entrant checkpoint no gradient announces a unit's backward: its forward, run again, does."""
-    for own in ranks.run(_own_program, "reentrant", world_size=2):
-        assert own == ranks.run(_own_program, "new", world_size=2)[0]
+    assert ranks.run(_own_program, "reentrant", world_size=2) == ranks.run(_own_program, "new", world_size=2)
 
 
 def _of_transformers() -> list[str]:

@@ -338,8 +338,9 @@ def test_bad_arguments_end_in_one_sentence(ranks: Ranks):
         ranks.run(rank_sum, world_size=9)
     with pytest.raises(RanksFailed, match=r"result, a lock, cannot be pickled"):
         ranks.run(give_back_a_lock, world_size=1)
-    with pytest.raises(UsageError, match="names of modules"):
-        Ranks(1, preload="torch")
+    for wrong in ("torch", None, [3]):
+        with pytest.raises(UsageError, match="names of modules"):
+            Ranks(1, preload=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match="no such module is installed"):
         Ranks(1, preload=["nothing.here"])
     with pytest.raises(UsageError, match="equal slices"):

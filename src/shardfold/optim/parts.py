@@ -227,7 +227,7 @@ class PartOptimizer(Optimizer):
         """Every part with its group and place, in an order that all ranks share."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p in self.places or p.numel() or not self.places:  # else it stands for a group that is elsewhere
+                if p in self.places or isinstance(self.link, Alone):  # else it stands for a group that is elsewhere
                     yield group, p, self.places.get(p) or Place(tuple(p.shape), ((0, p.numel()),))
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -260,7 +260,7 @@ class ShardedOptimizer:
         self._dtype = TORCH_DTYPES[moments.dtype]
         self._away: Tier | None = None  # where the state rests for a while, in place of its own tiers
         self._pieces: dict[int, list[_Piece]] = {}  # by segment
-        self._nothing: dict[int, nn.Parameter] = {}  # by number of a group that this rank has no piece of
+        self._nothing: list[nn.Parameter] = []  # for groups that this rank has no piece of
         self._fused: dict[int, FusedShard] = {}
         self._names = fused_moments(optimizer)
         self._stochastic, self._threads = stochastic, UpdateThreads(threads)
@@ -543,29 +543,29 @@ class ShardedOptimizer:
     def point_groups(self, units: Sequence[Unit]) -> None:
         """Gives every group this rank's pieces of its parameters; the groups themselves stay the same dicts.
 
-        Of a group of which this rank has no piece it has a parameter without elements: which groups are empty must not
-        depend on the rank, as users look at ``group["params"][0]``, and leave out groups that have nothing."""
+        One of which this rank has no piece gets a parameter without elements: which groups are empty must not depend on
+        the rank, as users look at ``group["params"][0]``, and leave out groups that have nothing."""
         by_group: list[list[nn.Parameter]] = [[] for _ in self.torch_optimizer.param_groups]
-        self._nothing = {}
+        first: dict[int, Segment] = {}
         for unit in units:
             for segment in unit.trainable:
-                number = segment.spec.group
-                by_group[number].extend(piece.tensor for piece in self._pieces[id(segment)])
-                if number not in self._nothing:
-                    nothing = torch.empty(0, dtype=segment.dtypes["master"], device=segment.update_device)
-                    self._nothing[number] = nn.Parameter(nothing)
-        for number, pieces in enumerate(by_group):
-            if pieces:
-                self._nothing.pop(number)
-            nothing = self._nothing.get(number)
-            self.torch_optimizer.param_groups[number]["params"] = pieces if nothing is None else [nothing]
+                by_group[segment.spec.group].extend(piece.tensor for piece in self._pieces[id(segment)])
+                first.setdefault(segment.spec.group, segment)
+        self._nothing = []
+        for number, segment in first.items():
+            if not by_group[number]:
+                nothing = torch.empty(0, dtype=segment.dtypes["master"], device=segment.update_device)
+                by_group[number] = [nn.Parameter(nothing)]
+                self._nothing += by_group[number]
+        for group, pieces in zip(self.torch_optimizer.param_groups, by_group, strict=True):
+            group["params"] = pieces
 
     def strangers(self) -> list[tuple[int, nn.Parameter]]:
         """What users put into the groups since :meth:`point_groups`, each with the number of its group."""
         groups = self.torch_optimizer.param_groups
         if sum(len(group["params"]) for group in groups) == sum(map(len, self._pieces.values())) + len(self._nothing):
             return []
-        own = {id(piece.tensor) for piece in self._every_piece()} | set(map(id, self._nothing.values()))
+        own = {id(piece.tensor) for piece in self._every_piece()} | set(map(id, self._nothing))
         return [(i, p) for i, group in enumerate(groups) for p in group["params"] if id(p) not in own]
 
     def adapt(self) -> None:

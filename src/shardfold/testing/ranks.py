@@ -444,7 +444,7 @@ def _checked_device(device: Any) -> str | None:
 
 
 def _checked_modules(preload: Any) -> tuple[str, ...]:
-    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
+    if not isinstance(preload, list | tuple) or not all(isinstance(name, str) for name in preload):
         raise UsageError(f"preload must be names of modules, as in preload=['transformers'], not {preload!r}.")
     for name in preload:
         if importlib.util.find_spec(name.partition(".")[0]) is None:  # of a package alone: more would import it here
