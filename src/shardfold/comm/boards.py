@@ -49,8 +49,7 @@ READY, ADDRESS, DONE, WIDTH = 0, 1, 2, 3
 WORD = 8
 AREA = (SLOTS * WIDTH + 1) * WORD  # the last word tells that the engine was closed
 
-AT_ONCE, SHORT, LONG = 20, 2e-5, 2e-3  # so many looks with no pause; then pauses, in seconds
-SHARE = 1 / 16  # of what was waited so far that a pause takes: so much later is found what took long, with few looks
+AT_ONCE, SHORT, LONG = 20, 2e-5, 1e-4  # so many looks with no pause; then pauses, in seconds
 
 _engines = count(1)
 _boards: list[mmap.mmap] = []  # that no engine uses: they stay, because other processes may still look at them
@@ -336,12 +335,12 @@ def look_until(done: Callable[[], bool], timeout: timedelta) -> None:
 
 
 def _look_until(done: Callable[[], bool], timeout: timedelta) -> None:
-    looks, begun = 0, 0.0
+    looks, deadline = 0, 0.0
     while not done():
         looks += 1
         if looks > AT_ONCE:  # the other may need this core
             now = monotonic()
-            begun = begun or now
-            if now - begun > timeout.total_seconds():
+            deadline = deadline or now + timeout.total_seconds()
+            if now > deadline:
                 raise RuntimeError("timed out")
-            sleep(min(max(SHORT, SHARE * (now - begun)), LONG))
+            sleep(SHORT if looks < 10 * AT_ONCE else LONG)
