@@ -173,6 +173,45 @@ def test_a_profiler_sees_every_operation_by_the_name_that_the_program_prints(
         assert {text for text in expected if not text.startswith("GRADS")} <= first  # a pass that asks
 
 
+class Skipping(nn.Module):
+    """Four layers, of which forward never uses the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.layers[0], self.layers[1], self.layers[3]):
+            x = layer(x)
+        return x.sum()
+
+
+def _sums_and_gradients() -> list[str]:
+    """The sums that a recorded backward starts and the layers' own backwards, in order."""
+    torch.manual_seed(0)
+    engine = sf.Engine(Skipping(), optimizer=SGD, layout="ddp", units=["layers.*"])
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4)))
+        engine.step()
+    loss = engine(torch.ones(2, 4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.backward(loss)
+    engine.close()
+    events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
+    names = [event.name.removeprefix("ALL_REDUCE layers.")[:1] for event in events if "ALL_REDUCE" in event.name]
+    assert sorted(names) == ["0", "1", "2", "3"]
+    return [event.name[:19] for event in events if event.name.startswith(("ALL_REDUCE", "AddmmBackward"))]
+
+
+def test_no_sum_waits_for_a_unit_that_no_backward_has_had_gradients_of(ranks: Ranks) -> None:
+    """Under ddp a unit is summed when its gradients are there, in the recorded order; one that had none in any recorded
+    backward comes behind END, so that those behind it are sent while backward computes."""
+    back = "AddmmBackward0"
+    expected = [back, "ALL_REDUCE layers.3", back, "ALL_REDUCE layers.1", back, "ALL_REDUCE layers.0"]
+    for found in ranks.run(_sums_and_gradients, world_size=2):
+        assert found == [*expected, "ALL_REDUCE layers.2"]
+
+
 def test_behind_the_last_operation_what_is_waited_for_is_marked() -> None:
     """And a section in which that is not is not printed: it would point at something else."""
     gather, other = (Op("ALL_GATHER", unit, ("intra",), "fp32", "params", "flat") for unit in "ab")

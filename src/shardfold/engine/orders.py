@@ -183,8 +183,8 @@ class Orders:
         return set(sizes)
 
     def _unplaced(self, inner: Sequence[str]) -> set[str]:
-        """Units that had all their gradients in no recorded backward, where a rank shows the sums behind it: whenever
-        their gradients come, END is not too early."""
+        """Units that no recorded backward had all gradients of, where each unit is summed in its turn: they are summed
+        behind END, as those behind them in the program would wait to the end for gradients that never come."""
         found = self.found["backward"]
         return set(inner) - set(found) if found is not None and self.waits else set()
 
