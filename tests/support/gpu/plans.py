@@ -6,12 +6,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 import time
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfold as sf
 from shardfold import accelerator
@@ -109,7 +111,8 @@ def _measured(here: Here, case: tuple[str, ...], size: Size) -> tuple[float, int
         engine.close()
     batch = batch_of(name, size, torch.device("cpu"))
     subject = Subject(model_of(name, size), batch, division=Division(streams=here.setting.is_real))
-    trace = subject.trace(precision, mode)
+    with nullcontext() if here.setting.is_real else sdpa_kernel(SDPBackend.MATH):  # the simulated device has no other
+        trace = subject.trace(precision, mode)
     transport = "gloo" if here.setting.shared else "nccl"
     behaviour = Behaviour(streams=True, transport=transport, workspace=WORKSPACE if here.setting.is_real else 0.0)
     setting = subject.setting(trace, layout=layout, precision=precision, mesh=mesh, behaviour=behaviour)

@@ -91,6 +91,20 @@ def test_training_gives_what_the_cpu_gives(mode: str) -> None:
         assert torch.allclose(here, there, rtol=1e-5, atol=1e-6)  # fp32, a few hundred summands
 
 
+@pytest.mark.parametrize("activation", [F.silu, F.mish])
+@on_device()
+def test_the_backward_of_an_activation_is_one_kernel(activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As on every device that has one for it: beside the gradient nothing is allocated."""
+    with simulated():
+        x = torch.ones(1024, device="sim", requires_grad=True)
+        y = activation(x)
+        grad = torch.ones_like(y)
+        _module().reset_peak_memory_stats()
+        before = _module().memory_allocated()
+        (found,) = torch.autograd.grad(y, x, grad)
+        assert _module().max_memory_allocated() - before == found.nbytes
+
+
 @on_device()
 def test_recomputation_and_hooks() -> None:
     """torch.utils.checkpoint, and hooks of tensors, nodes and modules, run as elsewhere."""

@@ -90,7 +90,7 @@ def _try_backward() -> None:
         raise UsageError(PROCESS.refused) from error
 
 
-CPU_NORMS = ("native_layer_norm", "native_group_norm")
+ONE_KERNEL = ("native_layer_norm", "native_group_norm", "silu_backward", "mish_backward")
 """For which PyTorch has kernels made of other operations, which would come before the CPU's."""
 
 _LIBRARIES: list[torch.library.Library] = []  # what they register goes when they do
@@ -119,7 +119,7 @@ def _register() -> None:
     def on_cpu(op: Any) -> Any:
         return lambda *args, **kwargs: op.redispatch(CPU_KEYS, *args, **kwargs)
 
-    for name in CPU_NORMS:
+    for name in ONE_KERNEL:
         op = getattr(torch.ops.aten, name).default
         named.impl(name, partial(fallback, op), "PrivateUse1")
     for name, kernel in CONVOLUTIONS.items():
