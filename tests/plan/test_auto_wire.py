@@ -27,11 +27,10 @@ from shardfold.plan.auto_wire import (
     wires,
 )
 from shardfold.plan.axes import Mesh
+from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import step_of, traffic
-from shardfold.plan.layout import Layout
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
-from shardfold.plan.program import Program, lower
 
 POLICY, NUMEL = sf.Precision(), 2**16
 UNITS = [UnitSpec(name, (SegmentSpec((Slot("w", (NUMEL,), 0),), NUMEL, "fp32"),)) for name in ("first", "second")]
@@ -64,21 +63,21 @@ def _measured(
 
 
 @cache
-def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> list[tuple[Option, Layout, Program]]:
+def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> list[tuple[Option, Bound]]:
     """Those that can be bound, with what they give."""
-    found: list[tuple[Option, Layout, Program]] = []
+    found: list[tuple[Option, Bound]] = []
     for way in wires(named(table), purpose, auto):
         with suppress(LayoutError):
             sizes = Mesh.of(dict(zip(("inter", "intra"), mesh, strict=True)))
-            bound = named(table).replace(**{purpose: way.wire}).bind(POLICY, sizes)
-            found.append((way, bound, lower(bound, UNITS, sizes)))
+            layout = named(table).replace(**{purpose: way.wire}).bind(POLICY, sizes)
+            found.append((way, bind(layout, UNITS, sizes)))
     return found
 
 
 def _priced(table: str, purpose: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[Option]:
     found: list[Option] = []
-    for way, bound, program in _ways(table, purpose, auto, (mesh["inter"], mesh["intra"])):
-        seconds, sent, working = wire_seconds(purpose, program, bound, UNITS, mesh, step_of(2, program), measured)
+    for way, bound in _ways(table, purpose, auto, (mesh["inter"], mesh["intra"])):
+        seconds, sent, working = wire_seconds(purpose, bound, step_of(2, bound.program), measured)
         found.append(way._replace(seconds=seconds, sent=sent, working=working))
     return found
 
@@ -142,14 +141,13 @@ def test_the_choice_is_of_ratios_only(table: str, lossy: Any, far: float, latenc
 
 @given(st.sampled_from(TABLES), st.sampled_from(list(PURPOSES)), MESHES, st.integers(1, 3))
 def test_what_is_priced_is_what_the_program_sends(table: str, purpose: str, mesh: Mesh, micro_batches: int) -> None:
-    bound = named(table).bind(POLICY, mesh)
-    program = lower(bound, UNITS, mesh)
-    times, unit = step_of(micro_batches, program), _measured(1.0, 1.0)
-    seconds, sent, _ = wire_seconds(purpose, program, bound, UNITS, mesh, times, unit)
-    by_kind = traffic(program, bound, UNITS, mesh, micro_batches=micro_batches)
+    bound = bind(named(table).bind(POLICY, mesh), UNITS, mesh)
+    times, unit = step_of(micro_batches, bound.program), _measured(1.0, 1.0)
+    seconds, sent, _ = wire_seconds(purpose, bound, times, unit)
+    by_kind = traffic(bound.program, bound.layout, UNITS, mesh, micro_batches=micro_batches)
     rows = [figures for kind, figures in by_kind.items() if kind.purpose == purpose]
     assert seconds == pytest.approx(sent) and sent == pytest.approx(sum(n for _, n in rows))
-    late, *_ = wire_seconds(purpose, program, bound, UNITS, mesh, times, _measured(1.0, 1.0, latency=1e6))
+    late, *_ = wire_seconds(purpose, bound, times, _measured(1.0, 1.0, latency=1e6))
     assert late - seconds == pytest.approx(1e6 * sum(calls for calls, _ in rows))
 
 

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.plan import presets
+from shardfold.plan.bind import bind
 from shardfold.plan.cost import (
     Sent,
     encoded_bytes,
@@ -487,15 +488,16 @@ def test_a_held_copy_that_is_whole_keeps_every_unit_full_at_the_peak():
 
 
 def test_explain_shows_the_mesh_the_table_the_padding_the_bytes_and_the_program():
-    bound = zero3.bind(PRECISIONS["fp32"], MESH)
+    layout = zero3.bind(PRECISIONS["fp32"], MESH)
     slots, length = pack({"w": (100,)}, 8, 64)
     units = [
         UnitSpec("(root)", (SegmentSpec(slots, length, "fp32"),), root=True),
         dense("a", 512, "fp32", trainable=False),
     ]
-    program = lower(bound, units, MESH)
-    held = resting_bytes(bound, units, MESH, padded=True)
-    text = explain(zero3, bound, program, units, MESH, held, micro_batches=2)
+    bound = bind(layout, units, MESH)
+    program = bound.program
+    held = resting_bytes(layout, units, MESH, padded=True)
+    text = explain(zero3, bound, held, micro_batches=2)
     for words in (
         "mesh: inter=2 x intra=4",
         "master is params",

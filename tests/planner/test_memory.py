@@ -317,3 +317,28 @@ def test_a_small_model_that_asks_for_values_is_run_on_zeros() -> None:
     assert subject.trace("fp32").flops > 0
     with pytest.raises(ModelError, match="asks for values of tensors"):
         Subject(Hollow(), torch.randn(4, 8), real=False).trace("fp32")
+
+
+class Skipping(nn.Module):
+    """Four blocks, of which forward never uses the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.layers[0], self.layers[1], self.layers[3]):
+            x = layer(x)
+        return x.square().mean()
+
+
+def _skipping(layout: str) -> tuple[float, float]:
+    found = compare(Skipping, torch.zeros(4, 512), layout=layout, precision="fp32")
+    return found.planned, found.measured
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+def test_a_unit_that_never_runs_is_planned_where_the_engine_has_it(ranks: Ranks, layout: str) -> None:
+    """Its gradients have a buffer and are summed, in the place that the program has for it."""
+    for planned, measured in ranks.run(_skipping, layout, world_size=2):
+        assert -BELOW <= planned / measured - 1 <= ABOVE, (planned, measured)

@@ -10,8 +10,8 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from logging import getLogger
+from typing import Any
 
 from shardfold import accelerator
 from shardfold.comm.comm import Comm
@@ -20,32 +20,31 @@ from shardfold.engine.passes import NegotiatedPass
 from shardfold.engine.track import Section, Track
 from shardfold.errors import OrderError
 from shardfold.numerics.clipping import Clip
-from shardfold.plan import passes, program
-from shardfold.plan.cost import fetched_bytes, room_for, snapshot_bytes
+from shardfold.plan.bind import RunOrders, bind
+from shardfold.plan.cost import room_for, snapshot_bytes
 from shardfold.plan.layout import Layout
-from shardfold.plan.order import backwards, contradiction, describe, merge_orders, with_missing
+from shardfold.plan.order import contradiction, describe, merge_orders
 from shardfold.plan.part import Part, of_part
 from shardfold.plan.passes import Overlap
-from shardfold.plan.placement import UnitSpec, enclosing
-from shardfold.plan.program import COLLECTIVES, MOVES, ROUND, Op, Program
+from shardfold.plan.placement import UnitSpec
+from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
 from shardfold.sharding.unit import Unit
 
-__all__ = ["SECTIONS", "Orders", "mode_of"]
+__all__ = ["Orders", "mode_of"]
 
 
-SECTIONS = ("train", "eval", "backward", "last", "quiet", "weights", "last_weights", "first")
 RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
 LOG = getLogger("shardfold")
 
 
 def mode_of(section: str) -> str:
     """Which order a section follows."""
-    return "train" if section == "first" else section if section in ("train", "eval") else "backward"
+    return "forward" if section in ("first", "forward") else "eval" if section == "eval" else "backward"
 
 
 def _title(section: str) -> str:
     """The section as messages call it."""
-    return {"train": "forward", "first": "first forward", "eval": "forward in evaluation",
+    return {"first": "first forward", "eval": "forward in evaluation",
             "quiet": "backward in no_sync", "last_weights": "weights, last"}.get(section, section)  # fmt: skip
 
 
@@ -69,17 +68,15 @@ class Orders:
         stashes: whether weights that are updated are kept for micro-batches that are under way.
 
     Attributes:
-        waits: whether a backward ends with all sums, because every rank has them whole and shows them: no unit is
-            reduced before its gradients are there.
         units: in definition order.
         roots: names of those that are held through a pass.
         late: names of those that are reduced at the end of backward, as gradients came behind their reduction.
         touched: names of those whose weights this rank's model reads outside of their forward.
-        found: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
+        found: of ``forward`` in training, forward in evaluation (``eval``) and ``backward``; None: not known.
         meets: how the ranks along an axis of signs meet in a step: ``dense``, ``signs`` or ``local``.
         apart: they may go their own ways, and be brought together outside of a step.
-        program: what runs, for display and for counting.
-        stepped: what ran in the last step, where the next one is of another program; None: ``program``.
+        bound: what runs.
+        stepped: the program of the last step, where the next one's is another; None: that of ``bound``.
         tracks: the program's sections, ready to run.
     """
 
@@ -88,7 +85,7 @@ class Orders:
         stashes: bool = False,
     ) -> None:  # fmt: skip
         self._layout, self._comm, self._handlers = layout, comm, handlers
-        self._clip = {
+        self._options = {
             "clip": clip is not None and clip.norm is not None,
             "clamp": clip is not None and clip.value is not None,
             "stashes": stashes,
@@ -104,70 +101,43 @@ class Orders:
         self.stepped: Program | None = None
         self.touched: set[str] = set()
 
-    @property
-    def waits(self) -> bool:
-        """See above; units whose gradients rest in a slower tier show none."""
-        shows = any(not unit.spec.table_or(self._layout).buffered for unit in self.units)
-        return shows and not self._layout.master.over
-
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on; in which order they run is to be found out."""
         self.units = list(units)
         names = {unit.name for unit in units}
         self.roots = (self.roots & names) | {unit.name for unit in units if unit.spec.root}
-        self.found: dict[str, list[str] | None] = dict.fromkeys(("train", "eval", "backward"))
-        self._seen: dict[str, list[list[str]]] = {"train": [], "eval": [], "backward": []}
+        self.found: dict[str, list[str] | None] = dict.fromkeys(("forward", "eval", "backward"))
+        self._seen: dict[str, list[list[str]]] = {"forward": [], "eval": [], "backward": []}
         self._recordings: Counter[tuple[str, frozenset[str] | None]] = Counter()
         self.late &= names
         self.touched &= names
         self.compile()
 
     def compile(self) -> None:
-        """Lowers the layout for the present orders and binds every operation to its handler."""
+        """Binds the layout in the present orders, and every operation to its handler."""
         self._comm.agreement.places = 2 * len(self.units) + 1
         specs = [replace(unit.spec, root=unit.name in self.roots) for unit in self.units]
-        inner = [unit.name for unit in self.units if unit.name not in self.roots]
-        lower = partial(program.lower, self._layout, specs, self._comm.mesh.sizes, **self._clip)
-        train = self._with_missing(self.found["train"], inner)
-        back = self._with_missing(self.found["backward"], backwards(train, enclosing(specs)))
-        evaluation = self._with_missing(self.found["eval"], train)
-        lower = partial(
-            lower,
-            delayed=self._overlap.delayed_update,
-            speculated=self._speculated(back, specs),
-            meets=self.meets,
-            apart=self.apart,
-        )
-        shape = partial(
-            passes.apply, overlap=self._overlap, late=frozenset(self.late | self._unplaced(inner)),
-            fetched=partial(self._fetched_bytes, {spec.name: spec for spec in specs}),
+        orders = RunOrders.of(specs, self.found["forward"], self.found["backward"], self.found["eval"])
+        optimizer = self._handlers.optimizer
+        options: dict[str, Any] = {
+            **self._options, "meets": self.meets, "apart": self.apart,
+            "speculated": self._speculated(orders.backward, specs),
+            "num_moments": optimizer.num_moments() if optimizer is not None else 0,
+        }  # fmt: skip
+        self.bound = bind(
+            self._layout, specs, self._comm.mesh.sizes, overlap=self._overlap, orders=orders, late=self.late,
+            unplaced=self._unplaced(), **options,
         )  # fmt: skip
-        self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
-        self.program: Program = shape(lower(forward=train, backward=back))
-        unshaped = passes.reduced_once(lower()) if self._overlap.reduce_once else lower()
-        self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
-            name: unshaped.section({"train": "forward", "eval": "alone"}.get(name, name)) for name in SECTIONS
-        }
-        names = [*SECTIONS[2:], "step", "beside", "behind", "arrive", "shared", "together"]
-        outer = self._layout.outer
-        names += [f"{name}.{i}" for name in ROUND for i in range(outer.fragments if outer is not None else 0)]
-        sections = {name: self.program.section(name) for name in names}
-        sections["closing"] = passes.closing(self.program, self._overlap)
-        sections["train"] = self.program.forward
-        sections["eval"] = shape(lower(forward=evaluation)).alone
-        bind, behind = self._handlers.bind, self._handlers.bind_behind
-        self.tracks = {
-            name: Track(_title(name), ops, behind if name == "behind" else bind) for name, ops in sections.items()
-        }
+        self._handlers.repeated = {name for order in orders for name in _repeated(order)}
+        self.tracks = {name: self._track(name, ops) for name, ops in self.bound.sections.items()}
         self._part_tracks: dict[tuple[str, Part], Track] = {}
         moving = (*COLLECTIVES, *MOVES)
-        self._moving = {name: any(op.verb in moving for op in ops) for name, ops in sections.items()}
+        self._moving = {name: any(op.verb in moving for op in ops) for name, ops in self.bound.sections.items()}
 
-    def _fetched_bytes(self, units: Mapping[str, UnitSpec], op: Op) -> float:
-        """Of a ``FETCH`` on this rank."""
-        optimizer = self._handlers.optimizer
-        moments = optimizer.num_moments() if optimizer is not None else 0
-        return fetched_bytes(op, self._layout, units[op.unit], self._comm.mesh.sizes, moments)
+    def _track(self, section: str, ops: Sequence[Op]) -> Track:
+        handlers = self._handlers
+        bind_op = handlers.bind_behind if section == "behind" else handlers.bind
+        return Track(_title(section), ops, bind_op, waits=self.bound.waits)
 
     def _speculated(self, backward: Sequence[str], specs: Sequence[UnitSpec]) -> set[str]:
         """Names of the units that are updated before their step; their snapshots get memory, those of the units that
@@ -182,11 +152,10 @@ class Orders:
         optimizer.snapshots.place(sizes)
         return set(sizes)
 
-    def _unplaced(self, inner: Sequence[str]) -> set[str]:
-        """Units that no recorded backward had all gradients of, where each unit is summed in its turn: they are summed
-        behind END, as those behind them in the program would wait to the end for gradients that never come."""
+    def _unplaced(self) -> set[str]:
+        """Units that no recorded backward had all gradients of."""
         found = self.found["backward"]
-        return set(inner) - set(found) if found is not None and self.waits else set()
+        return {unit.name for unit in self.units} - set(found) if found is not None else set()
 
     def moves(self, section: str) -> bool:
         """Whether the section sends something, or moves it between tiers."""
@@ -194,7 +163,8 @@ class Orders:
 
     def unordered(self, section: str, part: Part | None = None) -> Section:
         """The section in definition order, for a pass that asks."""
-        ops = of_part(section, self._lists[section], self._lists["backward"], part)
+        asked = self.bound.asked
+        ops = of_part(section, asked[section], asked["backward"], part)
         return Section(_title(section), ops, self._handlers.bind)
 
     def track(self, section: str, part: Part | None = None) -> Track:
@@ -204,7 +174,7 @@ class Orders:
         key = section, part
         if key not in self._part_tracks:
             ops = of_part(section, self.tracks[section].ops, self.tracks["backward"].ops, part)
-            self._part_tracks[key] = Track(_title(section), ops, self._handlers.bind)
+            self._part_tracks[key] = self._track(section, ops)
         return self._part_tracks[key]
 
     def stages_of(self, ran: Mapping[Hashable, Counter[str]]) -> Iterator[tuple[Program, Counter[str]]]:
@@ -219,20 +189,19 @@ class Orders:
                 parts[part.units] = part
         for units, part in parts.items():
             sections = {
-                name: tuple(of_part(name, self.program.section(name), self.program.backward, part))
+                name: tuple(of_part(name, self.bound.program.section(name), self.bound.program.backward, part))
                 for name in ("first", "forward", "backward", "last")
             }
-            yield replace(self.program, **sections), times[units]
+            yield replace(self.bound.program, **sections), times[units]
 
     def late_track(self, units: Sequence[Unit]) -> Track:
         """One more reduction of these units."""
-        names = frozenset(unit.name for unit in units)
-        return Track("late gradients", passes.late(self.program, names), self._handlers.bind)
+        return Track("late gradients", self.bound.late({unit.name for unit in units}), self._handlers.bind)
 
     @property
     def numbers(self) -> dict[int, int]:
         """By the ``id`` of a parameter, the number of its unit in the order of backward; roots come last."""
-        order = [op.unit for op in self.program.backward if op.verb == "B" and op.unit not in self.roots]
+        order = [op.unit for op in self.bound.program.backward if op.verb == "B" and op.unit not in self.roots]
         at = {name: i for i, name in enumerate(order)}
         return {id(p): at.get(unit.name, len(at)) for unit in self.units for _, p in unit.parameters()}
 
@@ -244,15 +213,7 @@ class Orders:
 
     def forward(self) -> list[str]:
         """Roots, then the others as they run in training."""
-        inner = [unit.name for unit in self.units if unit.name not in self.roots]
-        return [*sorted(self.roots), *self._with_missing(self.found["train"], inner)]
-
-    def _with_missing(self, order: list[str] | None, known: list[str]) -> list[str]:
-        if order is None:
-            return list(known)
-        inner = [name for name in order if name not in self.roots]
-        whole = with_missing(inner, list(dict.fromkeys(known)))
-        return [name for i, name in enumerate(whole) if i == 0 or whole[i - 1] != name]
+        return [*sorted(self.roots), *self.bound.orders.forward]
 
     def add_late(self, units: Sequence[Unit]) -> None:
         """From the next step on these are reduced at the end of backward."""

@@ -20,7 +20,7 @@ from shardfold.comm.agreement import Agreement
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Section, Track
 from shardfold.plan.passes import GATHERS
-from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS
+from shardfold.plan.program import MARKERS, SUMS
 from shardfold.sharding.unit import Life, Unit
 
 __all__ = ["LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]
@@ -93,8 +93,6 @@ class ReplayedPass:
         roots: units that are held through the pass.
         handlers: to give back what was kept longer than the program thought.
         deviate: called with a unit that is needed behind the track's position.
-        waits: gradients of a unit that this rank has not used yet are not sent in passing: they may still come, and
-            what comes behind them would not be in the sums until the step.
     """
 
     def __init__(
@@ -104,14 +102,11 @@ class ReplayedPass:
         roots: Sequence[Unit],
         handlers: Handlers,
         deviate: Callable[[Unit], None],
-        *,
-        waits: bool = False,
     ) -> None:
         self.own: list[str] = []
         self.track = track
         self._verb, self._roots, self._handlers, self._deviate = verb, roots, handlers, deviate
         self._held = {unit.name for unit in roots}
-        self._waits, self._complete = waits, set[str]()
 
     @property
     def section(self) -> Section:
@@ -128,7 +123,7 @@ class ReplayedPass:
                 return
 
     def enter(self, unit: Unit) -> None:
-        if unit.name in self._held or (self.track.at_marker(self._verb, unit.name) and unit.life is Life.GATHERED):
+        if unit.name in self._held or (self.track.walk.at_marker(self._verb, unit.name) and unit.life is Life.GATHERED):
             return  # a root, or once more and no other unit came between
         self.own.append(unit.name)
         self.track.reach(self._verb, unit.name)
@@ -147,14 +142,7 @@ class ReplayedPass:
     def complete(self, unit: Unit) -> None:
         if not unit.split:
             self.own.append(unit.name)
-        if self._waits:
-            self._complete.add(unit.name)
-            while (name := self.track.ahead(REDUCTIONS)) in self._complete:
-                self.track.come_to(SUMS, name)
-        elif self.track.at_marker("B", unit.name) or self.track.reach("B", unit.name):
-            self.track.follow(SUMS)
-        elif self.track.ahead(SUMS, before=MARKERS) == unit.name:  # those of a unit around others are there last
-            self.track.come_to(SUMS, unit.name)
+        self.track.run(self.track.walk.complete(unit.name))
 
     def finish(self) -> None:
         self.track.finish()

@@ -99,7 +99,7 @@ class Reports:
     def traffic(self) -> TrafficReport:
         """See :meth:`Engine.traffic`."""
         model, meter, orders = self._model, self._model.comm.meter, self._runner.orders
-        program = orders.stepped or orders.program
+        program = orders.stepped or orders.bound.program
         specs, sizes, ran = [unit.spec for unit in model.units], model.comm.mesh.sizes, meter.last_sections
         runs = [(program, ran), *orders.stages_of(meter.last_parts)]
         predicted = summed(section_traffic(each, model.layout, specs, sizes, times) for each, times in runs)
@@ -115,6 +115,7 @@ class Reports:
     def explained(self) -> str:
         """See :meth:`Engine.explain`."""
         model, updater, sizes = self._model, self._updater, self._model.comm.mesh.sizes
+        bound = self._runner.orders.bound
         specs = [unit.spec for unit in model.units]
         moments, kept = (updater.num_moments(), updater.kept_bytes()) if updater is not None else (0, None)
         held = resting_bytes(model.layout, specs, sizes, num_moments=moments, padded=True, kept=kept)
@@ -123,9 +124,9 @@ class Reports:
         if updater is not None and updater.delayed:
             held["updated", Tier.HOST] = updater.updated_row().table
         temporary = model.comm.transport.temporary
-        program, accumulate = self._runner.orders.program, self._runner.accumulate
+        accumulate = self._runner.accumulate
         return explain(
-            self._table, model.layout, program, specs, sizes, held, accumulate,
+            self._table, bound, held, accumulate,
             updater.traffic() if updater is not None else None,
             parts=model.rules.described(), activations=self._replaced.explained(),
             layers=[
@@ -133,7 +134,9 @@ class Reports:
                 *described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
                 *experts_described(model.module),
             ],
-            moved=moves(program, model.layout, specs, sizes, step_of(accumulate, program), num_moments=moments),
+            moved=moves(
+                bound.program, model.layout, specs, sizes, step_of(accumulate, bound.program), num_moments=moments
+            ),
             temporary=lambda num_bytes, axes: temporary(int(num_bytes), model.comm.mesh.parts(axes)),
             streams=accelerator.has_streams(model.device),
         )  # fmt: skip

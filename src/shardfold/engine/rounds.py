@@ -142,7 +142,7 @@ class Rounds:
 
     def _plan(self) -> dict[str, Any]:
         """What has to be the same where a round goes on: when what is sent, and which units a fragment begins with."""
-        ops = self._runner.orders.program.outer_send
+        ops = self._runner.orders.bound.program.outer_send
         first = [after.unit for op, after in pairwise(ops) if op.verb == "FRAGMENT" and after.verb != "FRAGMENT"]
         return {"every": self.outer.every, "delay": self.outer.delay, "fragments": self.outer.fragments, "first": first}
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardfold.comm.agreement import CAUGHT, Place
 from shardfold.engine.handlers import Handlers
-from shardfold.engine.orders import SECTIONS, Orders, mode_of
+from shardfold.engine.orders import Orders, mode_of
 from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
 from shardfold.engine.track import Section, Track
 from shardfold.engine.visible import VisibleGradients
@@ -37,6 +37,7 @@ from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
 from shardfold.optim.guard import Guard
 from shardfold.parallel.pipeline.late import Late
+from shardfold.plan.bind import PASSES
 from shardfold.plan.part import Part
 from shardfold.plan.passes import Overlap
 from shardfold.sharding.buffers import Buffers
@@ -160,14 +161,7 @@ class Runner:
         held = self._of_pass(self.roots) if not self.weights else ()  # gradients of weights need no values of these
         roots = [unit for unit in self.units if unit.name in held]
         if not nested and (self.orders.known(section, self.part) or self.weights):
-            return ReplayedPass(
-                verb,
-                self.orders.track(section, self.part),
-                roots,
-                self.handlers,
-                self._deviate,
-                waits=self.orders.waits,
-            )
+            return ReplayedPass(verb, self.orders.track(section, self.part), roots, self.handlers, self._deviate)
         return self._asked(section, nested=nested)
 
     def _of_pass(self, names: set[str]) -> set[str]:
@@ -178,7 +172,7 @@ class Runner:
 
     def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> NegotiatedPass:
         verb = "B" if mode_of(section) == "backward" else "F"
-        gathers = "first" if self.orders.program.first else "train"
+        gathers = "first" if self.orders.bound.program.first else "forward"
         return NegotiatedPass(
             verb, self.orders.unordered(section, self._ran), self.by_name, self._of_pass(self.roots), self.agreement,
             self.handlers, refill=self.orders.unordered(gathers), own=own, nested=nested,
@@ -198,7 +192,7 @@ class Runner:
         run, section = self._pass, self._section
         assert isinstance(run, ReplayedPass)
         run.finish()
-        self.meet(f"more of {_title(section)}", more=SECTIONS.index(section))
+        self.meet(f"more of {_title(section)}", more=PASSES.index(section))
         again = self._asked(section, own=run.own)
         self._pass, self._section = again, section
         again.begin()
@@ -240,7 +234,7 @@ class Runner:
             if met.together:
                 return [*met.flags, met.apart]
             if met.more is not None:
-                self._help_on(SECTIONS[met.more])
+                self._help_on(PASSES[met.more])
             else:
                 self._help_evaluate(met.flags)
 
@@ -291,7 +285,7 @@ class Runner:
             return False
         met = self.agreement.meet("another engine's turn", evaluated=self._evaluated)
         if met.more is not None:
-            self._help_on(SECTIONS[met.more])
+            self._help_on(PASSES[met.more])
         return True
 
     @_uninterrupted
@@ -404,14 +398,14 @@ class Runner:
         self._thread = get_ident()
         self.follow()
         grad = torch.is_grad_enabled()
-        section = "train" if grad else "eval"
+        section = "forward" if grad else "eval"
         local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
         changed, first = False, grad and self._first()
         follows = not self.inside_batch  # a forward whose backward is still to come reads buffers as they were
         if (
             self.agreement.peers.size > 1
             and not local
-            and (self.orders.moves(section) or self.orders.program.first or (self.buffers.asks and follows))
+            and (self.orders.moves(section) or self.orders.bound.program.first or (self.buffers.asks and follows))
         ):
             what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
             said = self.meet(what, evaluating=not grad, flags=[follows and self.buffers.changed(), first])
@@ -437,7 +431,7 @@ class Runner:
 
     def _first(self) -> bool:
         """Whether a forward has to gather what stays gathered until the step."""
-        if not self.orders.program.first:
+        if not self.orders.bound.program.first:
             return False
         names = None if self.part is None else self.part.units | self.part.common
         return any(u.split and not u.kept for u in self.units if u.keeps and (names is None or u.name in names))
@@ -733,5 +727,5 @@ class Runner:
 
 
 def _title(section: str) -> str:
-    forwards = {"train": "a forward pass in training", "eval": "a forward pass in evaluation"}
-    return forwards.get("train" if section == "first" else section, "a backward pass")
+    forwards = {"forward": "a forward pass in training", "eval": "a forward pass in evaluation"}
+    return forwards.get("forward" if section == "first" else section, "a backward pass")

@@ -121,7 +121,7 @@ class Stepper:
             )
         run.steps += 1
         if self.freeze is not None:
-            runner.orders.stepped = runner.orders.program
+            runner.orders.stepped = runner.orders.bound.program
             self.freeze.follow()
         model.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
         if run.lr_schedule is not None:
@@ -325,7 +325,7 @@ class Stepper:
 
     def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
         """The optimizer's step, with whatever hooks it has around it."""
-        track.follow(("RELEASE",))  # which reads the shards, and may write them: before the second cursor does
+        track.run(track.walk.next(("RELEASE",)))  # it reads shards, and may write them: before the second cursor does
         self._model.let_go()
         if not self._updater.fused:
             host = self._model.layout.updates_on is Tier.HOST

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch.profiler import record_function
 
 from shardfold.plan.program import COLLECTIVES, MARKERS, Op, render_section
+from shardfold.plan.walk import Walk
 from shardfold.torch_internals import profiler_is_on
 
 __all__ = ["Section", "Track"]
@@ -78,66 +79,37 @@ class Section:
 
 
 class Track(Section):
-    """A section with a position: everything before ``position`` has been done in this pass."""
+    """A section with a position: everything before it has been done in this pass.
 
-    def __init__(self, name: str, ops: Sequence[Op], bind: Callable[[Op], Call | None]) -> None:
+    Attributes:
+        walk: says which operations are due.
+    """
+
+    def __init__(self, name: str, ops: Sequence[Op], bind: Callable[[Op], Call | None], *, waits: bool = False) -> None:
         super().__init__(name, ops, bind)
-        self.position = 0
-        self._markers: dict[tuple[str, str], list[int]] = {}
-        for i, op in enumerate(self.ops):
-            if op.verb in MARKERS:
-                self._markers.setdefault((op.verb, op.unit), []).append(i)
+        self.walk = Walk(self.ops, waits=waits)
 
     def restart(self) -> None:
         super().restart()
-        self.position = 0
+        self.walk.restart()
 
-    def reach(self, verb: str, unit: str = "") -> bool:
-        """Runs everything up to the next such marker; False if there is none ahead."""
-        for i in self._markers.get((verb, unit), ()):
-            if i >= self.position:
-                self._run(i + 1)
-                return True
-        return False
-
-    def at_marker(self, verb: str, unit: str) -> bool:
-        """Whether that marker is the last thing reached."""
-        return self.position > 0 and self.ops[self.position - 1][:2] == (verb, unit)
-
-    def follow(self, verbs: tuple[str, ...]) -> None:
-        """Runs on while the next operation is one of them."""
-        stop = self.position
-        while stop < len(self.ops) and self.ops[stop].verb in verbs:
-            stop += 1
-        self._run(stop)
-
-    def come_to(self, verbs: tuple[str, ...], unit: str) -> None:
-        """Runs the unit's next operations that are one of ``verbs``, and all that is before them."""
-        ahead = range(self.position, len(self.ops))
-        self._run(next(i for i in ahead if self.ops[i].verb in verbs and self.ops[i].unit == unit))
-        self.follow(verbs)
-
-    def ahead(self, verbs: tuple[str, ...], before: tuple[str, ...] = ("END",)) -> str | None:
-        """The unit of the next operation that is one of ``verbs``; None if there is none before one of the others."""
-        for op in self.ops[self.position :]:
-            if op.verb in verbs:
-                return op.unit
-            if op.verb in before:
-                return None
-        return None
+    def reach(self, verb: str, unit: str = "") -> None:
+        """Runs everything up to the next such marker, if there is one ahead."""
+        self.run(self.walk.reach(verb, unit))
 
     def advance(self) -> None:
         """Runs the next operation."""
-        self._run(self.position + 1)
+        self.run(range(self.walk.position, self.walk.position + 1))
 
     def finish(self) -> None:
         """Runs everything that is left."""
-        self._run(len(self.ops))
+        self.run(self.walk.rest())
 
-    def _run(self, stop: int) -> None:
+    def run(self, due: range) -> None:
+        """Runs operations that are due."""
         try:
-            self.do(range(self.position, stop))
-        except BaseException:
-            self.position = self.at  # what raised is what is done first when the pass goes on
+            self.do(due)
+        except BaseException:  # what raised is what is done first when the pass goes on
+            self.walk.position = max(self.at, due.start)
             raise
-        self.position = stop
+        self.walk.position = due.stop

@@ -12,11 +12,11 @@ from shardfold.comm.comm import Comm
 from shardfold.comm.links import measured
 from shardfold.errors import LayoutError
 from shardfold.plan.auto_wire import PURPOSES, AutoWire, Option, fastest, needs, told, wire_seconds, wires
+from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import step_of
 from shardfold.plan.layout import Layout
-from shardfold.plan.passes import Overlap, apply
+from shardfold.plan.passes import Overlap
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program import Program, lower
 from shardfold.plan.rules import Rules
 
 __all__ = ["chosen"]
@@ -29,9 +29,7 @@ class _Way(NamedTuple):
 
     purpose: str
     option: Option
-    program: Program
-    layout: Layout
-    units: list[UnitSpec]
+    bound: Bound
 
 
 def chosen(
@@ -42,18 +40,14 @@ def chosen(
 
     ``cut`` gives the units of the model by rules. All ranks of the job call it.
     """
-    sizes = comm.mesh.sizes
     ways = [way for purpose in PURPOSES for way in _ways(auto, table, purpose, precision, comm, overlap, cut)]
     comm.job.same({"wire=": str(auto), "the ways to send": str([(way.purpose, str(way.option.wire)) for way in ways])})
     links, formats = set[Any](), set[str]()
     for way in ways:
-        crossed, coded = needs(way.purpose, way.program, way.layout, way.units, step_of(accumulate, way.program))
+        crossed, coded = needs(way.purpose, way.bound, step_of(accumulate, way.bound.program))
         links, formats = links | crossed, formats | coded
     found = measured(comm, links, formats)
-    costs = [
-        wire_seconds(w.purpose, w.program, w.layout, w.units, sizes, step_of(accumulate, w.program), found)
-        for w in ways
-    ]
+    costs = [wire_seconds(way.purpose, way.bound, step_of(accumulate, way.bound.program), found) for way in ways]
     # Ranks of other stages have other units: what all of them need together says which is the fastest.
     total = comm.control([figure for cost in costs for figure in cost], dist.ReduceOp.SUM)
     options: dict[str, list[Option]] = {}
@@ -82,6 +76,5 @@ def _ways(
         layout = rules.layouts[-1]
         if (wire := str(getattr(layout, purpose))) not in seen:  # where there is one axis, two hops are one
             seen.add(wire)
-            units = cut(rules)
-            found.append(_Way(purpose, option, apply(lower(layout, units, sizes), overlap), layout, units))
+            found.append(_Way(purpose, option, bind(layout, cut(rules), sizes, overlap=overlap)))
     return found

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError
 from shardfold.plan.arguments import known_arguments
+from shardfold.plan.bind import Bound
 from shardfold.plan.checks import described, is_number
 from shardfold.plan.cost import is_encoded, op_bytes, parts_of
 from shardfold.plan.formats import FORMATS, ITEMSIZE, format_named
@@ -266,37 +267,28 @@ def _is_rounded(op: Op, segment: SegmentSpec) -> bool:
     return op.source == "local" and native is not None and ITEMSIZE[native] < ITEMSIZE[segment.dtype]
 
 
-def needs(
-    purpose: str, program: Program, layout: Layout, units: Sequence[UnitSpec], times: Mapping[str, int]
-) -> tuple[set[tuple[str, Axes]], set[str]]:
+def needs(purpose: str, bound: Bound, times: Mapping[str, int]) -> tuple[set[tuple[str, Axes]], set[str]]:
     """Kinds of collectives and axes whose links a transfer of a program crosses, and the formats that it encodes."""
-    by_name = {unit.name: unit for unit in units}
     links: set[tuple[str, Axes]] = set()
     formats: set[str] = set()
-    for op, _ in _steps(program, times, purpose):
-        segments = op.moves(by_name[op.unit])
+    for op, _ in _steps(bound.program, times, purpose):
+        segments = op.moves(bound.by_name[op.unit])
         for segment, each in zip(segments, op.each(len(segments)), strict=True):
-            encoded = is_encoded(each, segment, layout)
+            encoded = is_encoded(each, segment, bound.layout)
             links.add((_kind(each, encoded=encoded), op.axes))
             formats |= {each.format} if encoded or _is_rounded(each, segment) else set()
     return links, formats
 
 
 def wire_seconds(
-    purpose: str,
-    program: Program,
-    layout: Layout,
-    units: Sequence[UnitSpec],
-    mesh: Sizes,
-    times: Mapping[str, int],
-    measured: Measured,
+    purpose: str, bound: Bound, times: Mapping[str, int], measured: Measured
 ) -> tuple[float, float, float]:
     """Seconds of a transfer of a program, whose sections run so many times, the bytes that one rank sends in it, and
     the seconds in which processors work."""
-    by_name = {unit.name: unit for unit in units}
+    layout, mesh = bound.layout, bound.mesh
     seconds = sent = working = 0.0
-    for op, runs in _steps(program, times, purpose):
-        unit = by_name[op.unit]
+    for op, runs in _steps(bound.program, times, purpose):
+        unit = bound.by_name[op.unit]
         segments = op.moves(unit)
         each = [*zip(segments, op.each(len(segments)), strict=True)]
         sent += runs * (num_bytes := op_bytes(op, layout, unit, mesh))

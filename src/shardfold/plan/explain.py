@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from shardfold.plan.axes import Mesh
+from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import (
     Moved,
     Sent,
@@ -21,10 +22,9 @@ from shardfold.plan.cost import (
     traffic,
 )
 from shardfold.plan.layout import Axes, Layout, Precision, Sizes, Tier
-from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
-from shardfold.plan.program import ROUND, Program, lower
+from shardfold.plan.program import ROUND
 from shardfold.plan.stay import with_staying
 
 __all__ = ["explain", "explain_preset", "usual_blocks"]
@@ -35,10 +35,7 @@ SHOWN = 3
 
 def explain(
     table: Layout,
-    bound: Layout,
-    program: Program,
-    units: Sequence[UnitSpec],
-    mesh: Sizes,
+    bound: Bound,
     held: Mapping[tuple[str, Tier], float],
     micro_batches: int = 1,
     update: Mapping[Sent, tuple[int, float]] | None = None,
@@ -58,9 +55,10 @@ def explain(
     :func:`in_use`). ``streams``: the device has them, so that sums that go to a slower tier are on the device until
     they are there. ``instead`` stands where the program would, of many units; those that are alike then have one line.
     """
+    layout, units, mesh, program = bound.layout, bound.units, bound.mesh, bound.program
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
-    lines += ["", "on this mesh and in this precision:", str(bound)]
-    alias = bound.aliases()
+    lines += ["", "on this mesh and in this precision:", str(layout)]
+    alias = layout.aliases()
     if alias:
         lines.append("same bytes: " + ", ".join(f"{a} is {b}" for a, b in alias.items()))
     for patterns, part in parts:
@@ -72,10 +70,10 @@ def explain(
             f"{s.dtype}{' own' if s.own else ''}{'' if s.trainable else ' frozen'}" for s in unit.segments
         )
         held_long = ""
-        if unit.root and bound.rest.over:
-            held_long = "  (whole through each pass)" if unit.table_or(bound).rest.over else "  (whole on every rank)"
-        tables = unit.trainable and unit.table_or(bound)
-        stays = "  (the optimizer's states stay on the device)" if tables and tables.share > bound.share else ""
+        if unit.root and layout.rest.over:
+            held_long = "  (whole through each pass)" if unit.table_or(layout).rest.over else "  (whole on every rank)"
+        tables = unit.trainable and unit.table_or(layout)
+        stays = "  (the optimizer's states stay on the device)" if tables and tables.share > layout.share else ""
         lines.append(f"{name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}{stays}")
     if activations:
         lines += ["", *activations]
@@ -84,22 +82,22 @@ def explain(
     lines += ["", "bytes at rest on each rank:"]
     for (state, tier), num_bytes in held.items():
         lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier is Tier.DEVICE else f'  ({tier})'}")
-    by_name = {unit.name: unit for unit in units}
+    by_name = bound.by_name
     besides = peak_bytes(
         program, units, rest=0, temporary=temporary,
-        fetched=lambda op: 0.0 if bound.updates_on is Tier.HOST else fetched_bytes(op, bound, by_name[op.unit], mesh),
-        encoded=lambda op: encoded_bytes(op, bound, by_name[op.unit], mesh),
-        summed=lambda op: summed_bytes(op, bound, by_name[op.unit], mesh) if streams else 0.0,
+        fetched=lambda op: 0.0 if layout.updates_on is Tier.HOST else fetched_bytes(op, layout, by_name[op.unit], mesh),
+        encoded=lambda op: encoded_bytes(op, layout, by_name[op.unit], mesh),
+        summed=lambda op: summed_bytes(op, layout, by_name[op.unit], mesh) if streams else 0.0,
     )  # fmt: skip
     lines += [f"temporary bytes in a step, at most, without activations:{besides:>18,.0f}"]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]
-    every = {**traffic(program, bound, units, mesh, micro_batches=micro_batches), **(update or {})}
+    every = {**traffic(program, layout, units, mesh, micro_batches=micro_batches), **(update or {})}
     for kind, (calls, sent) in every.items():
         lines.append(f"  {kind.purpose:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
-    if bound.outer is not None:
-        rounds = section_traffic(program, bound, units, mesh, dict.fromkeys(ROUND, 1))
-        lines += ["", f"bytes sent by each rank once in {bound.outer.every} steps, in addition:"]
+    if layout.outer is not None:
+        rounds = section_traffic(program, layout, units, mesh, dict.fromkeys(ROUND, 1))
+        lines += ["", f"bytes sent by each rank once in {layout.outer.every} steps, in addition:"]
         for kind, (calls, sent) in rounds.items():
             lines.append(f"  {kind.purpose:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
     if moved:
@@ -153,31 +151,20 @@ def explain_preset(
     each -= each % ranks if each > ranks else 0  # what does not come out even is the root's, so that blocks are alike
     root = params - each * count
     sizes = {"(root)": root, **dict.fromkeys((f"block.{n}" for n in range(count)), each)}
-    bound = table.bind(policy, mesh)
+    layout = table.bind(policy, mesh)
     units = [
         UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
         for name, n in sizes.items()
     ]
     if table.share < 1:
-        units = with_staying(units, bound, lambda _: table.near().bind(policy, mesh))
-    program = _lowered(units, bound, mesh)
+        units = with_staying(units, layout, lambda _: table.near().bind(policy, mesh))
+    bound = bind(layout, units, mesh, clip=True)
     instead = ""
     if count > SHOWN:
-        instead = f"the program, of 2 of the {count} blocks:\n{_lowered(units[:3], bound, mesh)}"
-    held = resting_bytes(bound, units, mesh, padded=True)
-    text = explain(
-        table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh, step_of(1, program)),
-        instead=instead,
-    )  # fmt: skip
+        instead = f"the program, of 2 of the {count} blocks:\n{bind(layout, units[:3], mesh, clip=True).program}"
+    held = resting_bytes(layout, units, mesh, padded=True)
+    moved = moves(bound.program, layout, units, mesh, step_of(1, bound.program))
+    text = explain(table, bound, held, moved=moved, instead=instead)
     why = "as many as decoders of that size have; --blocks says another number" if blocks is None else "as given"
     cut = f"{count} block{'s' if count > 1 else ''} ({why})"
     return f"{params:,} parameters: {root:,} in the root, the others in {cut}\n{text}"
-
-
-def _lowered(units: Sequence[UnitSpec], bound: Layout, mesh: Mesh) -> Program:
-    """The program of these units, with clipping and overlap."""
-    by_name = {unit.name: unit for unit in units}
-    return apply(
-        lower(bound, units, mesh, clip=True), Overlap(),
-        fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh),
-    )  # fmt: skip

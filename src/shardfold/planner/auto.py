@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,11 +16,10 @@ from torch import nn
 from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
+from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import encoded_bytes, fetched_bytes, peak_bytes, resting_bytes, summed_bytes
 from shardfold.plan.layout import Layout, Tier
-from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program import lower
 from shardfold.plan.rules import Rules
 from shardfold.plan.sizes import human
 from shardfold.sharding.partition import cut
@@ -92,17 +90,14 @@ def states_peak(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: 
         mesh: of all ranks.
         moments: that the optimizer keeps of each element.
     """
-    by_name = {unit.name: unit for unit in units}
-
-    def of(count: Any, *more: Any) -> Any:
-        return lambda op: count(op, layout, by_name[op.unit], mesh, *more)
-
-    inner = [unit.name for unit in units if not unit.root]
-    lowered = lower(layout, units, mesh, clip=True, forward=inner, backward=inner[::-1])
-    fetched = of(fetched_bytes, moments)
-    program = apply(lowered, Overlap(), fetched=partial(fetched))
+    bound = bind(layout, units, mesh, num_moments=moments, clip=True)
     resting = resting_bytes(layout, units, mesh, num_moments=moments, padded=True)
     rest = sum(n for (_, tier), n in resting.items() if tier is Tier.DEVICE)
     return peak_bytes(
-        program, units, rest=rest, fetched=fetched, encoded=of(encoded_bytes), summed=of(summed_bytes)
+        bound.program, units, rest=rest, fetched=_each(bound, fetched_bytes, moments),
+        encoded=_each(bound, encoded_bytes), summed=_each(bound, summed_bytes),
     )  # fmt: skip
+
+
+def _each(bound: Bound, count: Any, *more: Any) -> Any:
+    return lambda op: count(op, bound.layout, bound.by_name[op.unit], bound.mesh, *more)

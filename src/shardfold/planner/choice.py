@@ -97,7 +97,7 @@ def option(
     largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget, host=host)
     seconds = None
     if where is not None and subject.division.pipeline == 1:  # a stage by itself has no step
-        ways = ways_of(where, setting.mesh, subject.division.axes)
+        ways = ways_of(where, setting.bound.mesh, subject.division.axes)
         seconds = plan_seconds(setting, plan, where.device, ways)
     return Option(
         name or str(layout), mode, micro_batch, plan, largest, budget, host, subject.staged, seconds, trace.loss

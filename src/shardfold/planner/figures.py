@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
+from shardfold.plan.bind import bind
 from shardfold.plan.cost import resting_bytes, ring_bytes, traffic
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
-from shardfold.plan.program import lower
 
 __all__ = ["FIGURES", "KNOWN_ERRORS", "Figure", "OffloadCut", "as_markdown", "offload_cuts"]
 
@@ -57,7 +57,7 @@ def sent(layout: str, ranks: int, parameters: int = 1 << 20) -> float:
     spec = SegmentSpec((Slot("w", (parameters,), 0),), parameters, "bf16")
     units = [UnitSpec("(root)", (spec,), True)]
     bound = presets.named(layout).bind(HALF, mesh)
-    each = sum(n for _, n in traffic(lower(bound, units, mesh), bound, units, mesh).values())
+    each = sum(n for _, n in traffic(bind(bound, units, mesh).program, bound, units, mesh).values())
     return each * ranks / (2 * parameters * (ranks - 1))
 
 

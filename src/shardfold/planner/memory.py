@@ -26,13 +26,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardfold.plan.axes import Mesh
+from shardfold.plan.bind import Bound
 from shardfold.plan.cost import encoded_bytes, fetched_bytes, is_encoded, resting_bytes, summed_bytes
 from shardfold.plan.formats import FORMATS
-from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Layout, Tier
+from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Tier
 from shardfold.plan.part import Part, of_part
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program import COLLECTIVES, MARKERS, MOVES, REDUCTIONS, ROUND, SUMS, Op, Program
+from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, ROUND, Op
+from shardfold.plan.walk import Walk
 from shardfold.planner.coding import coding_bytes
 from shardfold.planner.trace import SMALL, Event, Pass, Trace
 
@@ -80,47 +81,37 @@ GPU = Behaviour(streams=True, transport="nccl", workspace=WORKSPACE)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What one rank's engine binds.
+    """What one rank runs.
 
     Attributes:
-        layout: bound.
-        units: laid out on the mesh.
-        program: behind its passes.
-        moments: that the optimizer keeps of each element.
+        bound: the table, the units, the mesh and the program.
         micro_batches: of a step.
         clip: the norm of the gradients is taken.
     """
 
-    layout: Layout
-    units: Sequence[UnitSpec]
-    mesh: Mesh
-    program: Program
-    moments: int = 2
+    bound: Bound
     micro_batches: int = 1
     clip: bool = False
     behaviour: Behaviour = CPU
 
-    @cached_property
-    def by_name(self) -> Mapping[str, UnitSpec]:
-        return {unit.name: unit for unit in self.units}
-
     @property
     def adopts(self) -> bool:
         """Whether the tensors that autograd makes are kept as gradients, where they have the dtype of these."""
-        return self.mesh.size == 1 and not self.behaviour.streams and self.micro_batches == 1
+        return self.bound.mesh.size == 1 and not self.behaviour.streams and self.micro_batches == 1
 
     def resting(self) -> dict[tuple[str, Tier], float]:
         """Bytes at rest by state and tier; gradients that are adopted are not at rest."""
-        found = dict(resting_bytes(self.layout, self.units, self.mesh, num_moments=self.moments, padded=True))
+        bound = self.bound
+        found = dict(resting_bytes(bound.layout, bound.units, bound.mesh, num_moments=bound.num_moments, padded=True))
         if self.adopts:
-            for unit in self.units:
-                if not unit.table_or(self.layout).buffered:
+            for unit in bound.units:
+                if not unit.table_or(bound.layout).buffered:
                     for segment in unit.segments:
-                        dtype = segment.dtype_for("grads", self.layout)
+                        dtype = segment.dtype_for("grads", bound.layout)
                         size = ITEMSIZE[dtype]
                         if segment.trainable and dtype == segment.dtype:
                             large = sum(s.numel * size for s in segment.slots if s.numel * size > SMALL)
-                            found["grads", segment.table_or(self.layout).grads.tier] -= large
+                            found["grads", segment.table_or(bound.layout).grads.tier] -= large
         return found
 
 
@@ -287,13 +278,15 @@ class MemoryPlan:
 
 def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
     """Bytes over a step of ``trace`` under a setting."""
-    walk = _Walk(setting, trace.events, trace.passes)
+    walk = _Lifetimes(setting, trace.events, trace.passes)
     points = list(walk.step())
-    sums = [op for op in setting.program.last if op.verb in REDUCTIONS and not _all_encoded(op, setting)]
-    sums += [op for op in setting.program.outer_send if op.verb == "PUSH" and not _all_encoded(op, setting)]
-    ranks = max((prod(setting.mesh[axis] for axis in op.axes) for op in sums), default=0)
-    if "tensor" in setting.mesh and setting.mesh["tensor"] > 1:  # layers that ranks share sum what they give
-        ranks = max(ranks, setting.mesh["tensor"])
+    sums = [op for op in setting.bound.program.last if op.verb in REDUCTIONS and not _all_encoded(op, setting)]
+    sums += [op for op in setting.bound.program.outer_send if op.verb == "PUSH" and not _all_encoded(op, setting)]
+    ranks = max((prod(setting.bound.mesh[axis] for axis in op.axes) for op in sums), default=0)
+    if (
+        "tensor" in setting.bound.mesh and setting.bound.mesh["tensor"] > 1
+    ):  # layers that ranks share sum what they give
+        ranks = max(ranks, setting.bound.mesh["tensor"])
     fixed = {
         "buffers": trace.buffers,
         "batch": trace.batch,
@@ -310,7 +303,7 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
 
 def _all_encoded(op: Op, setting: Setting) -> bool:
     """Whether all that a reduction sums travels in a format, so that the transport sums nothing."""
-    segments, layout = op.moves(setting.by_name[op.unit]), setting.layout
+    segments, layout = op.moves(setting.bound.by_name[op.unit]), setting.bound.layout
     if op.verb == "PUSH":
         each = zip(segments, op.each(len(segments)), strict=True)
         return all(FORMATS[one.format].native != s.outer_dtype(layout) for s, one in each)
@@ -323,48 +316,12 @@ def _held(trace: Trace, event: np.ndarray, level: np.ndarray) -> np.ndarray:
     return np.where(level, levels[event], peaks[event])
 
 
-class _Track:
-    """As the engine's: everything before ``position`` has been done."""
-
-    def __init__(self, name: str, ops: Sequence[Op]) -> None:
-        self.name, self.ops, self.position = name, ops, 0
-        self._markers: dict[tuple[str, str], list[int]] = {}
-        for i, op in enumerate(ops):
-            if op.verb in MARKERS:
-                self._markers.setdefault((op.verb, op.unit), []).append(i)
-
-    def reach(self, verb: str, unit: str) -> Iterator[Op]:
-        for i in self._markers.get((verb, unit), ()):
-            if i >= self.position:
-                yield from self._to(i + 1)
-                return
-
-    def ahead(self, verb: str, unit: str) -> bool:
-        return any(i >= self.position for i in self._markers.get((verb, unit), ()))
-
-    def at_marker(self, verb: str, unit: str) -> bool:
-        return self.position > 0 and self.ops[self.position - 1][:2] == (verb, unit)
-
-    def follow(self, verbs: Sequence[str]) -> Iterator[Op]:
-        stop = self.position
-        while stop < len(self.ops) and self.ops[stop].verb in verbs:
-            stop += 1
-        yield from self._to(stop)
-
-    def finish(self) -> Iterator[Op]:
-        yield from self._to(len(self.ops))
-
-    def _to(self, stop: int) -> Iterator[Op]:
-        start, self.position = self.position, stop
-        yield from self.ops[start:stop]
-
-
-class _Walk:
-    """One step of one rank."""
+class _Lifetimes:
+    """What lives in one step of one rank."""
 
     def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[Pass] = ()) -> None:
         self._setting, self._events, self._passes = setting, events, passes
-        self._layout, self._mesh, self._units = setting.layout, setting.mesh, setting.by_name
+        self._layout, self._mesh, self._units = setting.bound.layout, setting.bound.mesh, setting.bound.by_name
         self._held: dict[tuple[str, str], float] = {}  # by unit and what it is
         self._terms: dict[str, float] = {}  # by what it is
         self._shown: dict[str, float] | None = None  # of the point before, if nothing has changed since
@@ -385,9 +342,9 @@ class _Walk:
     def step(self) -> Iterator[Point]:
         self._part = "round"  # that was behind the step before: what it gave back may be there still
         for section in ROUND:
-            for op in self._setting.program.section(section):
+            for op in self._setting.bound.program.section(section):
                 yield from self._do(op, -1, section)
-        last, forward = self._setting.micro_batches - 1, "first" if self._setting.program.first else "forward"
+        last, forward = self._setting.micro_batches - 1, "first" if self._setting.bound.program.first else "forward"
         begun: set[int] = set()
         for section, begin, end, lane, part in self._passes:  # of stages
             if section == "forward" and lane.stage not in begun:
@@ -400,59 +357,61 @@ class _Walk:
             forward = "forward"
         self._part = "step"
         for section in ("arrive", "step", "beside", "behind"):
-            for op in self._setting.program.section(section):
+            for op in self._setting.bound.program.section(section):
                 yield from self._do(op, -1, section)
 
     def _pass(self, forward: str, backward: str, numbers: range, part: Part | None = None) -> Iterator[Point]:
         """Events along the section ``forward``, and from where backward begins along ``backward``; what of them is for
         a ``part`` of the units."""
-        program, self._part = self._setting.program, backward
+        program, self._part = self._setting.bound.program, backward
         sections = {name: program.section(name) for name in (forward, backward)}
-        tracks = {name: _Track(name, of_part(name, ops, program.backward, part)) for name, ops in sections.items()}
+        walks = {
+            name: Walk(of_part(name, ops, program.backward, part), waits=self._setting.bound.waits)
+            for name, ops in sections.items()
+        }
         moves = {name: any(op.verb in (*COLLECTIVES, *MOVES) for op in ops) for name, ops in sections.items()}
-        track, local = tracks[forward], not moves[forward]
-        if not local and forward in ("first", "forward"):
-            for unit in self._setting.units:
-                if unit.root:
-                    yield from self._all(track.reach("F", unit.name), numbers.start, forward)
+        section, walk = forward, walks[forward]
+        if moves[forward] and forward in ("first", "forward"):
+            yield from self._roots("F", walk, numbers.start, forward)
         for number in numbers:
             event = self._events[number]
-            yield self._point(number, False, track.name, about=event)
+            yield self._point(number, False, section, about=event)
             if event.kind == "begin_backward":
-                track, local = tracks[backward], not moves[backward]
+                section, walk = backward, walks[backward]
             if event.kind == "gradient":
                 self._accept(event)
-            if local:
-                if event.kind == "end":
-                    self._forget_spares()
-                continue
-            yield from self._all(self._ops_of(event, track), number, track.name)
+            if moves[section]:
+                if event.kind == "begin_backward" and section not in ("weights", "last_weights"):
+                    yield from self._roots("B", walk, number, section)
+                yield from self._all(walk, self._due(event, walk), number, section)
             if event.kind == "end":
                 self._forget_spares()
-            yield self._point(number, True, track.name, about=event)
+            if moves[section]:
+                yield self._point(number, True, section, about=event)
 
-    def _ops_of(self, event: Event, track: _Track) -> Iterator[Op]:
-        """Operations that an event brings about."""
+    def _due(self, event: Event, walk: Walk) -> range:
+        """Numbers of the operations that an event brings about."""
         name, unit = event.unit, self._units.get(event.unit)
         if event.kind in ("enter", "enter_backward") and unit is not None and not unit.root and self._split[name]:
             verb = "F" if event.kind == "enter" else "B"
-            if not track.at_marker(verb, name):
-                yield from track.reach(verb, name)
-        elif event.kind == "begin_backward" and track.name not in ("weights", "last_weights"):
-            for root in self._setting.units:
-                if root.root:
-                    yield from track.reach("B", root.name)
-        elif event.kind == "complete" and unit is not None and not unit.root:
-            if track.at_marker("B", name) or track.ahead("B", name):
-                if not track.at_marker("B", name):
-                    yield from track.reach("B", name)
-                yield from track.follow(SUMS)
+            if not walk.at_marker(verb, name):
+                return walk.reach(verb, name)
+        elif event.kind == "complete" and unit is not None:
+            return walk.complete(name)
         elif event.kind in ("end_forward", "end"):
-            yield from track.finish()
+            return walk.rest()
+        return range(0)
 
-    def _all(self, ops: Iterator[Op], number: int, section: str) -> Iterator[Point]:
-        for op in ops:
-            yield from self._do(op, number, section)
+    def _roots(self, verb: str, walk: Walk, number: int, section: str) -> Iterator[Point]:
+        """What is held through a pass is there before the others."""
+        for unit in self._setting.bound.units:
+            if unit.root:
+                yield from self._all(walk, walk.reach(verb, unit.name), number, section)
+
+    def _all(self, walk: Walk, due: range, number: int, section: str) -> Iterator[Point]:
+        for i in due:
+            yield from self._do(walk.ops[i], number, section)
+        walk.position = max(walk.position, due.stop)
 
     def _point(
         self, number: int, at: bool, section: str, more: float = 0.0, what: str = "", op: Op | None = None,
@@ -607,7 +566,7 @@ class _Walk:
 
     def _fetch(self, op: Op, unit: UnitSpec) -> None:
         if unit.table_or(self._layout).updates_on is Tier.DEVICE:
-            num_bytes = fetched_bytes(op, self._layout, unit, self._mesh, self._setting.moments)
+            num_bytes = fetched_bytes(op, self._layout, unit, self._mesh, self._setting.bound.num_moments)
             self._hold(unit.name, f"{op.source} on their way", num_bytes)
 
     def _change(self, op: Op, unit: UnitSpec) -> None:
@@ -641,7 +600,7 @@ class _Walk:
 
     def _norm(self) -> float:
         """A row of sums of the largest shard's gradients."""
-        numels = [s.length / s.table_or(self._layout).master.parts(self._mesh) for u in self._setting.units
+        numels = [s.length / s.table_or(self._layout).master.parts(self._mesh) for u in self._setting.bound.units
                   for s in u.segments if s.trainable]  # fmt: skip
         return max(numels, default=0.0) / 4096 * 16
 

@@ -152,7 +152,7 @@ def _planned(
         needed = plan.peak + (held if place.host is None else 0.0)
         seconds, largest = 0.0, 0
         if timed and place.where is not None:
-            where, mesh = place.where, setting.mesh
+            where, mesh = place.where, setting.bound.mesh
             ways = ways_of(where, mesh, subject.division.axes)
             seconds = plan_seconds(setting, plan, where.device, ways).step
         if samples is not None:

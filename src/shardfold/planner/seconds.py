@@ -237,7 +237,7 @@ def row_seconds(setting: Setting, schedule: Schedule, device: Device, work: Work
     update = ends.get("step", np.zeros(work.sizes))
     last = ends.get("last", np.zeros(work.sizes))
     step = (micro_batches - 1) * ends.get("backward", last) + last + update
-    if (outer := setting.layout.outer) is not None:  # the part of a step in a round
+    if (outer := setting.bound.layout.outer) is not None:  # the part of a step in a round
         step = step + ends.get("round", np.zeros(work.sizes)) / outer.every
     return Rows(step, micro_batches * (work.until[-1] - work.waits), update)
 
@@ -252,7 +252,7 @@ def _passed(setting: Setting, part: str, ops: Sequence[Op]) -> list[Op]:
     """Operations of a part that a walk goes past, as in their section nothing is sent or moved."""
     walked = {op.verb for op in ops}
     names = [name for verb, name in (("F", "forward"), ("B", part)) if verb not in walked]
-    return [op for name in names if part in ("backward", "last") for op in setting.program.section(name)]
+    return [op for name in names if part in ("backward", "last") for op in setting.bound.program.section(name)]
 
 
 def part_seconds(
@@ -301,7 +301,7 @@ class _Clocks:
 
     def do(self, op: Op) -> None:
         """An operation of the program."""
-        unit = self._setting.by_name.get(op.unit)
+        unit = self._setting.bound.by_name.get(op.unit)
         if not self._device.streams:
             self._now = self._now + _hosting(self._device, op)
         if op.verb in ("F", "B"):
@@ -325,11 +325,11 @@ class _Clocks:
 
     def _send(self, op: Op, unit: UnitSpec) -> None:
         setting = self._setting
-        ranks = prod(setting.mesh[axis] for axis in op.axes)
-        link = self._device.far if setting.mesh.get("inter", 1) > 1 and "inter" in op.axes else self._device.near
+        ranks = prod(setting.bound.mesh[axis] for axis in op.axes)
+        link = self._device.far if setting.bound.mesh.get("inter", 1) > 1 and "inter" in op.axes else self._device.near
         seconds = self._known.get(op)
         if seconds is None:
-            num_bytes = op_bytes(op, setting.layout, unit, setting.mesh)
+            num_bytes = op_bytes(op, setting.bound.layout, unit, setting.bound.mesh)
             seconds = _sending(num_bytes, ranks, link, len(op.moves(unit)))
             seconds = self._known[op] = seconds + self._coding(op, unit)
         what = "flat" if op.target == "flat" else "grads" if op.verb in REDUCTIONS else op.target
@@ -347,12 +347,12 @@ class _Clocks:
     def _coding(self, op: Op, unit: UnitSpec) -> float:
         """What the formats of a collective take to encode and decode; of those that were not measured nothing."""
         measured = {name: Codec(*figures) for name, figures in self._device.codecs.items()}
-        return coding_seconds(op, self._setting.layout, unit, self._setting.mesh, measured)
+        return coding_seconds(op, self._setting.bound.layout, unit, self._setting.bound.mesh, measured)
 
     def _move(self, op: Op, unit: UnitSpec) -> None:
         setting, device = self._setting, self._device
         rate = device.disk if op.tier == Tier.DISK else device.host
-        seconds = fetched_bytes(op, setting.layout, unit, setting.mesh, setting.moments) / rate
+        seconds = fetched_bytes(op, setting.bound.layout, unit, setting.bound.mesh, setting.bound.num_moments) / rate
         if not device.streams:
             self._now = self._now + seconds
             return
@@ -363,13 +363,19 @@ class _Clocks:
         setting, most = self._setting, 0.0
         for segment in unit.segments:
             if segment.trainable:
-                shard = segment.length / segment.table_or(setting.layout).master.parts(setting.mesh)
+                shard = segment.length / segment.table_or(setting.bound.layout).master.parts(setting.bound.mesh)
                 if op.tier and self._device.streams:  # by the host's processors
                     most += shard / HOST_UPDATE
                 else:
-                    size = ITEMSIZE[segment.dtype_for("master", setting.layout)] * 2 * (1 + setting.moments)
+                    size = (
+                        ITEMSIZE[segment.dtype_for("master", setting.bound.layout)]
+                        * 2
+                        * (1 + setting.bound.num_moments)
+                    )
                     most += (
-                        shard * (size + ITEMSIZE[segment.dtype_for("grads", setting.layout)]) / self._device.bandwidth
+                        shard
+                        * (size + ITEMSIZE[segment.dtype_for("grads", setting.bound.layout)])
+                        / self._device.bandwidth
                     )
         return most
 

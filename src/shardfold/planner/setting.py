@@ -16,11 +16,11 @@ from shardfold.parallel.pipeline.parts import parts_of
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh
-from shardfold.plan.cost import fetched_bytes, resting_bytes, tier_bytes
+from shardfold.plan.bind import RunOrders, bind
+from shardfold.plan.cost import resting_bytes, tier_bytes
 from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
 from shardfold.plan.part import Part
-from shardfold.plan.passes import Overlap, apply
-from shardfold.plan.program import Op, lower
+from shardfold.plan.passes import Overlap
 from shardfold.plan.rules import Rules
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.given import check_given, check_trains
@@ -31,7 +31,7 @@ from shardfold.planner.moved import MOVED, SMALLEST
 from shardfold.planner.repeats import Folded, fold
 from shardfold.planner.stage_traces import StageTraces
 from shardfold.planner.staged import in_order, stages_of
-from shardfold.planner.trace import Lane, Sends, Trace, complete_orders
+from shardfold.planner.trace import Lane, Sends, Trace
 from shardfold.planner.tracing import MODES, Compute, Moving, loss_of, runs_with_memory, trace_model
 from shardfold.sharding.partition import Cut, cut
 from shardfold.torch_internals import tree_iter
@@ -324,20 +324,12 @@ class Subject:
         overlap = overlap or Overlap()
         if overlap.reduces_in_flight is None:
             overlap = replace(overlap, reduces_in_flight=int(behaviour.streams))
-        by_name = {spec.name: spec for spec in specs}
-        inner = [spec.name for spec in specs if not spec.root]
-        forward = complete_orders([n for n in trace.forward_order if n in inner], inner)
-        back = trace.backward_order(split=any(s.table_or(layout).comes_and_goes for s in specs))
-        backward = complete_orders([n for n in back if n in inner], forward[::-1])
+        split = any(s.table_or(layout).comes_and_goes for s in specs)
+        back, onward = trace.backward_order(split=split), trace.forward_order if split else None
+        orders = RunOrders.of(specs, onward, back, onward)
 
-        def fetched(op: Op) -> float:
-            return fetched_bytes(op, layout, by_name[op.unit], sizes, moments)
-
-        lowered = lower(
-            layout, specs, sizes, clip=clip, forward=forward, backward=backward, delayed=overlap.delayed_update
-        )
-        program = apply(lowered, overlap, fetched=partial(fetched))
-        return Setting(
-            layout=layout, units=specs, mesh=sizes, program=program, moments=moments, micro_batches=micro_batches,
-            clip=clip, behaviour=behaviour,
+        bound = bind(
+            layout, specs, sizes, overlap=overlap, orders=orders, num_moments=moments, clip=clip,
+            unplaced={spec.name for spec in specs} - set(back),
         )  # fmt: skip
+        return Setting(bound=bound, micro_batches=micro_batches, clip=clip, behaviour=behaviour)

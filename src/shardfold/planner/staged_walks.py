@@ -124,7 +124,7 @@ class StagedWalks:
         """Wires that a layout may have, as arguments of a candidate; its own first."""
         rank = self._ranks[0]
         setting = self._walk(rank, plain, rank.in_order(self._precision, mode, LINE[0], self._usual))[0]
-        return wires_of(plain.table, setting.program, setting.mesh, auto)
+        return wires_of(plain.table, setting.bound.program, setting.bound.mesh, auto)
 
     def fitting(
         self, plain: Candidate, limit: int, batch: int | None, room: float = inf

@@ -338,8 +338,3 @@ def _once(names: Iterable[str]) -> list[str]:
         if not found or found[-1] != name:
             found.append(name)
     return found
-
-
-def complete_orders(order: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The order with the units that it lacks at its end."""
-    return [*order, *(name for name in known if name not in set(order))]

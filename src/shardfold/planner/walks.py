@@ -59,7 +59,7 @@ class Walks:
     def wires(self, plain: Candidate, mode: str, auto: AutoWire) -> list[dict[str, str]]:
         """Wires that a layout may have, as arguments of a candidate; its own first."""
         setting = self._walk(plain, False, self._subject.trace(self._precision, mode, LINE[0]))[0]
-        return wires_of(plain.table, setting.program, setting.mesh, auto)
+        return wires_of(plain.table, setting.bound.program, setting.bound.mesh, auto)
 
     def fitting(
         self, plain: Candidate, limit: int, batch: int | None, room: float = inf
