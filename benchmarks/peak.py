@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.plan import cost
+from shardfold.plan.lifetimes import Behaviour, peak_bytes
 from shardfold.plan.sizes import human
 from shardfold.testing import run_ranks
 
@@ -71,15 +71,8 @@ def measure(width: int, layers: int, layout: str, precision: str) -> tuple[int, 
         model = Model(width, layers)
     engine = train(model, width, layout, precision, 3)
     peak = resident("VmHWM") - before
-    specs, held, temporary = (
-        [unit.spec for unit in engine.units],
-        engine.memory().held,
-        engine.sharded.comm.transport.temporary,
-    )
-    bound = cost.peak_bytes(
-        engine.program, specs, rest=held,
-        temporary=lambda num_bytes, axes: temporary(int(num_bytes), engine.mesh.parts(axes)),
-    )  # fmt: skip
+    held, behaviour = engine.memory().held, Behaviour(streams=False, transport=engine.sharded.comm.transport.kind)
+    bound = peak_bytes(engine._runner.orders.bound, behaviour, rest=held)
     return peak, bound, held
 
 

@@ -10,7 +10,7 @@ four. Of those that train, each rank's memory is told beside the sum of terms th
 
     libraries     resident before the model is built: interpreter, torch, connections, what a tiny model ran
     table         what the table of the layout says of this stage, and its padding
-    in use        gathered units, gradients under way, the transport's copies: ``plan.cost.in_use``
+    in use        gathered units, gradients under way, the transport's copies: ``plan.lifetimes``
     activations   of the micro-batches that the order keeps, by the run without values
 
 Needs root.
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from control_group import Group
 
 import shardfold as sf
-from shardfold.plan import cost
+from shardfold.plan.lifetimes import Behaviour, peak_bytes
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 MIB, GIB = 2**20, 2**30
@@ -103,12 +103,8 @@ def train(number: int, rank: int, folder: str) -> None:
     print(f"libraries {libraries / MIB:.0f}", flush=True)
     engine, batch, losses = trained(MODEL, way, folder, STEPS)
     peak, seconds = resident("VmHWM"), perf_counter() - begun
-    memory, specs = engine.memory(), [unit.spec for unit in engine.units]
-    temporary = engine.sharded.comm.transport.temporary
-    used = cost.peak_bytes(
-        engine.program, specs, rest=0.0,
-        temporary=lambda num_bytes, axes: temporary(int(num_bytes), engine.mesh.parts(axes)),
-    )  # fmt: skip
+    memory, behaviour = engine.memory(), Behaviour(streams=False, transport=engine.sharded.comm.transport.kind)
+    used = peak_bytes(engine._runner.orders.bound, behaviour, rest=0.0)
     place = engine.mesh.coords.get("pipeline", 0)
     kept = re.search("at most, by rank, bytes: ([0-9, ]+)", engine.explain(batch))
     activations = int(kept[1].split(", ")[place].replace(",", "")) if kept else 0

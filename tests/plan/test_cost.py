@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,8 +20,6 @@ from shardfold.plan.bind import bind
 from shardfold.plan.cost import (
     Sent,
     encoded_bytes,
-    in_use,
-    peak_bytes,
     resting_bytes,
     ring_bytes,
     section_traffic,
@@ -32,6 +29,7 @@ from shardfold.plan.cost import (
 )
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import ITEMSIZE, PRECISIONS, Cell, Layout, Precision
+from shardfold.plan.lifetimes import ALONE, Behaviour, Lifetimes, in_use, peak_bytes
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec, pack
 from shardfold.plan.presets import ddp, fsdp2, hpz, zero1, zero2, zero3, zeropp
@@ -456,32 +454,35 @@ def test_a_walk_over_the_program_finds_at_most_the_sum_of_the_named_parts(
     layout = presets.named(name).bind(PRECISIONS["bf16"], mesh)
     overlap = Overlap(prefetch=ahead)
     object.__setattr__(overlap, "reduces_in_flight", in_flight)  # the pass goes on where the engine's range ends
-    program = apply(lower(layout, units, mesh), overlap)
-    for temporary in (0.0, 0.5):
-        bound = named_parts(layout, units, ahead, in_flight, temporary)
-        found = peak_bytes(program, units, rest=1000.0, temporary=lambda num_bytes, axes, t=temporary: t * num_bytes)
-        assert 1000.0 <= found <= 1000.0 + bound
-    *_, (section, _, left) = in_use(program, units)
-    assert section == "step" and left == 0, "everything is given back by the end of a step"
+    bound = bind(layout, units, mesh, overlap=overlap)
+    for temporary, transport in ((0.0, "near"), (1.0, "gloo")):
+        lifetimes, most = Lifetimes(bound, Behaviour(streams=False, transport=transport)), 0.0
+        for section in ("forward", "backward", "forward", "last", "step"):
+            for op in bound.program.section(section):
+                lifetimes.begin(op)
+                most = max(most, lifetimes.total - lifetimes.terms.get("spare", 0.0))
+                lifetimes.end(op)
+        assert lifetimes.total == lifetimes.terms.get("spare", 0.0), "everything is given back by the end of a step"
+        assert most <= named_parts(layout, units, ahead, in_flight, temporary)
 
 
 def test_peak_counts_the_transports_temporary_memory_once_and_not_on_one_rank():
-    units = model("bf16")
-    rest = 1e6
-    program = lower(zero3.bind(PRECISIONS["bf16"], MESH), units, MESH)
+    units, rest = model("bf16"), 1e6
+    bound = bind(zero3.bind(PRECISIONS["bf16"], MESH), units, MESH)
     largest = 9 * 1024 * 4
-    with_wire = peak_bytes(program, units, rest=rest, temporary=lambda num_bytes, axes: num_bytes / 8)
-    assert with_wire - peak_bytes(program, units, rest=rest) == largest / 8
+    sent = Behaviour(streams=True, transport="nccl")
+    assert peak_bytes(bound, sent, rest=rest) - peak_bytes(bound, ALONE, rest=rest) == largest / 8
     alone = {"inter": 1, "intra": 1}
-    program = lower(zero3.bind(PRECISIONS["bf16"], alone), units, alone)
+    bound = bind(zero3.bind(PRECISIONS["bf16"], alone), units, alone)
     gradient = 9 * 1024 * 2  # gradients rest whole here: on top comes one parameter's, as autograd makes it
-    assert peak_bytes(program, units, rest=rest, temporary=lambda *_: 1e9) == rest + gradient
+    passes = [n for section, _, n in in_use(bound, sent) if section != "step"]
+    besides = max(n for *_, n in in_use(bound, sent))
+    assert max(passes) == 0 and peak_bytes(bound, sent, rest=rest) - besides == rest + gradient
 
 
 def test_a_held_copy_that_is_whole_keeps_every_unit_full_at_the_peak():
     mesh, units = {"inter": 4, "intra": 1}, [dense(f"u{i}", 1200, "bf16", trainable=False) for i in range(9)]
-    program = lower(hpz.bind(PRECISIONS["bf16"], mesh), units, mesh)
-    assert peak_bytes(program, units, rest=0.0) == 9 * 2400
+    assert peak_bytes(bind(hpz.bind(PRECISIONS["bf16"], mesh), units, mesh), ALONE, rest=0.0) == 9 * 2400
 
 
 # -- text
@@ -518,14 +519,19 @@ def test_sums_on_their_way_to_a_slower_tier_are_in_use():
     """This rank's shard of a unit's sums is there from its reduction until it is stored, in the dtype of gradients."""
     units = [dense("a", 800, "bf16"), dense("b", 1600, "bf16")]
     layout = presets.named("offload").bind(PRECISIONS["bf16"], MESH)
-    by_name = {unit.name: unit for unit in units}
+    bound = bind(layout, units, MESH)
 
-    def most(**options: Any) -> dict[tuple[str, int], float]:
-        return {(section, number): n for section, number, n in in_use(program, units, **options) if section == "last"}
+    def most(*, streams: bool) -> list[float]:
+        behaviour = Behaviour(streams=streams, transport="near")
+        lifetimes, found = Lifetimes(bound, behaviour), list[float]()
+        for op in bound.program.last:
+            lifetimes.begin(op)
+            found.append(lifetimes.total - lifetimes.terms.get("spare", 0.0))
+            lifetimes.end(op)
+        return found
 
-    program = lower(layout, units, MESH)
-    summed = most(summed=lambda op: summed_bytes(op, layout, by_name[op.unit], MESH))
-    besides = {program.last[number]: n - most()[section, number] for (section, number), n in summed.items()}
+    with_streams, without = most(streams=True), most(streams=False)
+    besides = {op: a - b for op, a, b in zip(bound.program.last, with_streams, without, strict=True)}
     length = {unit.name: unit.segments[0].length for unit in units}
     for op, num_bytes in besides.items():
         under_way = op.verb in ("REDUCE_SCATTER", "WAIT", "STORE")

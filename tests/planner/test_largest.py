@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardfold.errors import ConfigError
+from shardfold.plan.lifetimes import CPU
 from shardfold.planner.choice import Option, largest_of, options
 from shardfold.planner.division import Division
-from shardfold.planner.memory import CPU
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare

@@ -15,11 +15,12 @@ from torch import nn
 import shardfold as sf
 from shardfold.errors import ModelError
 from shardfold.plan.formats import format_named
+from shardfold.plan.lifetimes import GPU
 from shardfold.plan.program import REDUCTIONS
 from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.coding import coding_bytes
 from shardfold.planner.division import Division
-from shardfold.planner.memory import GPU, MemoryPlan, plan_memory
+from shardfold.planner.memory import MemoryPlan, plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
@@ -79,8 +80,8 @@ def test_groups_that_meet_now_and_then_sum_no_gradients(subject: Subject) -> Non
     """A plan has the program of an engine: along the axis of outer steps nothing is summed between them."""
     trace = subject.trace("fp32", "keep", 4)
     setting = subject.setting(trace, layout=DILOCO, precision="fp32", mesh={"inter": 2, "intra": 1})
-    assert not any(op.verb in REDUCTIONS for op in setting.program.last)
-    assert [op.verb for op in setting.program.outer_send if op.axes] == ["PUSH"] * len(setting.units)
+    assert not any(op.verb in REDUCTIONS for op in setting.bound.program.last)
+    assert [op.verb for op in setting.bound.program.outer_send if op.axes] == ["PUSH"] * len(setting.bound.units)
 
 
 @pytest.mark.soak

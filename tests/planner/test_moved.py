@@ -13,10 +13,11 @@ from torch import nn
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.plan.layout import Tier
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster
-from shardfold.planner.memory import CPU, GPU, plan_memory
+from shardfold.planner.memory import plan_memory
 from shardfold.planner.search import search
 from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import Subject

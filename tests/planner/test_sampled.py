@@ -16,9 +16,9 @@ from shardfold.engine import sampled
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
+from shardfold.plan.lifetimes import GPU
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
-from shardfold.planner.memory import GPU
 from shardfold.planner.sampled import MODES, Place, choose
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of

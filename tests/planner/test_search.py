@@ -16,12 +16,13 @@ import shardfold as sf
 from shardfold.compat.deepspeed.config import read
 from shardfold.errors import ConfigError
 from shardfold.plan.auto_wire import Codec, coding_seconds
+from shardfold.plan.lifetimes import GPU
 from shardfold.plan.program import COLLECTIVES
 from shardfold.planner.candidate import Candidate, sizes_to_show
 from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
-from shardfold.planner.memory import GPU, plan_memory
+from shardfold.planner.memory import plan_memory
 from shardfold.planner.search import LAYOUTS, layouts_for, search
 from shardfold.planner.seconds import Work, plan_seconds
 from shardfold.planner.setting import Subject
@@ -188,7 +189,7 @@ def test_a_host_without_streams_does_one_thing_after_the_other(subject: Subject)
     calls, products = (float(sum(n)) for n in (trace.works.calls, trace.works.product_calls["fp32"]))
     assert more(launch=1.0) == pytest.approx(calls) and 0 < products < calls
     assert more(call={"fp32": 1.0}) == pytest.approx(products, rel=1e-3)
-    ops = [op for name in ("forward", "last", "step") for op in setting.program.section(name)]
+    ops = [op for name in ("forward", "last", "step") for op in setting.bound.program.section(name)]
     assert more(operation=1.0) == pytest.approx(len(ops))
     assert more(collective=1.0) == pytest.approx(sum(op.verb in COLLECTIVES for op in ops))
     assert more(meeting=1.0) == pytest.approx(3)  # before a pass and the one back end, and at the step
@@ -200,7 +201,9 @@ def test_a_host_without_streams_does_one_thing_after_the_other(subject: Subject)
     assert more(attention={"fp32": 1.0}) == pytest.approx(trace.attention, rel=1e-3)
     codec = Codec(1.0, 0.0, 0.0, 0.0)
     encoded = sum(
-        coding_seconds(op, setting.layout, setting.by_name[op.unit], setting.mesh, {"int8/256": codec})
+        coding_seconds(
+            op, setting.bound.layout, setting.bound.by_name[op.unit], setting.bound.mesh, {"int8/256": codec}
+        )
         for op in ops
         if op.verb in COLLECTIVES
     )

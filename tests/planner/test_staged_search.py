@@ -17,11 +17,11 @@ import shardfold as sf
 from shardfold.parallel.pipeline.order import choose_order, make_order
 from shardfold.parallel.pipeline.simulate import Times, timeline
 from shardfold.plan.auto_wire import AutoWire
+from shardfold.plan.lifetimes import GPU
 from shardfold.planner.candidate import Candidate
 from shardfold.planner.choice import options
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import cluster
-from shardfold.planner.memory import GPU
 from shardfold.planner.search import Search, search, search_divisions
 from shardfold.planner.setting import Subject
 from shardfold.planner.staged import places_of

@@ -12,9 +12,10 @@ from urllib.parse import quote
 import pytest
 import torch
 
+from shardfold.plan.lifetimes import GPU
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hardware import cluster
-from shardfold.planner.memory import GPU, plan_memory
+from shardfold.planner.memory import plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.planner.surface import activity_of, surface_of
 from shardfold.tools.planning.models import Planned

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
+from shardfold.plan.lifetimes import Behaviour
 from shardfold.plan.program import MARKERS, VERBS
-from shardfold.planner.memory import Behaviour, plan_memory
+from shardfold.planner.memory import plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
 

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError, ShardfoldError
-from shardfold.plan.cost import Moved, fetched_bytes, in_use, moves, resting_bytes, state_bytes, step_of, tier_bytes
+from shardfold.plan.bind import bind
+from shardfold.plan.cost import Moved, moves, resting_bytes, state_bytes, step_of, tier_bytes
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
+from shardfold.plan.lifetimes import ALONE, Lifetimes
 from shardfold.plan.passes import AHEAD, Overlap, apply, prefetch
 from shardfold.plan.program import Op, Program, lower, parse
 from shardfold.testing import Ranks
@@ -341,13 +343,11 @@ def test_bytes_are_counted_by_tier() -> None:
         Moved("host", "FETCH"): each,
         Moved("host", "STORE"): each,
     }
-    by_name = {unit.name: unit for unit in units}
-
-    def walk(**options: Any) -> list[float]:
-        return [most for section, _, most in in_use(program(far, 1), units, **options) if section == "step"]
-
-    fetched = walk(fetched=lambda op: fetched_bytes(op, far, by_name[op.unit], MESH))
-    besides = [more - less for more, less in zip(fetched, walk(), strict=True)]
+    lifetimes, besides = Lifetimes(bind(far, units, MESH, overlap=Overlap(prefetch=1)), ALONE), list[float]()
+    for op in program(far, 1).step:
+        lifetimes.begin(op)
+        besides.append(lifetimes.terms.get("moments on their way", 0.0))
+        lifetimes.end(op)
     assert max(besides) == (888 - 8) * 8 / 2, "the two largest units' moments"
     assert besides[-1] == 0
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 import shardfold as sf
 from shardfold.checkpoint.format import SUM_BYTES
 from shardfold.comm.boards import possible
-from shardfold.plan import cost
+from shardfold.plan.lifetimes import Behaviour, peak_bytes
 from shardfold.testing import Ranks
 
 WIDTH, LAYERS = 256, 6
@@ -95,14 +95,8 @@ def _peak(layout: str | sf.Layout, precision: str, prefetch: int) -> tuple[int, 
             live.peak = 0
             step()
             peaks.append(live.peak)
-    specs = [unit.spec for unit in engine.units]
-    by_name = {spec.name: spec for spec in specs}
-    temporary = engine.sharded.comm.transport.temporary
-    bound = cost.peak_bytes(
-        engine.program, specs, rest=engine.memory().held,
-        temporary=lambda num_bytes, axes: temporary(int(num_bytes), engine.mesh.parts(axes)),
-        encoded=lambda op: cost.encoded_bytes(op, engine.layout, by_name[op.unit], engine.mesh.sizes),
-    )  # fmt: skip
+    behaviour = Behaviour(streams=False, transport=engine.sharded.comm.transport.kind)
+    bound = peak_bytes(engine._runner.orders.bound, behaviour, rest=engine.memory().held)
     engine.close()
     # Where ranks read from each other every step is alike; Gloo's threads let go of a finished collective's buffers
     # some microseconds later, so there the best step counts.

@@ -358,12 +358,12 @@ class NearTransport(Transport):
         self._residents = _Residents()
         self._adder = _Adder()
         self._leave: Callable[[], object] | None = None
-        self._groups = len(groups)
         near, board = neighbours(rank, [ranks for _, ranks in groups], exchange, waiter)
         if board is not None:
             self._near = {id(group): one for (group, _), one in zip(groups, near, strict=True) if one is not None}
             _carrier.join()
             self._leave = weakref.finalize(self, _leave, board, list(self._near.values()))
+        self.kind = "near" if len(self._near) == len(groups) else gloo.kind
 
     def near(self, group: Any) -> bool:
         """Whether a group is carried by reading."""
@@ -459,11 +459,6 @@ class NearTransport(Transport):
     def room(self) -> Tensor:
         """What blocks of other ranks are read into to be summed; of no elements before the first sum."""
         return self._adder.room
-
-    def temporary(self, num_bytes: int, ranks: int) -> int:
-        if len(self._near) < self._groups:
-            return self._gloo.temporary(num_bytes, ranks)
-        return min(num_bytes, ranks * BLOCK)
 
     @staticmethod
     def _begin(reading: _Reading) -> _Reading:

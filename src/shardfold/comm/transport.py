@@ -66,6 +66,9 @@ def drain(pending: list[Pending], waiter: Waiter) -> None:
 class Transport(Protocol):
     """What the engine asks of a transport. All tensors are 1-D and contiguous."""
 
+    kind: str
+    """``near``, ``gloo`` or ``nccl``: what it holds besides, see :class:`shardfold.plan.lifetimes.Behaviour`."""
+
     def all_gather(self, full: Tensor, group: Any, *, resident: Tensor | None = None) -> Pending:
         """Completes ``full``, in which this rank's chunk (its group rank's) is already in place.
 
@@ -98,10 +101,6 @@ class Transport(Protocol):
         other into ``received``."""
         ...
 
-    def temporary(self, num_bytes: int, ranks: int) -> int:
-        """Bytes that :meth:`reduce_scatter` of ``num_bytes`` holds besides its arguments."""
-        ...
-
 
 class GlooTransport(Transport):
     """Gloo, on tensors of the CPU or, for two processes that share a GPU, of CUDA.
@@ -110,6 +109,8 @@ class GlooTransport(Transport):
         empty: makes the temporary of a reduce-scatter, of so many elements of a dtype.
         recycle: takes it back.
     """
+
+    kind = "gloo"
 
     def __init__(self, empty: Callable[[int, torch.dtype], Tensor], recycle: Callable[[Tensor], None]) -> None:
         self._empty, self._recycle = empty, recycle
@@ -143,13 +144,12 @@ class GlooTransport(Transport):
         work = dist.all_to_all_single(out, source, list(by), list(to), group=group, async_op=True)
         return Pending([work], partial(received.copy_, out) if apart else None)
 
-    def temporary(self, num_bytes: int, ranks: int) -> int:
-        return num_bytes
-
 
 class StreamTransport(Transport):
     """NCCL, and what else queues on streams of the device: each collective as it is. ``wait`` orders streams and does
     not stop the host."""
+
+    kind = "nccl"
 
     def all_gather(self, full: Tensor, group: Any, *, resident: Tensor | None = None) -> Pending:
         mine = full.chunk(dist.get_world_size(group))[dist.get_rank(group)]
@@ -167,9 +167,6 @@ class StreamTransport(Transport):
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         return Pending([dist.all_to_all_single(received, sent, list(by), list(to), group=group, async_op=True)])
-
-    def temporary(self, num_bytes: int, ranks: int) -> int:
-        return num_bytes // ranks
 
 
 def _put(out: Tensor, value: Tensor, add: bool) -> None:

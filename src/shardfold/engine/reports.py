@@ -19,6 +19,7 @@ from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of, summed
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
+from shardfold.plan.lifetimes import Behaviour
 from shardfold.plan.presets import LOSSY, PRESETS
 from shardfold.plan.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.sharding.model import ShardedModel
@@ -123,7 +124,6 @@ class Reports:
             held["snapshots", Tier.HOST] = float(updater.snapshots.planned)
         if updater is not None and updater.delayed:
             held["updated", Tier.HOST] = updater.updated_row().table
-        temporary = model.comm.transport.temporary
         accumulate = self._runner.accumulate
         return explain(
             self._table, bound, held, accumulate,
@@ -137,8 +137,7 @@ class Reports:
             moved=moves(
                 bound.program, model.layout, specs, sizes, step_of(accumulate, bound.program), num_moments=moments
             ),
-            temporary=lambda num_bytes, axes: temporary(int(num_bytes), model.comm.mesh.parts(axes)),
-            streams=accelerator.has_streams(model.device),
+            behaviour=Behaviour(accelerator.has_streams(model.device), model.comm.transport.kind),
         )  # fmt: skip
 
     def described(self) -> str:

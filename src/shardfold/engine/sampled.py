@@ -28,13 +28,13 @@ from shardfold.plan import presets
 from shardfold.plan.axes import Role
 from shardfold.plan.checks import described
 from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
 from shardfold.plan.passes import Overlap
 from shardfold.planner.auto import AUTO, ORDER
 from shardfold.planner.division import Division
 from shardfold.planner.given import shapes_of
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
-from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.sampled import MODES, Place, choose
 from shardfold.planner.search import BY_NODES, LAYOUTS
 from shardfold.planner.search import MODES as SEARCHED

@@ -4,7 +4,8 @@
     rules        which precision holds where in a model     placement    which element lies on which rank
     program      the table lowered to operations, as text   passes       what is done ahead, or later
     order        one order out of those of several ranks    cost         bytes of states and of operations
-    bind         all of that for the units of one model   walk         which operations are due in a pass
+    bind         program and units of one model           walk         which operations are due in a pass
+    lifetimes    bytes that operations hold and give back
     explain      table, bytes and program as text           report       bytes held and sent, as data
     axes         who: axes of ranks, and their roles        checks       what values have to be
     box          blocks of tensors, and what two share      formats      what a tensor is on the link

@@ -6,7 +6,7 @@ hold the papers' expressions beside the sums (ZeRO, arXiv 1910.02054, sections 5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -22,13 +22,11 @@ __all__ = [
     "Sent",
     "encoded_bytes",
     "fetched_bytes",
-    "in_use",
     "is_encoded",
     "moves",
     "on_disk",
     "op_bytes",
     "parts_of",
-    "peak_bytes",
     "resting_bytes",
     "ring_bytes",
     "room_for",
@@ -314,53 +312,6 @@ def summed(each: Iterable[Mapping[Kind, tuple[int, float]]]) -> dict[Kind, tuple
     return total
 
 
-def in_use(
-    program: Program,
-    units: Sequence[UnitSpec],
-    *,
-    temporary: Callable[[float, Axes], float] | None = None,
-    fetched: Callable[[Op], float] | None = None,
-    encoded: Callable[[Op], float] | None = None,
-    summed: Callable[[Op], float] | None = None,
-) -> Iterator[tuple[str, int, float]]:
-    """Bytes that are held beside what rests while each operation of a step of two micro-batches runs:
-    ``(section, number, bytes)``.
-
-    Gathered parameters live up to FREE or RELEASE, gradients of a unit from GRADS to DROP, ``temporary(bytes, axes)``
-    of the transport from a reduction to its WAIT, ``fetched(op)`` bytes of a state from FETCH to STORE, ``encoded(op)``
-    of a collective as long as what it fills, or to its WAIT, and ``summed(op)`` bytes of sums from a reduction to
-    STORE.
-    """
-    by_name = {unit.name: unit for unit in units}
-    held: dict[tuple[str, str], float] = {}
-    first = "first" if program.first else "forward"
-    for section in (first, "backward", "forward", "last", "arrive", "step", "beside", "behind"):
-        for number, op in enumerate(program.section(section)):
-            if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target in ("flat", "node"):
-                flats = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
-                held[op.unit, "flat"] = flats + (encoded(op) if encoded and op.verb == "ALL_GATHER" else 0.0)
-            elif op.verb == "GRADS":
-                held[op.unit, "local"] = _sent_bytes(op, by_name[op.unit])
-            elif op.verb in REDUCTIONS and encoded and (num_bytes := encoded(op)):
-                held[op.unit, "temporary"] = num_bytes
-            elif op.verb in REDUCTIONS and temporary is not None:
-                held[op.unit, "temporary"] = temporary(_sent_bytes(op, by_name[op.unit]), op.axes)
-            elif op.verb == "FETCH" and fetched is not None:
-                held[op.unit, op.source] = fetched(op)
-            if op.verb in REDUCTIONS and op.source in ("local", "node") and summed is not None:
-                held[op.unit, op.target] = summed(op)
-            yield section, number, sum(held.values())
-            if op.verb in ("FREE", "RELEASE", "DROP", "STORE"):
-                held.pop((op.unit, op.source), None)
-            elif op.verb == "WAIT":
-                held.pop((op.unit, "temporary"), None)
-
-
-def _sent_bytes(op: Op, unit: UnitSpec) -> float:
-    segments = op.moves(unit)
-    return sum(FORMATS[each.format].nbytes(s.length) for s, each in zip(segments, op.each(len(segments)), strict=True))
-
-
 def encoded_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
     """Bytes that a collective needs for payloads and, to sum, for a sum and a row of fp32; 0 where tensors travel as
     they lie."""
@@ -395,24 +346,3 @@ def summed_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
         return 0.0
     parts = table.master.parts(mesh)
     return sum(s.length * ITEMSIZE[s.dtype_for("grads", layout)] for s in op.moves(unit)) / parts
-
-
-def peak_bytes(
-    program: Program,
-    units: Sequence[UnitSpec],
-    *,
-    rest: float,
-    temporary: Callable[[float, Axes], float] | None = None,
-    fetched: Callable[[Op], float] | None = None,
-    encoded: Callable[[Op], float] | None = None,
-    summed: Callable[[Op], float] | None = None,
-) -> float:
-    """The most bytes of a step on one rank, without activations and the model's buffers: ``rest`` bytes at rest,
-    :func:`in_use` beside them, and the largest parameter's gradient as autograd makes it.
-
-    Gradients that wait whole (late units, ``no_sync``) come on top.
-    """
-    trained = [segment for unit in units for segment in unit.segments if segment.trainable]
-    made = max((slot.numel * ITEMSIZE[segment.dtype] for segment in trained for slot in segment.slots), default=0)
-    uses = in_use(program, units, temporary=temporary, fetched=fetched, encoded=encoded, summed=summed)
-    return rest + max((most for *_, most in uses), default=0.0) + made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -11,17 +11,14 @@ from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import (
     Moved,
     Sent,
-    encoded_bytes,
-    fetched_bytes,
     moves,
-    peak_bytes,
     resting_bytes,
     section_traffic,
     step_of,
-    summed_bytes,
     traffic,
 )
-from shardfold.plan.layout import Axes, Layout, Precision, Sizes, Tier
+from shardfold.plan.layout import Layout, Precision, Sizes, Tier
+from shardfold.plan.lifetimes import ALONE, Behaviour, peak_bytes
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
 from shardfold.plan.program import ROUND
@@ -42,8 +39,7 @@ def explain(
     parts: Sequence[tuple[str, Layout]] = (),
     activations: Sequence[str] = (),
     moved: Mapping[Moved, tuple[int, float]] | None = None,
-    temporary: Callable[[float, Axes], float] | None = None,
-    streams: bool = True,
+    behaviour: Behaviour = ALONE,
     layers: Sequence[str] = (),
     instead: str = "",
 ) -> str:
@@ -51,9 +47,9 @@ def explain(
 
     ``update`` is what the optimizer itself sends, ``parts`` what rules of ``precision=`` give to parts of the model,
     ``activations`` what happens to what autograd saves in units, in lines, ``layers`` how layers are cut along an axis
-    and what they send, in lines, ``moved`` what travels between tiers, ``temporary`` the transport's (see
-    :func:`in_use`). ``streams``: the device has them, so that sums that go to a slower tier are on the device until
-    they are there. ``instead`` stands where the program would, of many units; those that are alike then have one line.
+    and what they send, in lines, ``moved`` what travels between tiers, ``behaviour`` how the device and
+    its transport use memory. ``instead`` stands where the program would, of many units; those that are alike then have
+    one line.
     """
     layout, units, mesh, program = bound.layout, bound.units, bound.mesh, bound.program
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
@@ -82,13 +78,7 @@ def explain(
     lines += ["", "bytes at rest on each rank:"]
     for (state, tier), num_bytes in held.items():
         lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier is Tier.DEVICE else f'  ({tier})'}")
-    by_name = bound.by_name
-    besides = peak_bytes(
-        program, units, rest=0, temporary=temporary,
-        fetched=lambda op: 0.0 if layout.updates_on is Tier.HOST else fetched_bytes(op, layout, by_name[op.unit], mesh),
-        encoded=lambda op: encoded_bytes(op, layout, by_name[op.unit], mesh),
-        summed=lambda op: summed_bytes(op, layout, by_name[op.unit], mesh) if streams else 0.0,
-    )  # fmt: skip
+    besides = peak_bytes(bound, behaviour, rest=0)
     lines += [f"temporary bytes in a step, at most, without activations:{besides:>18,.0f}"]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]

@@ -16,12 +16,14 @@ from torch import nn
 from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
-from shardfold.plan.bind import Bound, bind
-from shardfold.plan.cost import encoded_bytes, fetched_bytes, peak_bytes, resting_bytes, summed_bytes
+from shardfold.plan.bind import bind
+from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Layout, Tier
+from shardfold.plan.lifetimes import ALONE, peak_bytes
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.rules import Rules
 from shardfold.plan.sizes import human
+from shardfold.planner.coding import coding_bytes
 from shardfold.sharding.partition import cut
 
 __all__ = ["AUTO", "FREE", "ORDER", "Choice", "choose_layout", "states_peak"]
@@ -93,11 +95,4 @@ def states_peak(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: 
     bound = bind(layout, units, mesh, num_moments=moments, clip=True)
     resting = resting_bytes(layout, units, mesh, num_moments=moments, padded=True)
     rest = sum(n for (_, tier), n in resting.items() if tier is Tier.DEVICE)
-    return peak_bytes(
-        bound.program, units, rest=rest, fetched=_each(bound, fetched_bytes, moments),
-        encoded=_each(bound, encoded_bytes), summed=_each(bound, summed_bytes),
-    )  # fmt: skip
-
-
-def _each(bound: Bound, count: Any, *more: Any) -> Any:
-    return lambda op: count(op, bound.layout, bound.by_name[op.unit], bound.mesh, *more)
+    return peak_bytes(bound, ALONE, rest=rest, clip=True, coding=coding_bytes)

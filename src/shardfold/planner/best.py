@@ -13,11 +13,11 @@ from shardfold.plan.arguments import known_arguments
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.checks import described, is_flag, is_integer
 from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.candidate import Found
 from shardfold.planner.choice import largest_of
 from shardfold.planner.division import Division, division_of
 from shardfold.planner.hardware import cluster, host_bytes
-from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import MODES, layouts_for, search_divisions
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import MODES as FOLLOWED

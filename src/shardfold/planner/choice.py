@@ -10,11 +10,12 @@ from typing import Any
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Layout, Precision, Tier
+from shardfold.plan.lifetimes import GPU, Behaviour
 from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate
 from shardfold.planner.hardware import Cluster
-from shardfold.planner.memory import GPU, Behaviour, MemoryPlan, plan_memory
+from shardfold.planner.memory import MemoryPlan, plan_memory
 from shardfold.planner.moved import MOVED
 from shardfold.planner.seconds import Seconds, plan_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject

@@ -5,15 +5,9 @@ lies before the marker that an event reaches has been done by then. Each operati
 live and what is given back; what forward and backward hold themselves is in the trace. The most of the sum is the peak,
 and the operation, or the part of the model, at which it is reached is known with it.
 
-    at rest        params held grads master moments format, by tier     plan.cost.resting_bytes
-    gathered       a unit's parameters, from the first of CAST READ FILL ALL_GATHER to FREE
-    gradients      the buffer of a unit, from GRADS, or its first gradient, to DROP
-    transport      what a reduction needs besides, to its WAIT; payloads of formats
-    spare          buffers that wait for the next taker, where the allocator of the device does not do that itself
-    tier           a state on its way to its update, from FETCH to STORE
-    update         what an update needs besides
-    outer          gradients of outer steps, from DIFF to MIX, and their sums, from PUSH to OUTER
-    model          activations and temporaries of forward and backward, by the trace
+    at rest        states by tier                                         plan.cost.resting_bytes
+    in a step      what operations hold                                   plan.lifetimes
+    model          activations and temporaries of forward and backward    the trace
 """
 
 from __future__ import annotations
@@ -27,56 +21,17 @@ from typing import NamedTuple
 import numpy as np
 
 from shardfold.plan.bind import Bound
-from shardfold.plan.cost import encoded_bytes, fetched_bytes, is_encoded, resting_bytes, summed_bytes
+from shardfold.plan.cost import is_encoded, resting_bytes
 from shardfold.plan.formats import FORMATS
-from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Tier
+from shardfold.plan.layout import ITEMSIZE, Tier
+from shardfold.plan.lifetimes import CPU, Behaviour, Lifetimes
 from shardfold.plan.part import Part, of_part
-from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, ROUND, Op
 from shardfold.plan.walk import Walk
 from shardfold.planner.coding import coding_bytes
 from shardfold.planner.trace import SMALL, Event, Pass, Trace
 
-__all__ = ["CPU", "GPU", "Behaviour", "MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]
-
-BLOCK = 256 * 1024  # of the near transport
-WORKSPACE = 16 * 1024 * 1024
-"""Of cuBLAS beyond what it keeps: on an H200 with PyTorch 2.11, peaks inside of products were 17 to 30 MiB higher than
-all tensors."""
-CPU_BLOCK = 64 * 1024
-DEVICE_BLOCK = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """How a device and its transport use memory.
-
-    Attributes:
-        streams: the device has streams: its allocator keeps what is given back, and collectives run beside.
-        transport: ``near`` (ranks read each other's memory), ``gloo`` or ``nccl``.
-        workspace: bytes that libraries take while they compute products.
-    """
-
-    streams: bool
-    transport: str
-    workspace: float = 0.0
-
-    def temporary(self, num_bytes: float, ranks: int) -> float:
-        """Bytes that a reduction of ``num_bytes`` holds besides, until its WAIT."""
-        return {"near": 0.0, "gloo": num_bytes, "nccl": num_bytes / ranks}[self.transport]
-
-    def room(self, ranks: int) -> float:
-        """Bytes that the transport keeps for its sums."""
-        return ranks * BLOCK if self.transport == "near" else 0.0
-
-    @property
-    def block(self) -> int:
-        """Elements that one call of an update handles."""
-        return DEVICE_BLOCK if self.streams else CPU_BLOCK
-
-
-CPU = Behaviour(streams=False, transport="near")
-GPU = Behaviour(streams=True, transport="nccl", workspace=WORKSPACE)
+__all__ = ["MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,8 +233,7 @@ class MemoryPlan:
 
 def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
     """Bytes over a step of ``trace`` under a setting."""
-    walk = _Lifetimes(setting, trace.events, trace.passes)
-    points = list(walk.step())
+    points = list(_Step(setting, trace.events, trace.passes).points())
     sums = [op for op in setting.bound.program.last if op.verb in REDUCTIONS and not _all_encoded(op, setting)]
     sums += [op for op in setting.bound.program.outer_send if op.verb == "PUSH" and not _all_encoded(op, setting)]
     ranks = max((prod(setting.bound.mesh[axis] for axis in op.axes) for op in sums), default=0)
@@ -316,22 +270,15 @@ def _held(trace: Trace, event: np.ndarray, level: np.ndarray) -> np.ndarray:
     return np.where(level, levels[event], peaks[event])
 
 
-class _Lifetimes:
-    """What lives in one step of one rank."""
+class _Step:
+    """One step of one rank: events of a trace along the program, as hooks move the engine."""
 
     def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[Pass] = ()) -> None:
         self._setting, self._events, self._passes = setting, events, passes
-        self._layout, self._mesh, self._units = setting.bound.layout, setting.bound.mesh, setting.bound.by_name
-        self._held: dict[tuple[str, str], float] = {}  # by unit and what it is
-        self._terms: dict[str, float] = {}  # by what it is
-        self._shown: dict[str, float] | None = None  # of the point before, if nothing has changed since
-        self._sum = 0.0
-        self._spares: dict[tuple[float, str], int] = {}
-        self._taken: dict[tuple[str, str], list[tuple[float, str]]] = {}  # buffers that may be spares
-        self._part = ""
-        self._sums: dict[str, list[tuple[float, str]]] = {}  # by unit, what decodes its sums
-        self._crossing: set[str] = set()  # units whose sums go between nodes
-        self._decodes: dict[tuple[str, str], float] = {}  # temporaries of payloads that are under way
+        self._layout, self._units, self._part = setting.bound.layout, setting.bound.by_name, ""
+        self._lifetimes = Lifetimes(
+            setting.bound, setting.behaviour, clip=setting.clip, adopts=setting.adopts, coding=coding_bytes
+        )
         self._split = {
             name: any(segment.table_or(self._layout).comes_and_goes for segment in unit.segments)
             for name, unit in self._units.items()
@@ -339,7 +286,7 @@ class _Lifetimes:
 
     # -- a step
 
-    def step(self) -> Iterator[Point]:
+    def points(self) -> Iterator[Point]:
         self._part = "round"  # that was behind the step before: what it gave back may be there still
         for section in ROUND:
             for op in self._setting.bound.program.section(section):
@@ -385,7 +332,7 @@ class _Lifetimes:
                     yield from self._roots("B", walk, number, section)
                 yield from self._all(walk, self._due(event, walk), number, section)
             if event.kind == "end":
-                self._forget_spares()
+                self._lifetimes.forget_spares()
             if moves[section]:
                 yield self._point(number, True, section, about=event)
 
@@ -417,214 +364,24 @@ class _Lifetimes:
         self, number: int, at: bool, section: str, more: float = 0.0, what: str = "", op: Op | None = None,
         about: Event | None = None,
     ) -> Point:  # fmt: skip
-        if self._shown is None:
-            self._shown = {kind: n for kind, n in self._terms.items() if n}
-            if spare := sum(ITEMSIZE[dtype] * numel * count for (numel, dtype), count in self._spares.items()):
-                self._shown["spare"] = spare
-            self._sum = sum(self._shown.values())
-        terms = self._shown
+        terms = self._lifetimes.terms
         if more:
             terms = {**terms, what: terms.get(what, 0.0) + more}
-        return Point(self._sum + more, number, at, section, terms, self._part, op, about)
-
-    def _hold(self, unit: str, what: str, num_bytes: float) -> None:
-        """So many bytes live now that are of the unit and of that kind."""
-        before = self._held.get((unit, what), 0.0)
-        self._held[unit, what] = num_bytes
-        self._terms[what] = self._terms.get(what, 0.0) + num_bytes - before
-        self._shown = None
-
-    def _let_go(self, unit: str, what: str) -> None:
-        """They live no more."""
-        if (num_bytes := self._held.pop((unit, what), 0.0)) != 0.0:
-            self._terms[what] -= num_bytes
-            self._shown = None
-
-    # -- operations
+        return Point(self._lifetimes.total + more, number, at, section, terms, self._part, op, about)
 
     def _do(self, op: Op, number: int, section: str) -> Iterator[Point]:
-        unit = self._units.get(op.unit)
-        more, what = 0.0, ""
-        if unit is not None:
-            if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target in ("flat", "node"):
-                self._gather(op, unit)
-            elif op.verb == "GRADS":
-                self._buffer(unit)
-            elif op.verb in REDUCTIONS:
-                self._reduce(op, unit)
-            elif op.verb == "FETCH":
-                self._fetch(op, unit)
-            elif op.verb == "UPDATE":
-                more, what = self._update(unit), "update"
-            elif op.verb in ("DIFF", "PUSH") and self._layout.outer is not None:
-                self._change(op, unit)
-            elif op.verb in ("F", "B"):
-                self._give_back(unit.name, "payloads")
-            elif op.verb == "WAIT":
-                self._take(unit.name, "sums", self._sums.pop(unit.name, []))
-            coded = self._coded(op, unit)
-            if coded:
-                more, what = more + coded, "encoding"
-        elif op.verb == "NORM":
-            more, what = self._norm(), "norm"
+        more, what = self._lifetimes.begin(op)
         yield self._point(number, True, section, more, what, op)
-        if unit is None:
-            return
-        if op.verb in ("FREE", "RELEASE"):
-            self._let_go(unit.name, "gathered")
-            self._give_back(unit.name, "payloads")
-        elif op.verb == "DROP":
-            self._give_back(unit.name, "gradients")
-        elif op.verb == "WAIT":
-            self._give_back(unit.name, "sums")
-            self._give_back(unit.name, "transport")
-            if unit.name in self._crossing:
-                self._crossing.discard(unit.name)
-                self._give_back(unit.name, "sums of a node")
-        elif op.verb == "STORE":
-            self._let_go(unit.name, f"{op.source} on their way")
-        elif op.verb == "OUTER":
-            self._give_back(unit.name, "outer sums")
-        elif op.verb == "MIX":
-            self._give_back(unit.name, "outer gradients")
-
-    def _gather(self, op: Op, unit: UnitSpec) -> None:
-        split = [s for s in unit.segments if s.table_or(self._layout).comes_and_goes]
-        self._hold(unit.name, "gathered", sum(s.length * ITEMSIZE[s.dtype] for s in split))
-        if op.verb == "ALL_GATHER" and op.source != "node":  # of two hops, the first one's payload serves both
-            self._take(unit.name, "payloads", [(encoded_bytes(op, self._layout, unit, self._mesh), "int8")])
-
-    def _buffer(self, unit: UnitSpec) -> None:
-        if (unit.name, "gradients") not in self._taken:
-            flats = [(float(s.length), s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
-            self._take(unit.name, "gradients", flats)
+        self._lifetimes.end(op)
 
     def _accept(self, event: Event) -> None:
         unit = self._units[event.unit]
         if unit.table_or(self._layout).buffered:
-            self._buffer(unit)
+            self._lifetimes.buffer(unit)
         elif self._setting.adopts and event.size > SMALL:
             segment = next(s for s in unit.segments if any(slot.name == event.slot for slot in s.slots))
             if segment.dtype_for("grads", self._layout) == segment.dtype:
-                self._hold(unit.name, "gradients", self._held.get((unit.name, "gradients"), 0.0) + event.size)
-
-    def _reduce(self, op: Op, unit: UnitSpec) -> None:
-        ranks = prod(self._mesh[axis] for axis in op.axes)
-        if encoded_bytes(op, self._layout, unit, self._mesh):
-            self._sum_encoded(op, unit, ranks)
-        elif op.verb == "REDUCE_SCATTER" and self._setting.behaviour.temporary(1.0, ranks):
-            parts = self._setting.behaviour.temporary(1.0, ranks) ** -1
-            dtypes = [(s.length / parts, s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
-            self._take(unit.name, "transport", dtypes)
-        if self._setting.behaviour.streams and (summed := summed_bytes(op, self._layout, unit, self._mesh)):
-            self._hold(unit.name, "grads on their way", summed)
-
-    def _sum_encoded(self, op: Op, unit: UnitSpec, ranks: int) -> None:
-        """What is sent and what comes, of each segment, and between two hops what the first has summed."""
-        segments, slices = op.moves(unit), self._slices(op)
-        payloads, sums = list[tuple[float, str]](), list[tuple[float, str]]()
-        for segment, one in zip(segments, op.each(len(segments)), strict=True):
-            if is_encoded(one, segment, self._layout):
-                payloads += [(FORMATS[one.format].nbytes(segment.length) / slices, "int8")] * 2
-                sums.append((2 * segment.length / slices / ranks, "fp32"))  # what decodes has a sum, and what is added
-        self._sums[unit.name] = sums
-        if op.target == "node":
-            here = self._mesh[DATA_AXES[1]]
-            self._take(unit.name, "sums of a node", [(segment.length / here, "fp32") for segment in segments])
-        if op.source == "node":
-            self._crossing.add(unit.name)
-        self._take(unit.name, "transport", payloads)
-
-    def _coded(self, op: Op, unit: UnitSpec) -> float:
-        """Temporaries of formats: what encodes at a collective, what decodes where it is waited for."""
-        if op.verb in ("F", "B", "WAIT"):
-            return self._decodes.pop((op.unit, "grads" if op.verb == "WAIT" else "flat"), 0.0)
-        if op.verb != "ALL_GATHER" and op.verb not in REDUCTIONS:
-            return 0.0
-        gathers, segments = op.verb == "ALL_GATHER", op.moves(unit)
-        ranks, encodes, decodes = prod(self._mesh[axis] for axis in op.axes), 0.0, 0.0
-        for segment, one in zip(segments, op.each(len(segments)), strict=True):
-            if is_encoded(one, segment, self._layout):
-                length = segment.length // self._slices(op)
-                here, there = (length // ranks, length)[:: 1 if gathers else -1]
-                dtype = segment.dtype if gathers else segment.dtype_for("reduce", self._layout)
-                if op.target == "node" and not gathers:  # what goes to each rank is in as many parts as there are nodes
-                    nodes = self._mesh[DATA_AXES[0]]
-                    part = here // ranks // nodes
-                    encodes = max(encodes, coding_bytes(one.format, dtype, part, decodes=False, parts=nodes))
-                else:
-                    encodes = max(encodes, coding_bytes(one.format, dtype, here, decodes=False))
-                becomes = dtype if gathers else "fp32"
-                decodes = max(decodes, coding_bytes(one.format, becomes, there, decodes=True))
-        if decodes:
-            self._decodes[op.unit, "flat" if gathers else "grads"] = decodes
-        return encodes
-
-    def _slices(self, op: Op) -> int:
-        """Of so many slices of what lies between two hops a rank has one."""
-        return self._mesh[DATA_AXES[1]] if op.source == "node" else 1
-
-    def _fetch(self, op: Op, unit: UnitSpec) -> None:
-        if unit.table_or(self._layout).updates_on is Tier.DEVICE:
-            num_bytes = fetched_bytes(op, self._layout, unit, self._mesh, self._setting.bound.num_moments)
-            self._hold(unit.name, f"{op.source} on their way", num_bytes)
-
-    def _change(self, op: Op, unit: UnitSpec) -> None:
-        """The outer gradients of a unit, which stay until they are taken in, or the sums of this group's part."""
-        parts = 1 if op.verb == "DIFF" else prod(self._mesh[axis] for axis in op.axes)
-        shards = [
-            (s.length / s.table_or(self._layout).master.parts(self._mesh) / parts, s.outer_dtype(self._layout))
-            for s in unit.segments
-            if s.trainable
-        ]
-        self._take(unit.name, "outer gradients" if op.verb == "DIFF" else "outer sums", shards)
-        if op.verb == "PUSH":
-            kept = self._setting.behaviour.temporary(1.0, parts) * parts
-            self._take(unit.name, "transport", [(numel * kept, dtype) for numel, dtype in shards])
-
-    def _update(self, unit: UnitSpec) -> float:
-        """A block of the gradients in the dtype of the master; all of a shard's, where one call updates it all."""
-        if unit.table_or(self._layout).updates_on is not Tier.DEVICE:
-            return 0.0
-        most = 0.0
-        for s in unit.segments:
-            if s.trainable:
-                table, dtype = s.table_or(self._layout), s.dtype_for("master", self._layout)
-                shard = s.length / table.master.parts(self._mesh)
-                copies = table.params is not None and "master" not in table.aliases(own=s.own)
-                at_once = not copies and s.dtype_for("grads", self._layout) == dtype
-                adopted = self._setting.adopts and at_once and not self._setting.clip and not copies
-                block = shard if at_once else min(shard, self._setting.behaviour.block)
-                most = max(most, 0.0 if adopted else block * ITEMSIZE[dtype])
-        return most
-
-    def _norm(self) -> float:
-        """A row of sums of the largest shard's gradients."""
-        numels = [s.length / s.table_or(self._layout).master.parts(self._mesh) for u in self._setting.bound.units
-                  for s in u.segments if s.trainable]  # fmt: skip
-        return max(numels, default=0.0) / 4096 * 16
-
-    # -- buffers for a short while
-
-    def _take(self, unit: str, what: str, flats: Sequence[tuple[float, str]]) -> None:
-        flats = [(numel, dtype) for numel, dtype in flats if numel]
-        if not flats:
-            return
-        self._taken[unit, what] = list(flats)
-        for flat in flats:
-            if self._spares.get(flat):
-                self._spares[flat] -= 1
-        self._hold(unit, what, sum(numel * ITEMSIZE[dtype] for numel, dtype in flats))
-
-    def _give_back(self, unit: str, what: str) -> None:
-        for flat in self._taken.pop((unit, what), ()):
-            if not self._setting.behaviour.streams and self._spares.get(flat, 0) < 2:
-                self._spares[flat] = self._spares.get(flat, 0) + 1
-        self._let_go(unit, what)
-
-    def _forget_spares(self) -> None:
-        self._spares.clear()
-        self._shown = None
+                self._lifetimes.hold(unit.name, "gradients", self._lifetimes.held(unit.name, "gradients") + event.size)
 
 
 def words_of(event: Event) -> str:

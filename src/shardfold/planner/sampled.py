@@ -16,10 +16,11 @@ from typing import NamedTuple
 from shardfold.errors import ConfigError
 from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Layout, Precision, Tier
+from shardfold.plan.lifetimes import Behaviour
 from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.hardware import Cluster
-from shardfold.planner.memory import Behaviour, plan_memory
+from shardfold.planner.memory import plan_memory
 from shardfold.planner.moved import MOVED
 from shardfold.planner.seconds import plan_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject

@@ -19,6 +19,7 @@ from shardfold.plan.axes import Axis, Mesh
 from shardfold.plan.bind import RunOrders, bind
 from shardfold.plan.cost import resting_bytes, tier_bytes
 from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
+from shardfold.plan.lifetimes import CPU, Behaviour
 from shardfold.plan.part import Part
 from shardfold.plan.passes import Overlap
 from shardfold.plan.rules import Rules
@@ -26,7 +27,7 @@ from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.given import check_given, check_trains
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.kernels import gpu_kernels
-from shardfold.planner.memory import CPU, Behaviour, Setting
+from shardfold.planner.memory import Setting
 from shardfold.planner.moved import MOVED, SMALLEST
 from shardfold.planner.repeats import Folded, fold
 from shardfold.planner.stage_traces import StageTraces

@@ -19,12 +19,13 @@ import numpy as np
 from shardfold.parallel.pipeline.order import Action, choose_order
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout, Precision, Tier
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.passes import Overlap
 from shardfold.plan.program import Op
 from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, Found, sizes_to_show
 from shardfold.planner.hardware import Cluster
-from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
+from shardfold.planner.memory import MemoryPlan, Setting, plan_memory
 from shardfold.planner.moved import MOVED
 from shardfold.planner.seconds import Seconds, Work, part_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardfold.plan.layout import Layout, Precision, Tier
-from shardfold.planner.memory import GPU, MemoryPlan, plan_memory, words_of
+from shardfold.plan.lifetimes import GPU
+from shardfold.planner.memory import MemoryPlan, plan_memory, words_of
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.trace import Trace
 

@@ -14,12 +14,13 @@ from shardfold.errors import LayoutError, ModelError
 from shardfold.plan.auto_wire import PURPOSES, AutoWire, wires
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import DATA_AXES, Layout, Precision, Tier, Wire
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.passes import Overlap
 from shardfold.plan.program import COLLECTIVES, Program
 from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, Found, sizes_to_show
 from shardfold.planner.hardware import Cluster
-from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
+from shardfold.planner.memory import MemoryPlan, Setting, plan_memory
 from shardfold.planner.seconds import Schedule, Seconds, Work, row_seconds, schedule_of, ways_of
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.trace import Trace

@@ -75,6 +75,7 @@ class Late(Transport):
                 f"Late(latency={latency!r}, rate={rate!r}): seconds of 0 or more, and bytes per second above 0 or None."
             )
         self._inner, self._latency, self._rate = inner, latency, rate
+        self.kind = inner.kind
         self._free = 0.0  # when the link has sent what it was given
         self._drops = False
 
@@ -110,9 +111,6 @@ class Late(Transport):
 
     def fence(self, waiter: Waiter, resident: Tensor | None = None) -> None:
         self._inner.fence(waiter, resident)
-
-    def temporary(self, num_bytes: int, ranks: int) -> int:
-        return self._inner.temporary(num_bytes, ranks)
 
     def close(self) -> None:
         self._inner.close()

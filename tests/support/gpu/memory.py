@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold import accelerator
-from shardfold.plan import cost
+from shardfold.plan.lifetimes import Behaviour, peak_bytes
 from shardfold.plan.sizes import human
 from tests.support.gpu.ranks import Field, Here, how_many
 from tests.support.gpu.section import Asked, Notes, Outcome
@@ -134,11 +134,8 @@ def _measured(here: Here, layout: str, precision: str, size: Size) -> Measured:
         gc.collect()
         held = engine.memory().held
         found = (accelerator.allocated(here.device) or 0) - before
-        temporary = engine.sharded.comm.transport.temporary
-        bound = cost.peak_bytes(
-            engine.program, [unit.spec for unit in engine.units], rest=held,
-            temporary=lambda num_bytes, axes: temporary(int(num_bytes), engine.mesh.parts(axes)),
-        )  # fmt: skip
+        behaviour = Behaviour(streams=True, transport=engine.sharded.comm.transport.kind)
+        bound = peak_bytes(engine._runner.orders.bound, behaviour, rest=held)
         tensors = 4 * sum(len(unit.segments) for unit in engine.units)
         return Measured(held, found, bound, peak, reserved_peak(here.device), tensors)
     finally:

@@ -17,10 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfold as sf
 from shardfold import accelerator
+from shardfold.plan.lifetimes import WORKSPACE, Behaviour
 from shardfold.plan.sizes import human
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Device
-from shardfold.planner.memory import WORKSPACE, Behaviour, plan_memory
+from shardfold.planner.memory import plan_memory
 from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of

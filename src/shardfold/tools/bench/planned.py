@@ -17,9 +17,10 @@ from shardfold.engine import hooks
 from shardfold.engine.engine import Engine
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.layout import Layout, Precision, Tier
+from shardfold.plan.lifetimes import CPU
 from shardfold.planner.division import Division
 from shardfold.planner.live import LiveBytes
-from shardfold.planner.memory import CPU, MemoryPlan, plan_memory
+from shardfold.planner.memory import MemoryPlan, plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.planner.trace import SMALL
 from shardfold.planner.tracing import Compute, loss_of

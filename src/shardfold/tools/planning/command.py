@@ -13,12 +13,12 @@ from rich.console import Console
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.choice import options
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.given import GIVE
 from shardfold.planner.hardware import Cluster, cluster, host_bytes
 from shardfold.planner.inference import Served, activation_bytes, cache_bytes, sizes_of
-from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import Search, search, search_divisions
 from shardfold.planner.setting import Subject
 from shardfold.planner.staged import usual_count

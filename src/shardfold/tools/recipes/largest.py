@@ -10,11 +10,11 @@ from shardfold.engine.engine import Engine
 from shardfold.engine.fitting import memory_of
 from shardfold.errors import ConfigError
 from shardfold.plan.layout import Tier
+from shardfold.plan.lifetimes import CPU, GPU, Behaviour
 from shardfold.plan.sizes import human, parse_bytes
 from shardfold.planner.choice import Option, largest_of
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import RESERVE
-from shardfold.planner.memory import CPU, GPU, Behaviour
 from shardfold.planner.setting import LINE, Subject
 from shardfold.sharding.materialize import meta_init
 from shardfold.tools.recipes.config import TrainConfig

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout, Tier
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
 from shardfold.plan.passes import Overlap
 from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Device
-from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
+from shardfold.planner.memory import MemoryPlan, Setting, plan_memory
 from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import LINE, Subject
 from shardfold.sharding.materialize import meta_init
