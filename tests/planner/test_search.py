@@ -189,7 +189,8 @@ def test_a_host_without_streams_does_one_thing_after_the_other(subject: Subject)
     calls, products = (float(sum(n)) for n in (trace.works.calls, trace.works.product_calls["fp32"]))
     assert more(launch=1.0) == pytest.approx(calls) and 0 < products < calls
     assert more(call={"fp32": 1.0}) == pytest.approx(products, rel=1e-3)
-    ops = [op for name in ("forward", "last", "step") for op in setting.bound.program.section(name)]
+    bound = setting.bound
+    ops = [op for name in ("forward", "last", "step") for op in bound.program.section(name)]
     assert more(operation=1.0) == pytest.approx(len(ops))
     assert more(collective=1.0) == pytest.approx(sum(op.verb in COLLECTIVES for op in ops))
     assert more(meeting=1.0) == pytest.approx(3)  # before a pass and the one back end, and at the step
