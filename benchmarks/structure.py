@@ -1,24 +1,25 @@
-"""How the package is built, as numbers: what a reader has to hold in mind. Static figures need the standard library only.
+"""How the package is built, as numbers: what a reader has to hold in mind. Only trips import the package.
 
 python benchmarks/structure.py                    every figure, as text
 python benchmarks/structure.py --json             the same as JSON
-python benchmarks/structure.py rooms [FILE.png]   floors of rooms by who imports whom; as a picture (docs/pictures/rooms.png)
+python benchmarks/structure.py rooms [FILE.png]   floors of rooms, by imports; a picture too (docs/pictures/rooms.png)
 python benchmarks/structure.py trips [--json]     files that one act crosses, counted by a trace of calls on two ranks
 
 What is counted:
 
     foreign writes   targets of assignments, of any kind, that are attributes of something other than the names ``self``
-                     and ``cls``, in the core rooms. An object that the same function has made counts as its own: a name
-                     that is bound to a call of a class (its name begins with an upper-case letter) or of ``cls``.
-    class names      definitions of classes by name, nested ones, protocols and private ones too, where a name has two or
-                     more; without ``compat``, which has the names of DeepSpeed's classes
-    file names       names that two files of neighbouring rooms have: of one room, or of two of which one imports the other;
+                     and ``cls``, in the core rooms. An object that the same function has made counts as its own: a
+                     name that is bound to a call of a class (it begins with an upper-case letter) or of ``cls``.
+    class names      that two or more classes have, nested ones, protocols and private ones too; without ``compat``,
+                     which has the names of DeepSpeed's classes
+    file names       that two files of neighbouring rooms have: of one room, or of two of which one imports the other;
                      without ``__init__``, ``__main__`` and ``compat``
-    single modules   modules that one other module of the package imports, which is in the same folder, and that no leading
-                     underscore marks as private; without ``compat``
+    single modules   modules that one other module of the package imports, which is in the same folder, and that no
+                     leading underscore marks as private; without ``compat``
     skipped          comments that keep the formatter away
     arguments        those of ``Engine.__init__`` besides ``self``
     code             lines that are neither blank, nor a comment only, nor part of a docstring
+    trips            files in which a function is called, from the begin of an act to its end, on the thread that acts
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "shardfold"
-CORE = ("engine", "sharding", "comm", "tiers", "plan", "planner", "optim", "checkpoint", "activations", "numerics", "nn",
-        "parallel")  # fmt: skip
-SKIP = re.compile(r"#\s*fmt:\s*skip\b[^\"]*$", re.MULTILINE)
+CORE = {"engine", "sharding", "comm", "tiers", "plan", "planner", "optim", "checkpoint"}
+CORE |= {"activations", "numerics", "nn", "parallel"}
+SKIP = re.compile(r"#\s*fmt:\s*skip\b[^\"\n]*$", re.MULTILINE)
 LEFT_OUT = {"__init__", "__main__", "testing"}  # the door's lazy names, the command, and what may import anything
 LOW = {"errors", "torch_internals", "data"}  # files beside the rooms
 
