@@ -20,7 +20,7 @@ from shardfold.plan.auto_wire import (
     Codec,
     LinkFigure,
     Measured,
-    Option,
+    WireOption,
     fastest,
     lost,
     wire_seconds,
@@ -64,9 +64,9 @@ def _measured(
 
 
 @cache
-def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> list[tuple[Option, Layout, Program]]:
+def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> list[tuple[WireOption, Layout, Program]]:
     """Those that can be bound, with what they give."""
-    found: list[tuple[Option, Layout, Program]] = []
+    found: list[tuple[WireOption, Layout, Program]] = []
     for way in wires(named(table), purpose, auto):
         with suppress(LayoutError):
             sizes = Mesh.of(dict(zip(("inter", "intra"), mesh, strict=True)))
@@ -75,15 +75,15 @@ def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> li
     return found
 
 
-def _priced(table: str, purpose: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[Option]:
-    found: list[Option] = []
+def _priced(table: str, purpose: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[WireOption]:
+    found: list[WireOption] = []
     for way, bound, program in _ways(table, purpose, auto, (mesh["inter"], mesh["intra"])):
         seconds, sent, working = wire_seconds(purpose, program, bound, UNITS, mesh, step_of(2, program), measured)
         found.append(way._replace(seconds=seconds, sent=sent, working=working))
     return found
 
 
-def _taken(*args: Any) -> Option:
+def _taken(*args: Any) -> WireOption:
     return fastest(_priced(*args))
 
 

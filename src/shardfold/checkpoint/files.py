@@ -33,7 +33,7 @@ from shardfold.sharding.shard import Shard
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere
 
-__all__ = ["DTYPES", "NAMES", "Part", "Reader", "check_dense", "write_file"]
+__all__ = ["DTYPES", "NAMES", "Reader", "UnwrittenPiece", "check_dense", "write_file"]
 
 PAGE = 4096
 BUFFER = 2 * SUM_BYTES
@@ -62,7 +62,7 @@ def check_dense(values: Tensor, what: str) -> None:
         raise CheckpointError(f"{what} is a tensor on the meta device, which has no values: give it some.")
 
 
-class Part(NamedTuple):
+class UnwrittenPiece(NamedTuple):
     """What is to be written: a piece that has no place in a file yet, and its values, what makes them, or what rests in
     a file of its own, from which it is copied some MiB at a time."""
 
@@ -78,7 +78,7 @@ class Written(NamedTuple):
     nonfinite: list[Piece]
 
 
-def write_file(path: Path, parts: Sequence[Part], tick: Callable[[int], None] = lambda done: None) -> Written:
+def write_file(path: Path, parts: Sequence[UnwrittenPiece], tick: Callable[[int], None] = lambda done: None) -> Written:
     """Writes a safetensors file and waits until it is on the disk.
 
     Args:
@@ -126,7 +126,7 @@ def write_file(path: Path, parts: Sequence[Part], tick: Callable[[int], None] = 
     return Written(pieces, begin + offset, nonfinite)
 
 
-def _blocks(part: Part) -> Iterator[memoryview]:
+def _blocks(part: UnwrittenPiece) -> Iterator[memoryview]:
     """The bytes of a part, :data:`SUM_BYTES` at a time."""
     given = part.values
     flat = given if isinstance(given, Shard) else _flat(given if isinstance(given, Tensor) else given())

@@ -39,7 +39,7 @@ _saves: set[str] = set()  # of this process, whose engines may replace each othe
 
 
 @dataclass(frozen=True)
-class _Held:
+class _LockFile:
     """What the file says."""
 
     token: str  # of an engine
@@ -167,7 +167,7 @@ class RunLock:
                 return True
         raise CheckpointError(f"{folder} is claimed by several runs at this moment; give each a folder of its own")
 
-    def _refuse_other(self, folder: Path, held: _Held | None) -> None:
+    def _refuse_other(self, folder: Path, held: _LockFile | None) -> None:
         """
         Raises:
             CheckpointError: the folder is not for this run.
@@ -200,7 +200,7 @@ class RunLock:
             f"the same checkpoint: go on from its with {how}, or give this run a folder of its own"
         )
 
-    def _take(self, folder: Path, held: _Held | None) -> bool:
+    def _take(self, folder: Path, held: _LockFile | None) -> bool:
         """Takes the place of ``held``; False if another was faster."""
         path, aside = folder / LOCK, folder / f"{LOCK}.{self._token}"
         if path.exists():
@@ -232,14 +232,14 @@ def _real(folder: Path) -> Path:
     return Path(os.path.realpath(folder))
 
 
-def _read(folder: Path) -> _Held | None:
+def _read(folder: Path) -> _LockFile | None:
     return _parsed(folder / LOCK)
 
 
-def _parsed(path: Path) -> _Held | None:
+def _parsed(path: Path) -> _LockFile | None:
     """None: it is not there, or says nothing, as after a process was killed that made it."""
     try:
         said = json.loads(path.read_bytes())
-        return _Held(str(said["token"]), Holder.from_json(said))
+        return _LockFile(str(said["token"]), Holder.from_json(said))
     except (OSError, ValueError, KeyError, TypeError):
         return None

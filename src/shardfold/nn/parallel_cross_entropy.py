@@ -25,7 +25,7 @@ from shardfold.nn.cross_entropy import (
     losses_of,
     rows_at_once,
 )
-from shardfold.nn.ranks import Ranks
+from shardfold.nn.ranks import AxisRanks
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import is_integer, is_number
 
@@ -38,7 +38,7 @@ def parallel_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    ranks: Ranks,
+    ranks: AxisRanks,
     classes: int | None = None,
     bias: Tensor | None = None,
     chunk: int | None = None,
@@ -108,7 +108,7 @@ def parallel_margin_loss(
     weight: Tensor,
     targets: Tensor,
     *,
-    ranks: Ranks,
+    ranks: AxisRanks,
     classes: int | None = None,
     scale: float = 64.0,
     angle: float = 0.5,
@@ -199,7 +199,7 @@ def margin_of(who: str, scale: float, angle: float, cosine: float, sample: float
     return Margin(float(scale), float(angle), float(cosine))
 
 
-def _place(who: str, weight: Tensor, ranks: Ranks, classes: int | None) -> tuple[int, int]:
+def _place(who: str, weight: Tensor, ranks: AxisRanks, classes: int | None) -> tuple[int, int]:
     """The number of classes, and the first that is here.
 
     Raises:

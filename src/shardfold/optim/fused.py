@@ -27,7 +27,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardfold import accelerator
 from shardfold.optim.compiled import constants
-from shardfold.optim.speculation import Room, Speculation, Terms
+from shardfold.optim.speculation import ByteBuffer, Speculation, Terms
 from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.layout import Tier
 from shardfold.sharding.segment import Segment
@@ -128,7 +128,7 @@ class FusedShard:
         return sum(region.nbytes for region in self.moments.values())
 
     def speculate(
-        self, terms: Terms, block: int, room: Room, begin: Callable[[Callable[[], None]], Future[None]], name: str
+        self, terms: Terms, block: int, room: ByteBuffer, begin: Callable[[Callable[[], None]], Future[None]], name: str
     ) -> None:
         """Begins the update of a step that is not known yet, in host memory, by ``begin``, behind a snapshot in
         ``room``. The next :meth:`update` keeps or undoes it."""

@@ -34,7 +34,7 @@ from shardfold.plan.part import Part, of_part
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MARKERS, MOVES, REDUCTIONS, ROUND, SUMS, Op, Program
 from shardfold.planner.coding import coding_bytes
-from shardfold.planner.trace import SMALL, Event, Pass, Trace
+from shardfold.planner.trace import SMALL, Event, StagePass, Trace
 
 __all__ = ["CPU", "GPU", "Behaviour", "MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]
 
@@ -362,7 +362,7 @@ class _Track:
 class _Walk:
     """One step of one rank."""
 
-    def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[Pass] = ()) -> None:
+    def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[StagePass] = ()) -> None:
         self._setting, self._events, self._passes = setting, events, passes
         self._layout, self._mesh, self._units = setting.layout, setting.mesh, setting.by_name
         self._held: dict[tuple[str, str], float] = {}  # by unit and what it is

@@ -22,7 +22,7 @@ from shardfold.plan.offload import offloaded
 from shardfold.tools import cli_ckpt, cli_plan, cli_run, extras
 from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
-from shardfold.tools.recipes.config import Settings, TrainConfig, read_settings, resumed_settings
+from shardfold.tools.recipes.config import RecipeSettings, TrainConfig, read_settings, resumed_settings
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.folder import claimed
 
@@ -160,7 +160,7 @@ def off_name(field: str) -> str:
     return "--no-" + field.replace("_", "-")
 
 
-def with_settings(command: Any, settings: type[Settings] = TrainConfig) -> Any:
+def with_settings(command: Any, settings: type[RecipeSettings] = TrainConfig) -> Any:
     """Give the command one option per field of the settings, so that each is written down once, beside its meaning."""
     signature = inspect.signature(command, eval_str=True)
     parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]

@@ -25,7 +25,7 @@ from shardfold.planner.trace import SMALL
 from shardfold.planner.tracing import Compute, loss_of
 from shardfold.torch_internals import no_subclass_functions, storage_key, tree_iter
 
-__all__ = ["Comparison", "Watched", "compare", "inside_hooks", "measured_peak"]
+__all__ = ["Comparison", "WatchedBytes", "compare", "inside_hooks", "measured_peak"]
 
 
 class Comparison(NamedTuple):
@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
         return self.planned / self.measured - 1
 
 
-class Watched(LiveBytes):
+class WatchedBytes(LiveBytes):
     """With what lives between steps, and flats, whose memory comes and goes; ``apart``: tensors that do not count."""
 
     def __init__(self, engine: Engine, batch: Any, apart: Iterable[Tensor] = ()) -> None:
@@ -125,7 +125,7 @@ def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) 
     for _ in range(3):  # orders are found, and what is made once is made
         step()
     gc.collect()
-    watched = Watched(engine, batch)
+    watched = WatchedBytes(engine, batch)
     peaks: list[int] = []
     with watched, inside_hooks():
         for _ in range(steps):

@@ -11,34 +11,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from shardfold.checkpoint.inspect import Row
 from shardfold.tools.observe.formats import format_bytes, format_count
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.tables import headed, new_table
 
 __all__ = ["Tick", "contents_table", "reading", "run_table", "states_table"]
-
-
-class Row(Protocol):
-    """A line of the tree: a module, siblings that are alike (``num`` of them), or a tensor, which has a shape."""
-
-    @property
-    def depth(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def num(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def state_bytes(self) -> int: ...
-    @property
-    def dtypes(self) -> tuple[str, ...]: ...
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
 
 
 def contents_table(rows: Sequence[Row]) -> Group:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.errors import ConfigError
-from shardfold.tools.observe.charts import Line, line_chart
+from shardfold.tools.observe.charts import ChartLine, line_chart
 from shardfold.tools.observe.formats import format_bytes, format_count, format_duration
 from shardfold.tools.observe.printable import printable
 
@@ -168,14 +168,20 @@ def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> l
     held_out = [*_series(steps, "held_out_bits_per_byte")]
     if "model" in counted:
         held_out.append((last, counted["model"]))
-    lines = [Line("", loss, "faint"), Line("training", _smooth(loss)), Line("held out", held_out, "held")]
-    lines += [Line(name, [(1, value), (last, value)], "other") for name, value in counted.items() if name != "model"]
+    lines = [
+        ChartLine("", loss, "faint"),
+        ChartLine("training", _smooth(loss)),
+        ChartLine("held out", held_out, "held"),
+    ]
+    lines += [
+        ChartLine(name, [(1, value), (last, value)], "other") for name, value in counted.items() if name != "model"
+    ]
     found = ["<h2>Loss, bits per byte</h2>", _scroll(line_chart(lines, label="bits per byte over steps"))]
     small = (("tokens_per_s", "Tokens per second"), ("lr", "Learning rate"), ("grad_norm", "Gradient norm"),
              ("loss_scale", "Loss scale"))  # fmt: skip
     charts = [
         f"<div><h2>{title}</h2>"
-        f"{_scroll(line_chart([Line('', points, 'faint'), Line('', _smooth(points))], label=title))}</div>"
+        f"{_scroll(line_chart([ChartLine('', points, 'faint'), ChartLine('', _smooth(points))], label=title))}</div>"
         for name, title in small
         if (points := _series(steps, name))
     ]

@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from shardfold.plan.report import MemoryRow
 from shardfold.tools.observe.formats import format_bytes
-from shardfold.tools.observe.tables import MemoryRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

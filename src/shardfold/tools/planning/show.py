@@ -12,7 +12,7 @@ from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Precision, Tier
 from shardfold.plan.sizes import human
-from shardfold.planner.candidate import STAGES, Candidate, Found
+from shardfold.planner.candidate import STAGES, Candidate, FittingCandidate
 from shardfold.planner.choice import Option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
@@ -215,7 +215,7 @@ def _option(name: str, value: object) -> str:
     return option if value is True else f"{option} {quote(str(value))}"
 
 
-def _costs(found: Found, rate: float, price: float | None) -> list[str]:
+def _costs(found: FittingCandidate, rate: float, price: float | None) -> list[str]:
     """What the model's operations reach, and what a billion tokens take."""
     seconds = found.seconds
     reached = (

@@ -33,7 +33,7 @@ from shardfold.plan.offload import offloaded
 from shardfold.plan.sizes import parse_bytes
 from shardfold.tools.effects import Effect, idle, without_effect
 
-Chosen = TypeVar("Chosen", bound="Settings")
+Chosen = TypeVar("Chosen", bound="RecipeSettings")
 
 SHAPE = ("d_model", "layers", "heads", "context", "experts", "top_k")
 
@@ -160,7 +160,7 @@ def flops_or_file(given: str) -> float | Path:
     )
 
 
-class Settings(BaseModel):
+class RecipeSettings(BaseModel):
     """Of a recipe; unknown names and wrong values are told in one sentence."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -249,7 +249,7 @@ TRAIN_EFFECTS = (
 )  # fmt: skip
 
 
-class TrainConfig(Settings):
+class TrainConfig(RecipeSettings):
     """Everything that decides a run. Field descriptions are the command line's help."""
 
     effects: ClassVar[tuple[Effect, ...]] = TRAIN_EFFECTS

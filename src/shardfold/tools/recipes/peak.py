@@ -12,7 +12,7 @@ from shardfold.engine.engine import Engine
 from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
 from shardfold.planner.memory import MemoryPlan, plan_memory
-from shardfold.tools.bench.planned import Watched, inside_hooks
+from shardfold.tools.bench.planned import WatchedBytes, inside_hooks
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.largest import behaviour_on, subjects_of
 
@@ -51,7 +51,7 @@ class Peak:
             yield
             self.measured = accelerator.peak(self._engine.device) or 0
             return
-        live = Watched(self._engine, (), [self._data])
+        live = WatchedBytes(self._engine, (), [self._data])
         with live, inside_hooks():
             yield
         self.measured = live.most

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shardfold.tools.recipes.face.images import Source
 
-__all__ = ["STYLE", "Axis", "bars", "curves", "faces", "key", "png"]
+__all__ = ["STYLE", "ChartAxis", "bars", "curves", "faces", "key", "png"]
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 440, 270, 50, 40, 12, 12
 HUES = 5
@@ -41,7 +41,7 @@ STYLE = """
 """
 
 
-class Axis(NamedTuple):
+class ChartAxis(NamedTuple):
     """Of a chart: what it is of, from where to where, and whether by powers of ten."""
 
     title: str
@@ -69,7 +69,7 @@ class Axis(NamedTuple):
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def curves(lines: Sequence[Sequence[tuple[float, float]]], x: Axis, y: Axis, *, label: str) -> str:
+def curves(lines: Sequence[Sequence[tuple[float, float]]], x: ChartAxis, y: ChartAxis, *, label: str) -> str:
     """Lines in one chart, each in its hue.
 
     Args:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from shardfold.tools.observe.page import STYLE
 from shardfold.tools.recipes.face import drawing
-from shardfold.tools.recipes.face.cards import ALLOWED, CARDS, PUBLISHED, RATES, Setting
+from shardfold.tools.recipes.face.cards import ALLOWED, CARDS, PUBLISHED, RATES, CardSetting
 from shardfold.tools.recipes.face.config import FaceConfig
-from shardfold.tools.recipes.face.drawing import Axis
-from shardfold.tools.recipes.face.findings import Finding, findings
+from shardfold.tools.recipes.face.drawing import ChartAxis
+from shardfold.tools.recipes.face.findings import StudyFinding, findings
 from shardfold.tools.recipes.face.images import Source
 from shardfold.tools.recipes.face.remarks import Here, remarks
-from shardfold.tools.recipes.face.row import Row
+from shardfold.tools.recipes.face.row import StudyRow
 
 __all__ = ["Study", "Table", "write_page"]
 
@@ -58,10 +58,10 @@ class Study(NamedTuple):
         here: figures of this machine for the report's remarks; None: not all is trained yet.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[StudyRow]
     baselines: Mapping[str, Mapping[str, float]]
     ten: Sequence[tuple[str, str, int]]
-    cards: Mapping[str, tuple[int, Sequence[Setting]]]
+    cards: Mapping[str, tuple[int, Sequence[CardSetting]]]
     ranks: int
     here: Here | None = None
 
@@ -101,7 +101,7 @@ class Table(NamedTuple):
         return f'<div class="scroll"><table>{row(self.heads, "th")}{body}</table></div>'
 
 
-def rates_table(rows: Sequence[Row], budget: str) -> Table:
+def rates_table(rows: Sequence[StudyRow], budget: str) -> Table:
     """The report's first table."""
     mine = [row for row in rows if row.budget == budget]
     first = next((row for row in mine if (row.setting, row.head) == ("base", "replicated")), mine[0])
@@ -123,7 +123,7 @@ BASE = {"large": 48, "small": 16}
 """Images of the base under each budget."""
 
 
-def precision_table(rows: Sequence[Row], budget: str) -> Table:
+def precision_table(rows: Sequence[StudyRow], budget: str) -> Table:
     """The report's second table: of every held-out set."""
     mine = [row for row in rows if row.budget == budget]
     sets = list(mine[0].precision)
@@ -208,7 +208,7 @@ def computed_note(found: Study) -> str:
     )
 
 
-def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence[Finding]) -> str:
+def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence[StudyFinding]) -> str:
     """The page."""
     rows = found.rows
     budgets = list(dict.fromkeys(row.budget for row in rows))
@@ -250,13 +250,13 @@ def _headed(table: Table) -> str:
     return f"<h2>{html.escape(table.title)}</h2>{table.page()}"
 
 
-def _pairs(rows: Sequence[Row], budget: str) -> list[tuple[str, list[Row]]]:
+def _pairs(rows: Sequence[StudyRow], budget: str) -> list[tuple[str, list[StudyRow]]]:
     """Of each setting the rows of both heads."""
     mine = [row for row in rows if row.budget == budget]
     return [(name, [row for row in mine if row.setting == name]) for name in dict.fromkeys(row.setting for row in mine)]
 
 
-def _pictures(rows: Sequence[Row], budget: str) -> list[str]:
+def _pictures(rows: Sequence[StudyRow], budget: str) -> list[str]:
     """Bars of memory and of rates."""
     pairs = _pairs(rows, budget)
     allowed = pairs[0][1][0].allowed
@@ -277,7 +277,7 @@ def _pictures(rows: Sequence[Row], budget: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _learned(rows: Sequence[Row], budget: str) -> list[str]:
+def _learned(rows: Sequence[StudyRow], budget: str) -> list[str]:
     """Curves of losses, ROC and DET."""
     mine = [row for row in rows if row.budget == budget and row.head == "sharded"]
     losses = [row.losses for row in mine]
@@ -286,11 +286,16 @@ def _learned(rows: Sequence[Row], budget: str) -> list[str]:
     roc = [row.curve for row in mine]
     det = [[(x, max(1 - y, 1e-3)) for x, y in line] for line in roc]
     start = max(min(x for line in roc for x, _ in line), 1e-5)
-    rate = Axis("false-accept rate", start, 1, log=True)
+    rate = ChartAxis("false-accept rate", start, 1, log=True)
     charts = (
-        (drawing.curves(losses, Axis("images", 0, most), Axis("loss", low, high), label="losses by images"), "Loss"),
-        (drawing.curves(roc, rate, Axis("true-accept rate", 0, 1), label="ROC curves"), "ROC"),
-        (drawing.curves(det, rate, Axis("false-reject rate", 1e-2, 1, log=True), label="DET curves"), "DET"),
+        (
+            drawing.curves(
+                losses, ChartAxis("images", 0, most), ChartAxis("loss", low, high), label="losses by images"
+            ),
+            "Loss",
+        ),
+        (drawing.curves(roc, rate, ChartAxis("true-accept rate", 0, 1), label="ROC curves"), "ROC"),
+        (drawing.curves(det, rate, ChartAxis("false-reject rate", 1e-2, 1, log=True), label="DET curves"), "DET"),
     )
     shown = "".join(f"<figure>{chart}<figcaption>{words}</figcaption></figure>" for chart, words in charts)
     return [

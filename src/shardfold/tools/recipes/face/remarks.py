@@ -12,7 +12,7 @@ import torch
 from shardfold.plan.passes import Overlap
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.needs import Needs
-from shardfold.tools.recipes.face.row import Row
+from shardfold.tools.recipes.face.row import StudyRow
 from shardfold.tools.recipes.face.vit import FaceModel
 
 __all__ = ["Here", "here", "remarks"]
@@ -74,7 +74,7 @@ def head_share(config: FaceConfig, classes: int, images: int) -> float:
     return max(1 - median(alone / whole for whole, alone in both[1:]), 0.0)
 
 
-def remarks(rows: Sequence[Row], found: Here) -> list[tuple[str, str]]:
+def remarks(rows: Sequence[StudyRow], found: Here) -> list[tuple[str, str]]:
     """By the report's number."""
     pairs = {(row.budget, row.setting, row.head): row for row in rows}
     ratios = [
@@ -123,7 +123,7 @@ def _amdahl(share: float) -> float:
     return 1 / (1 - share + share / FASTER)
 
 
-def _fastest(rows: Sequence[Row]) -> str:
+def _fastest(rows: Sequence[StudyRow]) -> str:
     """Of each budget, and its Precision beside the best."""
     said: list[str] = []
     for budget in dict.fromkeys(row.budget for row in rows):

@@ -35,12 +35,12 @@ from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.images import Batches, Encoded, EpochSampler, Source, sources, unchanged
 from shardfold.tools.recipes.face.matcher import fit, scores_of
 from shardfold.tools.recipes.face.transforms import change_of
-from shardfold.tools.recipes.face.verification import Verification, cosine_scores, identification, verify
+from shardfold.tools.recipes.face.verification import PairVerification, cosine_scores, identification, verify
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.lm import StopSignal
 
-__all__ = ["FaceRun", "Result", "train"]
+__all__ = ["FaceResult", "FaceRun", "train"]
 
 EVAL_BATCH = 64
 BOOTSTRAP = 100  # draws of identities
@@ -48,12 +48,12 @@ MATCHED = 3000  # training images that a matcher learns from
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class FaceResult:
     """What a run came to; `found` is on rank 0."""
 
     steps: int
     images_per_s: float
-    found: Verification | None
+    found: PairVerification | None
     interrupted: bool
     out: Path
 
@@ -155,7 +155,7 @@ class FaceRun:
             found = torch.cat(gathered)
         return found[:number].cpu().numpy()
 
-    def verify(self, bootstrap: int = 0) -> Verification:
+    def verify(self, bootstrap: int = 0) -> PairVerification:
         """On the identities that were kept apart; all ranks call it."""
         scores = cosine_scores(self.embeddings(self.held_out))
         return verify(scores, self.held_out.labels, self.config.rates(), bootstrap=bootstrap)
@@ -205,7 +205,7 @@ def pca(train: npt.NDArray[np.uint8], images: npt.NDArray[np.uint8], components:
     return (projected / np.maximum(size[keep], 1e-6)).astype(np.float32)
 
 
-def train(config: FaceConfig) -> Result:
+def train(config: FaceConfig) -> FaceResult:
     """Train on this rank, together with the others if a launcher started several.
 
     Raises:
@@ -231,7 +231,9 @@ def train(config: FaceConfig) -> Result:
         found = run.verify(BOOTSTRAP)
         held = run.embeddings(run.held_out)
         seen = run.embeddings(run.images, MATCHED) if config.matcher else None
-        result = Result(steps=run.done, images_per_s=run.images_per_s(), found=found, interrupted=interrupted, out=out)
+        result = FaceResult(
+            steps=run.done, images_per_s=run.images_per_s(), found=found, interrupted=interrupted, out=out
+        )
         if run.leads:
             report(run, out, console, before, found, held, seen)
         run.engine.close()
@@ -287,7 +289,7 @@ def steps(run: FaceRun, out: Path, console: Console) -> bool:
 
 
 def report(
-    run: FaceRun, out: Path, console: Console, before: Verification, found: Verification,
+    run: FaceRun, out: Path, console: Console, before: PairVerification, found: PairVerification,
     held: npt.NDArray[np.float32], seen: npt.NDArray[np.float32] | None,
 ) -> None:  # fmt: skip
     """Write and print what came of it."""

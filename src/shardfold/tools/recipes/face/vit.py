@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
         return self.out(self.attention(q, k, v).transpose(1, 2).flatten(-2))
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """Pre-norm, as ViT's (arXiv 2010.11929)."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -72,7 +72,7 @@ class ViT(nn.Module):
         self.grid = tuple(-(-side // patch) for side in size)
         self.patches = stem(channels, patch, width)
         self.positions = nn.Parameter(torch.empty(1, width, *self.grid))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(EncoderBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         if not self.positions.is_meta:
             self.reset_parameters()
