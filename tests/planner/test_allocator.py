@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardfold.planner.allocator import CachingAllocator, rounded
+from tests.support.gpu.allocator import CachingAllocator, rounded
 from tests.support.gpu.recorded import LOOPS
 from tests.support.gpu.requests import compared
 from tests.support.gpu.section import Outcome

@@ -28,7 +28,6 @@ DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "document_ids", "attention_mask")
 LEFT_OUT = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 """What other kernels are told of documents."""
 CUT = (*INPUTS, *LABELS, *POSITIONS, "token_type_ids")
-EXACT = 2**52
 
 
 @dataclass(frozen=True, eq=False)

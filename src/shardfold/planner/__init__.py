@@ -1,6 +1,5 @@
 """KNOW before you run: a model's memory and time on ranks that need not be there.
 
-    allocator     PyTorch's caching allocator, by its rules
     auto          ``Engine(layout="auto")``: the layout that sends the least of those whose states fit
     best          ``shardfold.plan.best``, the fastest way to train a model on some devices; and ``largest_batch``
     candidate     a way to train that a search looks at, as what an engine, a recipe and a DeepSpeed config take

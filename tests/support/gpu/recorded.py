@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfold.planner.allocator import CachingAllocator
+from tests.support.gpu.allocator import CachingAllocator
 
 __all__ = ["LOOPS", "Trace", "record", "record_all", "replayed"]
 
