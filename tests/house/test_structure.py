@@ -18,11 +18,11 @@ SOURCES = Path(shardfold.__file__).parent
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "structure.py"
 
 CEILINGS = {
-    "foreign_writes": 392,
+    "foreign_writes": 386,
     "class_names": 0,
     "file_names": 32,
     "single_modules": 89,
-    "skipped": 436,
+    "skipped": 292,
     "arguments": 28,
 }
 """What the script counts at most. Who makes one of them smaller writes the new number here; nobody makes one larger."""

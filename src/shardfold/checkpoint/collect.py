@@ -88,15 +88,18 @@ def header(
     index = Index(
         step=model.run.steps,
         written={
-            "shardfold": __version__, "torch": str(torch.__version__),
+            "shardfold": __version__,
+            "torch": str(torch.__version__),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
         layout={
-            "table": str(model.layout), "precision": str(model.rules.default),
-            "mesh": dict(model.comm.mesh.sizes), "ranks": model.world_size,
+            "table": str(model.layout),
+            "precision": str(model.rules.default),
+            "mesh": dict(model.comm.mesh.sizes),
+            "ranks": model.world_size,
         },
         run=tree,
-    )  # fmt: skip
+    )
     _describe(model, index, left_out, tensors)
     return index, tensors
 

@@ -38,9 +38,18 @@ Tick = Callable[[int], None]
 
 #: What a folder of transformers has beside the weights.
 BESIDE = (
-    "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "spiece.model", "sentencepiece*.model", "chat_template*", "*processor_config.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "*processor_config.json",
+)
 
 
 @dataclass(frozen=True)

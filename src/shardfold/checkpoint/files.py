@@ -39,11 +39,23 @@ PAGE = 4096
 BUFFER = 2 * SUM_BYTES
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -98,8 +110,10 @@ def write_file(path: Path, parts: Sequence[UnwrittenPiece], tick: Callable[[int]
         if piece.key in header:
             raise CheckpointError(f"{path}: two tensors would have the name {piece.key!r}.")
         header[piece.key] = {
-            "dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [offset, offset + piece.nbytes]
-        }  # fmt: skip
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "data_offsets": [offset, offset + piece.nbytes],
+        }
         offset += piece.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)

@@ -160,8 +160,10 @@ class RunLock:
             if held is not None and held.alive is None:
                 LOG.warning(
                     "%s was last saved to by %s, and whether that still runs cannot be seen from here: this run goes "
-                    "on there, and that one will be refused if it saves again.", folder, held.holder,
-                )  # fmt: skip
+                    "on there, and that one will be refused if it saves again.",
+                    folder,
+                    held.holder,
+                )
             if self._take(folder, held):
                 self._held.add(_real(folder))
                 return True

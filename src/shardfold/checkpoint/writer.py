@@ -68,11 +68,12 @@ class Writer:
         self._index = Index(
             step=step,
             written={
-                "shardfold": __version__, "torch": str(torch.__version__),
+                "shardfold": __version__,
+                "torch": str(torch.__version__),
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
             layout={"imported": source} if source else {},
-        )  # fmt: skip
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -174,9 +174,21 @@ def run_hosts(plan: Hosts, options: Options, command: list[str]) -> int:
     checked = names[:1] if options.no_ssh_check else names
     address, port = check_hosts(checked, options, folder, environment, script, agree=not options.no_ssh_check)
     there = replace(
-        options, hostfile=None, include="", exclude="", num_nodes=None, nnodes=None, num_gpus=None, nproc_per_node=None,
-        launcher=None, launcher_args="", no_ssh=False, force_multi=False, standalone=False, node_rank=None,
-    )  # fmt: skip
+        options,
+        hostfile=None,
+        include="",
+        exclude="",
+        num_nodes=None,
+        nnodes=None,
+        num_gpus=None,
+        nproc_per_node=None,
+        launcher=None,
+        launcher_args="",
+        no_ssh=False,
+        force_multi=False,
+        standalone=False,
+        node_rank=None,
+    )
     started: list[RemoteAgent] = []
     ended: queue.Queue[RemoteAgent] = queue.Queue()
     with forwarded(started) as received:

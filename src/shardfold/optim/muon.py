@@ -83,11 +83,23 @@ class Muon(PartOptimizer):
             )
         if ns_dtype is not None and not (isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point):
             raise ConfigError(f"Muon(ns_dtype={ns_dtype!r}): it is a floating dtype, as torch.float32, or None.")
-        super().__init__(params, dict(
-            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
-            eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, ns_dtype=ns_dtype, adamw=adamw, betas=betas,
-            adamw_eps=adamw_eps,
-        ))  # fmt: skip
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_coefficients=ns_coefficients,
+                eps=eps,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+                ns_dtype=ns_dtype,
+                adamw=adamw,
+                betas=betas,
+                adamw_eps=adamw_eps,
+            ),
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -123,8 +135,15 @@ class Muon(PartOptimizer):
         for use in uses:
             if use.group["adamw"]:
                 use.state["step"] += 1
-                adamw_(use.tensor, use.grad, use.state["exp_avg"], use.state["exp_avg_sq"], use.state["step"],
-                       use.group, use.group["adamw_eps"])  # fmt: skip
+                adamw_(
+                    use.tensor,
+                    use.grad,
+                    use.state["exp_avg"],
+                    use.state["exp_avg_sq"],
+                    use.state["step"],
+                    use.group,
+                    use.group["adamw_eps"],
+                )
         matrices = [use for use in uses if not use.group["adamw"]]
         for dtype in dict.fromkeys(use.group["ns_dtype"] for use in matrices):
             self._orthogonalize([use for use in matrices if use.group["ns_dtype"] is dtype], dtype or TRAVELS)

@@ -250,9 +250,17 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, units: Sequence[Unit], moments: Cell, tiers: Tiers, block: int,
-        stochastic: int | None = None, threads: int = 1, compiled: bool = False, delayed: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: Optimizer,
+        units: Sequence[Unit],
+        moments: Cell,
+        tiers: Tiers,
+        block: int,
+        stochastic: int | None = None,
+        threads: int = 1,
+        compiled: bool = False,
+        delayed: bool = False,
+    ) -> None:
         self.torch_optimizer = optimizer
         self.guard: Guard | None = None  # against calls of users'
         self._ours = optimizer if isinstance(optimizer, PartOptimizer) else None
@@ -432,9 +440,12 @@ class ShardedOptimizer:
             segment.sent_grads = None
 
     def step_whole(
-        self, units: Sequence[Unit], used: dict[str, list[list[bool]]],
-        coefficient: Callable[[torch.device], Tensor | None], begun: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[Unit],
+        used: dict[str, list[list[bool]]],
+        coefficient: Callable[[torch.device], Tensor | None],
+        begun: Callable[[], None],
+    ) -> None:
         """A class that is not :attr:`fused` steps once, over all units: its ``step`` may count, and ask other ranks.
         Unused parameters have no gradient, as in PyTorch. ``coefficient``: as of :meth:`update`, on that device;
         ``begun``: called behind the hooks that users have before the step; if one raises, nothing has changed."""

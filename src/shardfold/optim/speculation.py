@@ -67,10 +67,17 @@ class Speculation:
     owns_grads = False
 
     def __init__(
-        self, segment: Segment, terms: Terms, update: Callable[[Terms, Tensor | None], None],
-        states: Callable[[], Sequence[Tensor]], restore: Callable[[], None], out: Tensor | None,
-        copies: Sequence[Tensor], name: str, begin: Callable[[Callable[[], None]], Future[None]],
-    ) -> None:  # fmt: skip
+        self,
+        segment: Segment,
+        terms: Terms,
+        update: Callable[[Terms, Tensor | None], None],
+        states: Callable[[], Sequence[Tensor]],
+        restore: Callable[[], None],
+        out: Tensor | None,
+        copies: Sequence[Tensor],
+        name: str,
+        begin: Callable[[Callable[[], None]], Future[None]],
+    ) -> None:
         self._segment, self._terms, self._update, self._states = segment, terms, update, states
         self._restore, self._out, self._copies, self._name = restore, out, copies, name
         self._thread = 0

@@ -336,10 +336,24 @@ def bench(
     if precision is None:
         precision = command.usual_precision(job, device)
     settings = Settings(
-        job=job, params=params, rows=rows, context=context, ranks=ranks, threads=threads,
-        precision=precision, optimizer=optimizer, clip_norm=clip_norm, folder=folder, device=device, rounds=rounds,
-        steps=steps, warm=warm, timeout=timeout, within=within, link=link,
-    )  # fmt: skip
+        job=job,
+        params=params,
+        rows=rows,
+        context=context,
+        ranks=ranks,
+        threads=threads,
+        precision=precision,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        folder=folder,
+        device=device,
+        rounds=rounds,
+        steps=steps,
+        warm=warm,
+        timeout=timeout,
+        within=within,
+        link=link,
+    )
     chosen, others = command.words(only), command.words(without)
     if timeline is not None:
         command.draw_timeline(settings, chosen, timeline)

@@ -38,8 +38,9 @@ class ContenderFailed(Exception):
 class _RankProcess:
     """One rank: its process and what it has answered so far."""
 
-    def __init__(self, contender: Contender, settings: Settings, rank: int, port: int, folder: str,
-                 nodes: Namespaces | None) -> None:  # fmt: skip
+    def __init__(
+        self, contender: Contender, settings: Settings, rank: int, port: int, folder: str, nodes: Namespaces | None
+    ) -> None:
         self.rank = rank
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         environment = {
@@ -53,9 +54,11 @@ class _RankProcess:
             each = settings.ranks // nodes.nodes
             before = ["ip", "netns", "exec", nodes.spaces[rank // each]]
             environment |= {
-                "MASTER_ADDR": nodes.address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "LOCAL_RANK": str(rank % each),
+                "MASTER_ADDR": nodes.address(0),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "LOCAL_RANK": str(rank % each),
                 "LOCAL_WORLD_SIZE": str(each),
-            }  # fmt: skip
+            }
         if contender.kind == "deepspeed" and settings.device == "cpu":
             environment["DS_ACCELERATOR"] = "cpu"
         self.process = subprocess.Popen(

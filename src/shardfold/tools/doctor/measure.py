@@ -209,11 +209,14 @@ def _ranks(device: torch.device) -> dict[str, Any]:
         command = [sys.executable, "-m", __name__, folder]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), device.type], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                [*command, str(rank), device.type],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
                 env=environment,
             )
             for rank in range(RANKS)
-        ]  # fmt: skip
+        ]
         said = [rank.communicate() for rank in ranks]
         for number, rank in enumerate(ranks):
             if rank.returncode:
@@ -307,8 +310,9 @@ def _sent(model: GPT, layout: str, link: Interconnect) -> float:
     trace = subject.trace("fp32", exact=True)
     setting = subject.setting(trace, layout=layout, mesh={"intra": RANKS})
     free = float("inf")
-    device = Device(name="", memory=free, flops={"fp32": free}, bandwidth=free, near=link, host=free, launch=0.0,
-                    streams=False)  # fmt: skip
+    device = Device(
+        name="", memory=free, flops={"fp32": free}, bandwidth=free, near=link, host=free, launch=0.0, streams=False
+    )
     return plan_seconds(setting, plan_memory(setting, trace), device).step
 
 

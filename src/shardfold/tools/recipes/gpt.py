@@ -143,9 +143,14 @@ class MixtureBlock(nn.Module):
         self.attention = CausalSelfAttention(config, residual_std)
         self.feed_forward_norm = RMSNorm(config.d_model)
         self.feed_forward = MoE(
-            config.d_model, config.d_ff, config.experts, top_k=config.top_k, balance=config.balance, std=INIT_STD,
+            config.d_model,
+            config.d_ff,
+            config.experts,
+            top_k=config.top_k,
+            balance=config.balance,
+            std=INIT_STD,
             down_std=residual_std,
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor, loss: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x), cos, sin)

@@ -62,9 +62,14 @@ class Peak:
         (subject,) = subjects_of(config, streams=accelerator.has_streams(engine.device))
         trace = subject.trace(config.precision, config.activations, config.micro_batch)
         setting = subject.setting(
-            trace, layout=config.table(), precision=config.precision, mesh=engine.mesh.sizes.axes,
-            micro_batches=config.accumulate, clip=bool(config.clip_norm), behaviour=behaviour_on(engine.device),
-        )  # fmt: skip
+            trace,
+            layout=config.table(),
+            precision=config.precision,
+            mesh=engine.mesh.sizes.axes,
+            micro_batches=config.accumulate,
+            clip=bool(config.clip_norm),
+            behaviour=behaviour_on(engine.device),
+        )
         return plan_memory(setting, trace)
 
     def told(self) -> list[str]:

@@ -90,15 +90,20 @@ def curves(lines: Sequence[Sequence[tuple[float, float]]], x: ChartAxis, y: Char
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     for tick in x.ticks():
         at = across(tick)
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
-                     f"{_number(tick)}</text>")  # fmt: skip
+        parts.append(
+            f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{_number(tick)}</text>'
+        )
     for number, line in enumerate(lines):
         points = " ".join(f"{across(a):.1f},{down(b):.1f}" for a, b in line if math.isfinite(b))
         parts.append(f'<polyline class="curve hue-{number % HUES}" points="{points}"/>')
-    parts.append(f'<text class="axis" x="{LEFT + wide / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
-                 f"{html.escape(x.title)}</text>")  # fmt: skip
-    parts.append(f'<text class="axis" transform="translate(12 {TOP + high / 2:.0f}) rotate(-90)" text-anchor="middle">'
-                 f"{html.escape(y.title)}</text></svg>")  # fmt: skip
+    parts.append(
+        f'<text class="axis" x="{LEFT + wide / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
+        f"{html.escape(x.title)}</text>"
+    )
+    parts.append(
+        f'<text class="axis" transform="translate(12 {TOP + high / 2:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{html.escape(y.title)}</text></svg>"
+    )
     return "".join(parts)
 
 
@@ -127,8 +132,10 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], most: float) -
         parts.append(f'<div class="what">{html.escape(what)}</div><div class="track">')
         for n, (value, words) in enumerate(pair):
             strong = ' class="strong"' if n else ""
-            parts.append(f'<div class="bar"><i{strong} style="width:{62 * value / most:.1f}%"></i>'
-                         f"<span>{html.escape(words)}</span></div>")  # fmt: skip
+            parts.append(
+                f'<div class="bar"><i{strong} style="width:{62 * value / most:.1f}%"></i>'
+                f"<span>{html.escape(words)}</span></div>"
+            )
         parts.append("</div>")
     return "".join([*parts, "</div>"])
 

@@ -93,9 +93,14 @@ class Table(NamedTuple):
     def page(self) -> str:
         def row(cells: list[str], tag: str) -> str:
             words = 2 if self.heads[1:2] == ["head"] else 1
-            return "<tr>" + "".join(
-                f"<{tag}{' class=number' * (n >= words)}>{html.escape(cell)}</{tag}>" for n, cell in enumerate(cells)
-            ) + "</tr>"  # fmt: skip
+            return (
+                "<tr>"
+                + "".join(
+                    f"<{tag}{' class=number' * (n >= words)}>{html.escape(cell)}</{tag}>"
+                    for n, cell in enumerate(cells)
+                )
+                + "</tr>"
+            )
 
         body = "".join(row(line, "td") for line in self.lines)
         return f'<div class="scroll"><table>{row(self.heads, "th")}{body}</table></div>'
@@ -107,15 +112,29 @@ def rates_table(rows: Sequence[StudyRow], budget: str) -> Table:
     first = next((row for row in mine if (row.setting, row.head) == ("base", "replicated")), mine[0])
     lines = [
         [
-            row.setting, row.head, str(row.batch), f"{row.images_per_s:.0f}",
-            f"{row.images_per_s / first.images_per_s:.2f}", f"{row.used / MIB:.2f} of {row.allowed / MIB:.2f}",
-            f"{row.at_base / MIB:.2f}", f"{row.host / MIB:.2f}",
+            row.setting,
+            row.head,
+            str(row.batch),
+            f"{row.images_per_s:.0f}",
+            f"{row.images_per_s / first.images_per_s:.2f}",
+            f"{row.used / MIB:.2f} of {row.allowed / MIB:.2f}",
+            f"{row.at_base / MIB:.2f}",
+            f"{row.host / MIB:.2f}",
             f"{(row.used + row.host) / MIB:.2f} / {row.measured / MIB:.2f}" if row.measured else "-",
         ]
         for row in mine
-    ]  # fmt: skip
-    heads = ["setting", "head", "batch", "images/s", "of the base", "MiB used of allowed", f"at {BASE[budget]} images",
-             "host, MiB", "planned / measured"]  # fmt: skip
+    ]
+    heads = [
+        "setting",
+        "head",
+        "batch",
+        "images/s",
+        "of the base",
+        "MiB used of allowed",
+        f"at {BASE[budget]} images",
+        "host, MiB",
+        "planned / measured",
+    ]
     return Table(f"Rates and memory, {budget} budget", heads, lines)
 
 
@@ -129,15 +148,17 @@ def precision_table(rows: Sequence[StudyRow], budget: str) -> Table:
     sets = list(mine[0].precision)
     first, rates = sets[0], list(mine[0].precision[sets[0]])
     one = rates[min(1, len(rates) - 1)]
-    heads = ["setting", "head", *(first for _ in rates), *sets[1:],
-             "loss"]  # fmt: skip
+    heads = ["setting", "head", *(first for _ in rates), *sets[1:], "loss"]
     lines = [
         [
-            row.setting, row.head, *(f"{100 * row.precision[first][r]:.2f}@{r}" for r in rates),
-            *(f"{100 * row.precision[each][one]:.2f}@{one}" for each in sets[1:]), f"{row.loss:.2f}",
+            row.setting,
+            row.head,
+            *(f"{100 * row.precision[first][r]:.2f}@{r}" for r in rates),
+            *(f"{100 * row.precision[each][one]:.2f}@{one}" for each in sets[1:]),
+            f"{row.loss:.2f}",
         ]
         for row in mine
-    ]  # fmt: skip
+    ]
     return Table(f"Precision on identities that training never saw, {budget} budget", heads, lines)
 
 
@@ -155,18 +176,35 @@ def baselines_table(found: Study) -> Table:
 def cards_table(found: Study) -> Table:
     """The report's cards: published, and computed."""
     computed = {head: {each.name: each for each in mine} for head, (_, mine) in found.cards.items()}
-    heads = ["setting", "published: batch", "images/s", "MB", "computed: MB at that batch", "largest batch",
-             "images/s of one, of all", "split head: largest batch", "images/s of one, of all"]  # fmt: skip
+    heads = [
+        "setting",
+        "published: batch",
+        "images/s",
+        "MB",
+        "computed: MB at that batch",
+        "largest batch",
+        "images/s of one, of all",
+        "split head: largest batch",
+        "images/s of one, of all",
+    ]
     lines = [
         [
-            name, str(said.batch), said.rate, f"{said.mb:,}", f"{computed['replicated'][name].mb:,.0f}",
-            *(text for head in ("replicated", "sharded") for text in (
-                f"{computed[head][name].batch}",
-                f"{computed[head][name].rate:,.0f}, {CARDS * computed[head][name].rate:,.0f}",
-            )),
+            name,
+            str(said.batch),
+            said.rate,
+            f"{said.mb:,}",
+            f"{computed['replicated'][name].mb:,.0f}",
+            *(
+                text
+                for head in ("replicated", "sharded")
+                for text in (
+                    f"{computed[head][name].batch}",
+                    f"{computed[head][name].rate:,.0f}, {CARDS * computed[head][name].rate:,.0f}",
+                )
+            ),
         ]
         for name, said in PUBLISHED.items()
-    ]  # fmt: skip
+    ]
     return Table(f"The report's {CARDS} V100 with {ALLOWED:,} MB each: published, and computed", heads, lines)
 
 
@@ -216,8 +254,9 @@ def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence
     drawn = config.data is None
     words = "Identities that were kept apart, a row for each." + (
         " They are drawn: the results about layouts hold for photographs too, those about Precision do not."
-        if drawn else ""
-    )  # fmt: skip
+        if drawn
+        else ""
+    )
     parts += [f"<figure>{drawing.faces(held_out)}<figcaption>{words}</figcaption></figure>"]
     for budget in budgets:
         parts += [*_pictures(rows, budget), rates_table(rows, budget).page()]
@@ -228,8 +267,10 @@ def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence
     parts += [*_learned(rows, budgets[0])]
     parts += [_headed(precision_table(rows, budget)) for budget in budgets]
     parts += [_headed(baselines_table(found))]
-    parts += [f'<div class="computed">{_headed(cards_table(found))}<p class="note">'
-              f"{html.escape(computed_note(found))}</p></div>"]  # fmt: skip
+    parts += [
+        f'<div class="computed">{_headed(cards_table(found))}<p class="note">'
+        f"{html.escape(computed_note(found))}</p></div>"
+    ]
     if found.here is not None:
         parts += ["<h2>The report's remarks</h2>"]
         parts += [f"<p><b>{number}</b> {html.escape(text)}</p>" for number, text in remarks(rows, found.here)]
@@ -237,13 +278,17 @@ def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence
     for row in rows:
         parts.append(f"<div>{row.setting}, {row.head} head, {row.budget} budget</div>")
         parts.append(f'<div class="command"><code>{html.escape(row.command)}</code><button>copy</button></div>')
-    return "\n".join([
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
-        '<link rel="icon" href="data:,">',
-        f"<title>{TITLE}</title><style>{STYLE}{drawing.STYLE}{MORE}</style></head><body>", *parts,
-        f"<script>{SCRIPT}</script></body></html>", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{TITLE}</title><style>{STYLE}{drawing.STYLE}{MORE}</style></head><body>",
+            *parts,
+            f"<script>{SCRIPT}</script></body></html>",
+            "",
+        ]
+    )
 
 
 def _headed(table: Table) -> str:
@@ -264,17 +309,22 @@ def _pictures(rows: Sequence[StudyRow], budget: str) -> list[str]:
         (name, [(row.at_base, f"{row.at_base / MIB:.2f} MiB, so {row.batch} fit") for row in mine])
         for name, mine in pairs
     ]
-    rates = [(name, [(row.images_per_s, f"{row.images_per_s:.0f}, batch {row.batch}") for row in mine])
-             for name, mine in pairs]  # fmt: skip
-    legend = ('<div class="keys"><span><i style="background:var(--bar-2);height:.7rem"></i>head on every rank</span>'
-              '<span><i style="background:var(--bar);height:.7rem"></i>classes split</span></div>')  # fmt: skip
+    rates = [
+        (name, [(row.images_per_s, f"{row.images_per_s:.0f}, batch {row.batch}") for row in mine])
+        for name, mine in pairs
+    ]
+    legend = (
+        '<div class="keys"><span><i style="background:var(--bar-2);height:.7rem"></i>head on every rank</span>'
+        '<span><i style="background:var(--bar);height:.7rem"></i>classes split</span></div>'
+    )
     return [
-        f"<h2>The {budget} budget: {allowed / MIB:.2f} MiB of each rank</h2>", legend,
+        f"<h2>The {budget} budget: {allowed / MIB:.2f} MiB of each rank</h2>",
+        legend,
         f'<div class="charts"><figure>{drawing.bars(memory, max(v for _, pair in memory for v, _ in pair))}<figcaption>'
         f"Memory of a rank with {BASE[budget]} images, and how many fit into the budget</figcaption></figure>"
         f"<figure>{drawing.bars(rates, max(v for _, pair in rates for v, _ in pair))}<figcaption>Images/s of all ranks "
         "with the largest batch</figcaption></figure></div>",
-    ]  # fmt: skip
+    ]
 
 
 def _learned(rows: Sequence[StudyRow], budget: str) -> list[str]:
@@ -299,8 +349,9 @@ def _learned(rows: Sequence[StudyRow], budget: str) -> list[str]:
     )
     shown = "".join(f"<figure>{chart}<figcaption>{words}</figcaption></figure>" for chart, words in charts)
     return [
-        f"<h2>What was learned, {budget} budget, classes split</h2>", drawing.key([row.setting for row in mine]),
+        f"<h2>What was learned, {budget} budget, classes split</h2>",
+        drawing.key([row.setting for row in mine]),
         f'<div class="charts">{shown}</div>',
         "<p>Layouts do not change what a batch teaches: losses of one batch are equal. These lines are apart because "
         "batches are: of the same images a larger batch makes fewer steps.</p>",
-    ]  # fmt: skip
+    ]

@@ -87,9 +87,14 @@ def study(config: FaceConfig) -> int:
             introduce(console, config, places, len(before), out)
         rows, base = measure_all(config, images, places, before, out if leads else None, console)
         if leads:
-            found = Study(rows, base, [place_of(each) for each in ten_ranks(config, len(images[0].names))],
-                          {head: on_cards(head) for head in HEADS}, ranks,
-                          here(config, len(images[0].names), ranks, BUDGETS["small"]))  # fmt: skip
+            found = Study(
+                rows,
+                base,
+                [place_of(each) for each in ten_ranks(config, len(images[0].names))],
+                {head: on_cards(head) for head in HEADS},
+                ranks,
+                here(config, len(images[0].names), ranks, BUDGETS["small"]),
+            )
             write(out, found)
             write_page(out, found, config, images[1])
             console.print(
@@ -179,8 +184,10 @@ def introduce(console: Console, config: FaceConfig, places: list[StudyCase], don
         + (f"{done} of them are taken from {config.resume}\n" if done else "")
         + f"Ctrl-C stops; shardfold train face --study --config {out / 'config.json'} --resume {out} goes on in a new "
         "folder.",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def measure_all(
@@ -210,8 +217,9 @@ def measure_all(
                 f"{number:>2} of {len(places)}  {place.budget:<6} {place.name:<18} {place.head:<11} batch "
                 f"{row.batch:>4}  {row.images_per_s:6.0f} images/s  {row.used / 2**20:6.2f} of "
                 f"{row.allowed / 2**20:.2f} MiB" + (f"  about {format_duration(rest)} left" if left else ""),
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+                highlight=False,
+                soft_wrap=True,
+            )
     return rows, base
 
 
@@ -229,9 +237,14 @@ def held_out_sets(config: FaceConfig, held: Source) -> dict[str, Source]:
     found: dict[str, Source] = {}
     for name, hard in SETS.items():
         made = DrawnFaces(
-            config.held_out, config.shots, size=config.image_size(), channels=config.channels, seed=config.seed,
-            first=10**8, hard=hard or 0.0,
-        )  # fmt: skip
+            config.held_out,
+            config.shots,
+            size=config.image_size(),
+            channels=config.channels,
+            seed=config.seed,
+            first=10**8,
+            hard=hard or 0.0,
+        )
         found[name] = held if hard is None else Drawn(made)
     return found
 

@@ -86,9 +86,13 @@ class FaceRun:
             seed=config.seed,
         )
         self.sampler = EpochSampler(
-            len(self.images.labels), config.batch, seed=config.seed, rank=self.engine.data_rank,
-            num_ranks=self.engine.data_ranks, fill_last=True,
-        )  # fmt: skip
+            len(self.images.labels),
+            config.batch,
+            seed=config.seed,
+            rank=self.engine.data_rank,
+            num_ranks=self.engine.data_ranks,
+            fill_last=True,
+        )
         dataset = Batches(self.images, augment=config.augment, seed=config.seed, change=change_of(config))
         more: dict[str, Any] = {"persistent_workers": True} if config.workers else {}
         self.loader = sf.Loader(dataset, self.sampler, num_workers=config.workers, collate_fn=unchanged, **more)
@@ -253,8 +257,10 @@ def introduce(run: FaceRun, console: Console, notes: list[str]) -> None:
         f"{run.engine.world_size} rank{'s' * (run.engine.world_size > 1)}, {config.precision}\n"
         f"{len(run.images.labels):,} images of {len(run.images.names):,} identities, "
         f"{'drawn' if config.data is None else config.data}; {len(run.held_out.names)} other identities are held out",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     if isinstance(run.images, Encoded) and run.images.left_out:
         notes = [f"Identities with one image, {run.images.left_out:,} of them, are left out.", *notes]
     for note in notes:
@@ -289,9 +295,14 @@ def steps(run: FaceRun, out: Path, console: Console) -> bool:
 
 
 def report(
-    run: FaceRun, out: Path, console: Console, before: PairVerification, found: PairVerification,
-    held: npt.NDArray[np.float32], seen: npt.NDArray[np.float32] | None,
-) -> None:  # fmt: skip
+    run: FaceRun,
+    out: Path,
+    console: Console,
+    before: PairVerification,
+    found: PairVerification,
+    held: npt.NDArray[np.float32],
+    seen: npt.NDArray[np.float32] | None,
+) -> None:
     """Write and print what came of it."""
     config = run.config
     some = list(range(0, len(run.images.labels), max(len(run.images.labels) // 2000, 1)))
@@ -342,5 +353,7 @@ def report(
         f"found among {len(run.held_out.names)}: first {100 * first:.1f} %, among the first five {100 * fifth:.1f} %\n"
         f"{rate} images/s; {format_bytes(memory.held)} held by this rank, "
         f"{format_duration(sum(run.seconds))} of steps\n" + "\n".join([*said, f"Written to {out}"]),
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

@@ -91,9 +91,14 @@ def verify(
     count = len(rates)
     intervals = _intervals(scores, labels, rates, bootstrap, seed, chunk, num_impostor) if bootstrap else []
     return PairVerification(
-        list(rates), accepted[:count], [float(key) for key in keys[:count]], intervals, num_genuine, num_impostor,
+        list(rates),
+        accepted[:count],
+        [float(key) for key in keys[:count]],
+        intervals,
+        num_genuine,
+        num_impostor,
         list(zip(drawn.tolist(), accepted[count:], strict=True)),
-    )  # fmt: skip
+    )
 
 
 def identification(
