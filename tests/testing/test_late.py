@@ -10,7 +10,7 @@ import torch
 
 import shardfold as sf
 from shardfold.testing import Ranks
-from shardfold.testing.late import LateTransport
+from shardfold.testing.late import Late
 from tests.support import models
 
 
@@ -21,7 +21,7 @@ def _train(latency: float | None, drop: bool) -> tuple[list[float], float, str]:
         models.small(), optimizer=partial(torch.optim.SGD, lr=0.1), layout=sf.PRESETS["zero3"].replace(reduce="int8"),
         desync_timeout=1.0, timeout=3.0,
     )  # fmt: skip
-    late = LateTransport.around(engine, latency=latency, rate=1e9) if latency is not None else None
+    late = Late.around(engine, latency=latency, rate=1e9) if latency is not None else None
     losses: list[float] = []
     took, raised = 0.0, ""
     try:
@@ -58,4 +58,4 @@ def test_what_is_dropped_is_told_of_on_every_rank(ranks: Ranks) -> None:
 @pytest.mark.parametrize("options", [{"latency": -1.0}, {"rate": 0.0}])
 def test_what_is_no_link_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(sf.errors.ConfigError, match="seconds of 0 or more"):
-        LateTransport(None, **options)  # pyright: ignore
+        Late(None, **options)  # pyright: ignore

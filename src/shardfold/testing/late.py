@@ -1,7 +1,7 @@
 """A transport that delays and drops: a slow or broken link on any machine, without root.
 
-    late = LateTransport.around(engine, latency=0.01, rate=12.5e6)  # from now on: 10 ms, and 12.5 MB/s for each rank
-    late.drop_next()                                                # what is sent next never comes
+    late = Late.around(engine, latency=0.01, rate=12.5e6)      # from now on: 10 ms, and 12.5 MB/s for each rank
+    late.drop_next()                                           # what is sent next never comes
 
 What is sent does arrive at once, by the transport that there was; only nobody is told of it earlier than a link of that
 rate and latency would have brought it, one collective behind another. Ranks that wait wait as they do for Gloo, so that
@@ -23,7 +23,7 @@ from shardfold.comm.transport import Pending, Transport, Waiter
 from shardfold.errors import ConfigError
 from shardfold.sharding.model import Owner
 
-__all__ = ["LateTransport"]
+__all__ = ["Late"]
 
 
 class _Due:
@@ -58,7 +58,7 @@ class _Late(Pending):
         self._inner.wait(waiter)
 
 
-class LateTransport(Transport):
+class Late(Transport):
     """
     Args:
         inner: what carries the bytes.
@@ -72,15 +72,14 @@ class LateTransport(Transport):
     def __init__(self, inner: Transport, *, latency: float = 0.0, rate: float | None = None) -> None:
         if latency < 0 or (rate is not None and rate <= 0):
             raise ConfigError(
-                f"LateTransport(latency={latency!r}, rate={rate!r}): seconds of 0 or more, and bytes per second above "
-                "0 or None."
+                f"Late(latency={latency!r}, rate={rate!r}): seconds of 0 or more, and bytes per second above 0 or None."
             )
         self._inner, self._latency, self._rate = inner, latency, rate
         self._free = 0.0  # when the link has sent what it was given
         self._drops = False
 
     @classmethod
-    def around(cls, engine: Owner, *, latency: float = 0.0, rate: float | None = None) -> LateTransport:
+    def around(cls, engine: Owner, *, latency: float = 0.0, rate: float | None = None) -> Late:
         """What an engine sends from now on goes over such a link."""
         comm = engine.sharded.comm
         comm.transport = late = cls(comm.transport, latency=latency, rate=rate)
