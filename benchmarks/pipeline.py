@@ -25,7 +25,7 @@ from shardfold.parallel.pipeline.order import choose_order, make_order
 from shardfold.parallel.pipeline.simulate import Timeline, timeline
 from shardfold.parallel.pipeline.trace import Made
 from shardfold.parallel.pipeline.watch import Watch
-from shardfold.parallel.pipeline.wire import Parcel, Wire
+from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.testing import run_ranks
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
@@ -172,7 +172,7 @@ class _Ideal(Watch):
         super().end(action)
 
 
-class _Stamped(Wire):
+class _Stamped(PointToPoint):
     """Sends with everything when that was, on the clock of the rank that sends."""
 
     watch: _Ideal

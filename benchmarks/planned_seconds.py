@@ -30,7 +30,7 @@ import shardfold as sf
 from shardfold.comm.links import measured as measured_links
 from shardfold.plan.layout import Layout
 from shardfold.plan.presets import PRESETS, named
-from shardfold.planner.hardware import Device, Link, read_device
+from shardfold.planner.hardware import Device, Interconnect, read_device
 from shardfold.planner.memory import plan_memory
 from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import Subject
@@ -180,7 +180,7 @@ def links(device: Device, given: Any) -> None:
     with Links(2, 1) as nodes:
         for rate in RATES:
             nodes.limit(rate)
-            far = Link(*nodes.run(link_of, mesh, timeout=600)[0])
+            far = Interconnect(*nodes.run(link_of, mesh, timeout=600)[0])
             args = WAYS, shape, given.rows, given.precisions.split(",")[0], mesh
             seen = middle(nodes.run(turns, *args, given.rounds, EVERY, timeout=3000))
             title = f"{rate or 'unthrottled'}: {far.rate / 1e6:.1f} MB/s, {1e3 * far.latency:.2f} ms"

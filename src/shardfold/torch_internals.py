@@ -604,7 +604,7 @@ def when_groups_end(do: Callable[[], object]) -> Callable[[], None]:
     """Does it once, as soon as ``destroy_process_group()`` ends the default group, on the thread that calls that; not
     any more once what this returns was called."""
     groups: dict[Any, Any] = dist.distributed_c10d._world.pg_coalesce_state  # pyright: ignore[reportPrivateUsage]
-    mark = _Mark()  # it lives in a table of groups, which is emptied then
+    mark = _Sentinel()  # it lives in a table of groups, which is emptied then
     ending = weakref.finalize(mark, do)
     ending.atexit = False
     groups[mark] = []
@@ -618,7 +618,7 @@ def when_groups_end(do: Callable[[], object]) -> Callable[[], None]:
     return never_mind
 
 
-class _Mark:
+class _Sentinel:
     """What is let go of at a certain moment."""
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.activations import knapsack as budget
-from shardfold.activations.knapsack import Item, Option, choose, peak, smallest
+from shardfold.activations.knapsack import Item, ModeOption, choose, peak, smallest
 from shardfold.plan.sizes import parse_bytes
 
 BYTES = st.integers(0, 12)
@@ -18,10 +18,10 @@ MODES = ("keep", "recompute", "host")
 
 @st.composite
 def items(draw: st.DrawFn) -> list[Item]:
-    def options() -> tuple[Option, ...]:
+    def options() -> tuple[ModeOption, ...]:
         modes = draw(st.lists(st.sampled_from(MODES), min_size=1, unique=True))
         moved = {"host": draw(BYTES)}
-        return tuple(Option(m, draw(BYTES), draw(BYTES), moved.get(m, 0), float(draw(BYTES))) for m in modes)
+        return tuple(ModeOption(m, draw(BYTES), draw(BYTES), moved.get(m, 0), float(draw(BYTES))) for m in modes)
 
     return [Item(str(i), draw(st.integers(0, 3)), options()) for i in range(draw(st.integers(0, 5)))]
 
@@ -54,8 +54,8 @@ def test_what_is_gone_in_time_is_not_counted_twice(found: list[Item], size: int,
 
 def test_a_stack_is_counted_as_one() -> None:
     """Two units made again in backward: the second while the first one's input is kept, the first when all is gone."""
-    made = Option("recompute", 1, 10, 0, 5.0)
-    kept = Option("keep", 11, 0, 0, 0.0)
+    made = ModeOption("recompute", 1, 10, 0, 5.0)
+    kept = ModeOption("keep", 11, 0, 0, 0.0)
     two = [Item("a", 0, (kept, made)), Item("b", 0, (kept, made))]
     assert peak(two, [made, made]) == 12
     assert peak(two, [made, kept]) == 12  # when the first is made again, what the second kept is gone
@@ -64,8 +64,8 @@ def test_a_stack_is_counted_as_one() -> None:
 
 
 def test_what_is_moved_comes_back_one_unit_ahead() -> None:
-    moved = Option("host", 0, 10, 10, 1.0)
-    made = Option("recompute", 1, 5, 0, 1.0)
+    moved = ModeOption("host", 0, 10, 10, 1.0)
+    made = ModeOption("recompute", 1, 5, 0, 1.0)
     assert peak([Item("a", 0, (moved,)), Item("b", 0, (moved,))], [moved, moved]) == 20
     assert peak([Item("a", 0, (moved,)), Item("b", 0, (made,)), Item("c", 0, (moved,))], [moved, made, moved]) == 21
 
@@ -73,7 +73,9 @@ def test_what_is_moved_comes_back_one_unit_ahead() -> None:
 def test_many_partial_plans_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thinned, a plan still fits, is found if there is one, and is close to the best."""
     several = [
-        Item(str(i), 0, (Option("keep", 1000 + 37 * i, 0, 0, 0.0), Option("recompute", 10, 500, 0, 10 + 1.7**i)))
+        Item(
+            str(i), 0, (ModeOption("keep", 1000 + 37 * i, 0, 0, 0.0), ModeOption("recompute", 10, 500, 0, 10 + 1.7**i))
+        )
         for i in range(14)
     ]
     exact = {size: choose(several, size) for size in range(700, 16000, 700)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.activations.slices import Room, Sliced, Slicer, tensor_axis
+from shardfold.activations.slices import SliceBuffer, Sliced, Slicer, tensor_axis
 from shardfold.errors import ConfigError, LayoutError, ShardfoldError, UsageError
 from shardfold.plan.axes import Axis, Mesh
 from shardfold.plan.report import SavedRow
@@ -132,7 +132,7 @@ def test_other_arguments_on_a_rank_are_refused(changed: str) -> None:
 
 def test_room_is_used_again_and_is_not_exceeded() -> None:
     """Slices of a number of checkpoints lie in one piece of memory, whatever comes and goes; one more is refused."""
-    slicer, room = Slicer(OneOf(0, [[], []]), _large, CPU), Room(2)
+    slicer, room = Slicer(OneOf(0, [[], []]), _large, CPU), SliceBuffer(2)
     one, two = (slicer.cut([torch.randn(8)], 0, "it", compare=False, room=room) for _ in range(2))
     places = {one[0][0].data_ptr(), two[0][0].data_ptr()}
     assert len({each[0][0].untyped_storage().data_ptr() for each in (one, two)}) == 1 and room.nbytes == 2 * 4 * 4

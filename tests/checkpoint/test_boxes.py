@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.checkpoint.collect import collect, header
 from shardfold.checkpoint.draft import Draft
-from shardfold.checkpoint.files import Part, write_file
+from shardfold.checkpoint.files import UnwrittenPiece, write_file
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.verify import gaps, verify
 from shardfold.errors import CheckpointError, ConfigError, UsageError
@@ -110,24 +110,24 @@ def test_a_slot_knows_its_box() -> None:
 BLOCK = 4
 
 
-def _parts(draw: st.DrawFn, state: str, values: np.ndarray[Any, Any], box: Box) -> list[Part]:
+def _parts(draw: st.DrawFn, state: str, values: np.ndarray[Any, Any], box: Box) -> list[UnwrittenPiece]:
     """What ranks write that have a box together, split anywhere; of 8-bit moments between blocks."""
     flat = torch.from_numpy(_cut(values, box).reshape(-1).copy())
     shape, coded = values.shape, state == "q"
     ends = sorted(draw(st.integers(0, flat.numel())) for _ in range(draw(st.integers(0, 2))))
     ends = [end // BLOCK * BLOCK for end in ends] if coded else ends
-    parts: list[Part] = []
+    parts: list[UnwrittenPiece] = []
     for a, b in zip([0, *ends], [*ends, flat.numel()], strict=True):
         if a == b:
             continue
         named = None if box == Box.of(shape) and draw(st.booleans()) else box
         if not coded:
-            parts.append(Part(Piece("w", state, "element", "F32", (b - a,), a, b, named), flat[a:b]))
+            parts.append(UnwrittenPiece(Piece("w", state, "element", "F32", (b - a,), a, b, named), flat[a:b]))
             continue
         codes, scales = quantize(flat[a:b], BLOCK, signed=False)
-        parts.append(Part(Piece("w", "q_codes", "element", "U8", (b - a,), a, b, named), codes))
+        parts.append(UnwrittenPiece(Piece("w", "q_codes", "element", "U8", (b - a,), a, b, named), codes))
         kept = Piece("w", "q_scales", "block", "F32", (len(scales),), a, b, named, BLOCK)
-        parts.append(Part(kept, scales))
+        parts.append(UnwrittenPiece(kept, scales))
     return parts
 
 
@@ -139,7 +139,7 @@ def test_any_boxes_are_written_and_any_read(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     draw = np.random.default_rng(data.draw(st.integers(0, 9)))
     states = {name: draw.random(shape, dtype=np.float32) for name in ("weight", "exp_avg", "q")}
-    parts: list[Part] = []
+    parts: list[UnwrittenPiece] = []
     kept = dict(states)
     for name, values in states.items():
         tiles = data.draw(_tiles(shape, 4))
@@ -149,7 +149,7 @@ def test_any_boxes_are_written_and_any_read(data: st.DataObject) -> None:
             for box in tiles:
                 codes, scales = quantize(torch.from_numpy(_cut(values, box).reshape(-1).copy()), BLOCK, signed=False)
                 _cut(kept[name], box)[...] = dequantize(codes, scales, BLOCK, signed=False).view(box.sizes).numpy()
-    files: list[list[Part]] = [[], [], []]
+    files: list[list[UnwrittenPiece]] = [[], [], []]
     for part in parts:
         files[data.draw(st.integers(0, 2))].append(part)
     index = Index(step=1, parameters=[Parameter("w", shape, "F32")])
@@ -182,7 +182,7 @@ def test_columns_are_read_once(tmp_path: Path) -> None:
     """A box whose rows lie far apart reads and checks every byte of a file once, and not once for each row."""
     values = torch.arange(400 * 64, dtype=torch.float32).view(400, 64)
     pieces = [Piece("w", "weight", "element", "F32", (400 * 64,), 0, 400 * 64)]
-    written = write_file(tmp_path / "rank-0.safetensors", [Part(pieces[0], values)])
+    written = write_file(tmp_path / "rank-0.safetensors", [UnwrittenPiece(pieces[0], values)])
     index = Index(parameters=[Parameter("w", (400, 64), "F32")], pieces=written.pieces)
     index.files["rank-0.safetensors"] = written.num_bytes
     (tmp_path / "index.json").write_bytes(index.to_bytes())
@@ -195,7 +195,7 @@ def test_columns_are_read_once(tmp_path: Path) -> None:
 def test_elements_that_no_box_has_are_not_made_up(tmp_path: Path) -> None:
     """Who asks for them hears how many there are; who asks for others reads them."""
     left = Piece("w", "weight", "element", "F32", (8,), 0, 8, Box((0, 0), (4, 2)))
-    written = write_file(tmp_path / "rank-0.safetensors", [Part(left, torch.arange(8.0))])
+    written = write_file(tmp_path / "rank-0.safetensors", [UnwrittenPiece(left, torch.arange(8.0))])
     index = Index(parameters=[Parameter("w", (4, 3), "F32")], pieces=written.pieces)
     index.files["rank-0.safetensors"] = written.num_bytes
     (tmp_path / "index.json").write_bytes(index.to_bytes())
@@ -279,7 +279,9 @@ def _save_boxes(folder: str, half: int, names: list[str]) -> dict[str, Any]:
         engine = _engine(half, name)
         _train(engine, 3)
         parts, index = collect(engine.sharded, {}, {}, {}, {})
-        parts = [Part(replace(p.piece, rank=half) if p.piece.kind == "rank" else p.piece, p.values) for p in parts]
+        parts = [
+            UnwrittenPiece(replace(p.piece, rank=half) if p.piece.kind == "rank" else p.piece, p.values) for p in parts
+        ]
         file = f"rank-{half}-{name}.safetensors"
         written = write_file(Path(folder, file), parts)
         index.pieces, index.files = written.pieces, {file: written.num_bytes}

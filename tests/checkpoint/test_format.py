@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold.checkpoint.files import Part, write_file
+from shardfold.checkpoint.files import UnwrittenPiece, write_file
 from shardfold.checkpoint.format import Index, Parameter, Piece, overlaps
 from shardfold.checkpoint.trees import decode, encode
 from shardfold.errors import CheckpointError
@@ -196,8 +196,8 @@ def test_two_boxes_of_a_parameter_lie_in_one_file(tmp_path: Path) -> None:
     """Their names tell them apart; two pieces of one name are refused before anything is written."""
     boxes = [Piece("w", "weight", "element", "F32", (2,), 0, 2, Box((at, 0), (1, 2))) for at in (0, 1)]
     assert [piece.key for piece in boxes] == ["weight/w/0,0/0", "weight/w/1,0/0"]
-    written = write_file(tmp_path / "f.safetensors", [Part(piece, torch.zeros(2)) for piece in boxes])
+    written = write_file(tmp_path / "f.safetensors", [UnwrittenPiece(piece, torch.zeros(2)) for piece in boxes])
     assert len(written.pieces) == 2
     with pytest.raises(CheckpointError, match="two tensors would have the name 'weight/w/0,0/0'"):
-        write_file(tmp_path / "g.safetensors", [Part(boxes[0], torch.zeros(2))] * 2)
+        write_file(tmp_path / "g.safetensors", [UnwrittenPiece(boxes[0], torch.zeros(2))] * 2)
     assert not (tmp_path / "g.safetensors").exists()

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardfold as sf
 from shardfold import accelerator
-from shardfold.engine.peak import Peak, peak_of
+from shardfold.engine.peak import PeakFlops, peak_of
 from shardfold.engine.stats import Clock
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
@@ -215,7 +215,7 @@ def test_a_token_costs_what_counting_every_multiplication_gives() -> None:
     clock.end_step(0.0)
     rate = clock.tokens_per_second
     assert rate is not None
-    utilization, _ = clock.mfu(trainable, frozen, Peak(1e9))
+    utilization, _ = clock.mfu(trainable, frozen, PeakFlops(1e9))
     assert utilization == pytest.approx(counter.get_total_flops() / 7 * rate / 1e9, rel=1e-12)
 
 

@@ -21,7 +21,7 @@ from shardfold.launch.agent import pid_file
 from shardfold.launch.hosts import parse_environment_file, parse_hostfile
 from shardfold.launch.options import Options
 from shardfold.launch.process import python_module
-from shardfold.launch.remote import Host, answer, check_hosts, scheduler_command
+from shardfold.launch.remote import RemoteAgent, answer, check_hosts, scheduler_command
 from shardfold.tools import cli
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.recipes.text import load_corpus
@@ -123,7 +123,7 @@ def test_a_name_of_a_host_is_taken(host: str) -> None:
 
 def test_a_host_is_no_option_of_ssh(ssh: str, tmp_path: Path) -> None:
     """Whatever its name, it stands behind the end of options."""
-    host = Host("-v", Options(ssh=ssh), [])
+    host = RemoteAgent("-v", Options(ssh=ssh), [])
     host.process.communicate(timeout=60)
     said = (tmp_path / "notes").read_text().splitlines()
     assert said[:4] == ["-o", "BatchMode=yes", "--", "-v"]

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG, Cut
+from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG, CutBatch
 
 
-def tokens_of(cut: Cut, rank: int) -> list[int]:
+def tokens_of(cut: CutBatch, rank: int) -> list[int]:
     """Where a rank's tokens are in the whole sequence, in the order in which it has them."""
     return [at for start, stop in cut.ranges[rank] for at in range(start, stop)]
 
 
-def mask_of(cut: Cut, causal: bool, window: int | None = None) -> Tensor:
+def mask_of(cut: CutBatch, causal: bool, window: int | None = None) -> Tensor:
     """``(rows, tokens, tokens)``: which key (last) a query sees, of whole sequences."""
     at = torch.arange(cut.length)
     masks = []
@@ -31,24 +31,24 @@ def mask_of(cut: Cut, causal: bool, window: int | None = None) -> Tensor:
     return torch.stack(masks)
 
 
-def permuted(length: int, ranks: int, documents: list[tuple[int, ...]] | None, rows: int, seed: int) -> Cut:
+def permuted(length: int, ranks: int, documents: list[tuple[int, ...]] | None, rows: int, seed: int) -> CutBatch:
     """Ranges of many lengths, given to ranks at random; each rank has one at least."""
     draw = random.Random(seed)
     edges = [0, *sorted(draw.sample(range(1, length), 3 * ranks - 1)), length]
     ranges = list(pairwise(edges))
     draw.shuffle(ranges)
     given = tuple(tuple(sorted(ranges[rank::ranks])) for rank in range(ranks))
-    plain = Cut.of(length, ranks, CONTIGUOUS, documents, rows)
-    return Cut(length, given, plain.documents, rows)
+    plain = CutBatch.of(length, ranks, CONTIGUOUS, documents, rows)
+    return CutBatch(length, given, plain.documents, rows)
 
 
-def cuts(ranks: int) -> list[Cut]:
+def cuts(ranks: int) -> list[CutBatch]:
     """Of every kind, of lengths that do not divide."""
     packed = [(0, 5, 6, 29), (0, 1, 17, 18, 29), (0, 29)]
     return [
-        *(Cut.of(29, ranks, order, None, 2) for order in (CONTIGUOUS, ZIGZAG)),
-        *(Cut.of(29, ranks, order, packed[:1], 2) for order in (CONTIGUOUS, ZIGZAG)),
-        *(Cut.of(29, ranks, order, packed, 3) for order in (CONTIGUOUS, ZIGZAG)),
+        *(CutBatch.of(29, ranks, order, None, 2) for order in (CONTIGUOUS, ZIGZAG)),
+        *(CutBatch.of(29, ranks, order, packed[:1], 2) for order in (CONTIGUOUS, ZIGZAG)),
+        *(CutBatch.of(29, ranks, order, packed, 3) for order in (CONTIGUOUS, ZIGZAG)),
         *(permuted(29, ranks, packed, 3, seed) for seed in range(4)),
         permuted(29, ranks, None, 2, 9),
     ]
@@ -83,7 +83,7 @@ def test_zigzag_gives_ranks_the_same_work() -> None:
     in one range each, the last rank has all of them."""
 
     def work(order: str, rank: int, source: int) -> list[int]:
-        tiles = Cut.of(64, 4, order).tiles(rank, source, causal=True)
+        tiles = CutBatch.of(64, 4, order).tiles(rank, source, causal=True)
         return [(t.queries[1] - t.queries[0]) * (t.keys[1] - t.keys[0]) for t in tiles]
 
     pairs = [(rank, (rank - step) % 4) for rank in range(4) for step in (1, 2, 3)]
@@ -93,13 +93,13 @@ def test_zigzag_gives_ranks_the_same_work() -> None:
 
 def test_a_window_leaves_out_what_is_far() -> None:
     """Of ranks with one range each a rank needs those just before it; in zigzag order those on both sides."""
-    assert Cut.of(64, 8).steps(9) == [0, 1] and Cut.of(64, 8).steps(10) == [0, 1, 2]
-    assert Cut.of(64, 8, ZIGZAG).steps(5) == [0, 1, 7] and Cut.of(64, 8).steps(None) == list(range(8))
-    assert Cut.of(64, 8, CONTIGUOUS, [[0, 8, 16, 24, 32, 40, 48, 56, 64]]).steps(9) == [0]
+    assert CutBatch.of(64, 8).steps(9) == [0, 1] and CutBatch.of(64, 8).steps(10) == [0, 1, 2]
+    assert CutBatch.of(64, 8, ZIGZAG).steps(5) == [0, 1, 7] and CutBatch.of(64, 8).steps(None) == list(range(8))
+    assert CutBatch.of(64, 8, CONTIGUOUS, [[0, 8, 16, 24, 32, 40, 48, 56, 64]]).steps(9) == [0]
 
 
 def test_fewer_tokens_than_ranks_are_refused() -> None:
     """Each rank needs a token."""
     with pytest.raises(ConfigError, match="3 tokens is not cut over 4 ranks"):
-        Cut.of(3, 4, ZIGZAG)
-    assert Cut.of(4, 4, ZIGZAG).sizes == [1, 1, 1, 1]
+        CutBatch.of(3, 4, ZIGZAG)
+    assert CutBatch.of(4, 4, ZIGZAG).sizes == [1, 1, 1, 1]

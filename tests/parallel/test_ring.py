@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardfold as sf
 from shardfold.errors import UsageError
 from shardfold.parallel import kernels
-from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG, Cut
+from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG, CutBatch
 from shardfold.parallel.kernels import CPU_FLASH, MATH, kernel_for
 from shardfold.parallel.link import Link, MeshLink, Shift
 from shardfold.parallel.ring import ring_attention
@@ -34,7 +34,7 @@ class Own(nn.Module):
 
 
 class Case(NamedTuple):
-    cut: Cut
+    cut: CutBatch
     causal: bool
     heads: int
     key_heads: int
@@ -49,26 +49,26 @@ PACKED = [(0, 5, 6, 29), (0, 1, 17, 18, 29)]
 
 def ring_cases(ranks: int) -> list[Case]:
     return [
-        Case(Cut.of(29, ranks, ZIGZAG, None, 2), True, 4, 2),
-        Case(Cut.of(29, ranks, CONTIGUOUS, None, 2), False, 3, 3),
-        Case(Cut.of(29, ranks, ZIGZAG, PACKED[:1], 2), True, 4, 1),
+        Case(CutBatch.of(29, ranks, ZIGZAG, None, 2), True, 4, 2),
+        Case(CutBatch.of(29, ranks, CONTIGUOUS, None, 2), False, 3, 3),
+        Case(CutBatch.of(29, ranks, ZIGZAG, PACKED[:1], 2), True, 4, 1),
         Case(permuted(29, ranks, PACKED, 2, 1), True, 2, 2),
         Case(permuted(29, ranks, PACKED, 2, 2), False, 4, 2, 4, 3),
-        Case(Cut.of(29, ranks, ZIGZAG, None, 2), True, 4, 2, window=3),
+        Case(CutBatch.of(29, ranks, ZIGZAG, None, 2), True, 4, 2, window=3),
         Case(permuted(29, ranks, PACKED, 2, 1), True, 2, 2, 4, 3, window=7),
-        Case(Cut.of(29, ranks, ZIGZAG, None, 2), True, 4, 2, softcap=0.5),
+        Case(CutBatch.of(29, ranks, ZIGZAG, None, 2), True, 4, 2, softcap=0.5),
         Case(permuted(29, ranks, PACKED, 2, 1), True, 2, 1, 4, 3, window=7, softcap=1.5),
     ]
 
 
 def ulysses_cases(ranks: int) -> list[Case]:
     return [
-        Case(Cut.of(29, ranks, CONTIGUOUS, None, 2), True, 12, 12),
-        Case(Cut.of(29, ranks, CONTIGUOUS, None, 2), True, 12, 1),
-        Case(Cut.of(29, ranks, CONTIGUOUS, PACKED, 2), True, 12, 6, 4, 3),
-        Case(Cut.of(29, ranks, CONTIGUOUS, PACKED[:1], 2), False, 12, 4),
-        Case(Cut.of(29, ranks, CONTIGUOUS, PACKED, 2), True, 12, 12, window=6),
-        Case(Cut.of(29, ranks, CONTIGUOUS, None, 2), False, 12, 4, softcap=0.5),
+        Case(CutBatch.of(29, ranks, CONTIGUOUS, None, 2), True, 12, 12),
+        Case(CutBatch.of(29, ranks, CONTIGUOUS, None, 2), True, 12, 1),
+        Case(CutBatch.of(29, ranks, CONTIGUOUS, PACKED, 2), True, 12, 6, 4, 3),
+        Case(CutBatch.of(29, ranks, CONTIGUOUS, PACKED[:1], 2), False, 12, 4),
+        Case(CutBatch.of(29, ranks, CONTIGUOUS, PACKED, 2), True, 12, 12, window=6),
+        Case(CutBatch.of(29, ranks, CONTIGUOUS, None, 2), False, 12, 4, softcap=0.5),
     ]
 
 
@@ -164,7 +164,7 @@ def _lose() -> list[tuple[int, float]]:
     assert engine.sequence is not None
     link, found = engine.sequence.link, []
     assert isinstance(link, MeshLink)
-    case = Case(Cut.of(30, 3, CONTIGUOUS, None, 2), False, 2, 2)
+    case = Case(CutBatch.of(30, 3, CONTIGUOUS, None, 2), False, 2, 2)
     full = [torch.randn(2, 2, 30, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(4)]
     mine = torch.tensor(tokens_of(case.cut, link.rank))
 
@@ -255,7 +255,7 @@ def _twice() -> str:
     engine = _engine()
     assert engine.sequence is not None
     q = torch.randn(1, 1, 2, 4, requires_grad=True)
-    out = ring_attention(q, q, q, engine.sequence.link, Cut.of(4, 2), causal=True)
+    out = ring_attention(q, q, q, engine.sequence.link, CutBatch.of(4, 2), causal=True)
     with pytest.raises(UsageError, match="no gradients of its gradients"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
     engine.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.action import Action
-from shardfold.parallel.pipeline.order import ORDERS, Choice, choose_order, forwards, lower, make_order
+from shardfold.parallel.pipeline.order import ORDERS, OrderChoice, choose_order, forwards, lower, make_order
 from shardfold.parallel.pipeline.picture import drawn
 from shardfold.parallel.pipeline.simulate import Times, check, timeline
 from shardfold.parallel.pipeline.text import parse, render
@@ -165,7 +165,7 @@ def test_orders_are_those_of_pytorch(name: str) -> None:
 
 
 def test_what_crosses_borders_is_between_forwards_and_backwards() -> None:
-    order = make_order(Choice("1f1b", 1), 2, 2)
+    order = make_order(OrderChoice("1f1b", 1), 2, 2)
     assert [str(action) for action in lower(order[1], [0, 1])] == [
         "RECV_F stage 1 batch 0", "F stage 1 batch 0", "B stage 1 batch 0", "SEND_B stage 1 batch 0",
         "RECV_F stage 1 batch 1", "F stage 1 batch 1", "B stage 1 batch 1", "SEND_B stage 1 batch 1",
@@ -177,7 +177,7 @@ def test_what_crosses_borders_is_between_forwards_and_backwards() -> None:
     assert drawn(timeline(order, 2), 2) == ["   0 | 0 1 . .-0-0 .-1-1", "   1 | . 0-0-0 1-1-1 . ."]
     split = make_order(choose_order("zb-h1"), 2, 2)
     assert drawn(timeline(split, 2), 2) == ["   0 | 0 1 .-0+0-1+1", "   1 | . 0-0 1-1+0+1"]
-    assert len(drawn(timeline(make_order(Choice("interleaved", 2), 2, 2), 4), 2)) == 2
+    assert len(drawn(timeline(make_order(OrderChoice("interleaved", 2), 2, 2), 4), 2)) == 2
 
 
 OWN = "0F0 0F1 0B0 0B1  # a remark\n\n1F0,1B0,,1F1,1B1\n"
@@ -245,7 +245,7 @@ def test_what_is_no_order_is_refused(given: Any, words: str) -> None:
 
 
 def test_micro_batches_that_do_not_divide_into_rounds_leave_the_last_round_short() -> None:
-    rows = [[action.short for action in row] for row in make_order(Choice("interleaved", 2), 4, 9)]
-    whole = [[action for action in row if action.batch < 9] for row in make_order(Choice("interleaved", 2), 4, 12)]
+    rows = [[action.short for action in row] for row in make_order(OrderChoice("interleaved", 2), 4, 9)]
+    whole = [[action for action in row if action.batch < 9] for row in make_order(OrderChoice("interleaved", 2), 4, 12)]
     assert rows == [[action.short for action in row] for row in whole]
-    assert make_order(Choice("interleaved", 2), 2, 3)[0][0] == Action("F", 0, 0)
+    assert make_order(OrderChoice("interleaved", 2), 2, 3)[0][0] == Action("F", 0, 0)

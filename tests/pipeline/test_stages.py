@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError, ModelError
 from shardfold.parallel.pipeline.pieces import cut_by_cost, find_pieces
 from shardfold.parallel.pipeline.stages import Stages
-from shardfold.parallel.pipeline.trace import Origin
+from shardfold.parallel.pipeline.trace import TensorOrigin
 from tests.parallel.models import make
 from tests.pipeline.training import Skipping, batches, compute
 
@@ -39,7 +39,7 @@ def test_a_chain_sends_one_tensor_and_what_is_made_of_inputs_is_not_sent() -> No
 
 def test_a_skip_crosses_every_border_on_its_way() -> None:
     _, borders = _borders(Skipping().double(), 3)
-    first = Origin(0, 0)
+    first = TensorOrigin(0, 0)
     assert all(first in crossing for crossing in borders.crossing)
     assert [len(crossing) for crossing in borders.crossing] == [2, 2]
 

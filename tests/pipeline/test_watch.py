@@ -16,7 +16,7 @@ from shardfold.parallel.pipeline.simulate import Times, timeline
 from shardfold.parallel.pipeline.trace import Made
 from shardfold.parallel.pipeline.vshape import V_SHAPED
 from shardfold.parallel.pipeline.watch import Watch
-from shardfold.parallel.pipeline.wire import Parcel, Wire
+from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of
@@ -40,7 +40,7 @@ class _Counted(Watch):
         super().end(action)
 
 
-class _Stamped(Wire):
+class _Stamped(PointToPoint):
     """Sends with everything when that was."""
 
     watch: _Counted

@@ -20,7 +20,7 @@ from shardfold.plan.auto_wire import (
     Codec,
     LinkFigure,
     Measured,
-    Option,
+    WireOption,
     fastest,
     lost,
     wire_seconds,
@@ -63,9 +63,9 @@ def _measured(
 
 
 @cache
-def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> list[tuple[Option, Bound]]:
+def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> list[tuple[WireOption, Bound]]:
     """Those that can be bound, with what they give."""
-    found: list[tuple[Option, Bound]] = []
+    found: list[tuple[WireOption, Bound]] = []
     for way in wires(named(table), purpose, auto):
         with suppress(LayoutError):
             sizes = Mesh.of(dict(zip(("inter", "intra"), mesh, strict=True)))
@@ -74,15 +74,15 @@ def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> li
     return found
 
 
-def _priced(table: str, purpose: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[Option]:
-    found: list[Option] = []
+def _priced(table: str, purpose: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[WireOption]:
+    found: list[WireOption] = []
     for way, bound in _ways(table, purpose, auto, (mesh["inter"], mesh["intra"])):
         seconds, sent, working = wire_seconds(purpose, bound, step_of(2, bound.program), measured)
         found.append(way._replace(seconds=seconds, sent=sent, working=working))
     return found
 
 
-def _taken(*args: Any) -> Option:
+def _taken(*args: Any) -> WireOption:
     return fastest(_priced(*args))
 
 

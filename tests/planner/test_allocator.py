@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardfold.planner.allocator import Allocator, rounded
+from tests.support.gpu.allocator import CachingAllocator, rounded
 from tests.support.gpu.recorded import LOOPS
 from tests.support.gpu.requests import compared
 from tests.support.gpu.section import Outcome
@@ -24,7 +24,7 @@ REQUESTS = st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), max_size
 @given(REQUESTS, st.booleans())
 def test_blocks_tile_their_segments(requests: list[tuple[bool, int]], expandable: bool) -> None:
     """Blocks follow each other without a gap, no two free ones touch, bytes add up; freed, all is one block again."""
-    allocator, used = Allocator(expandable=expandable), []
+    allocator, used = CachingAllocator(expandable=expandable), []
     for frees, size in requests:
         if frees and used:
             allocator.free(used.pop(size % len(used)))
@@ -45,10 +45,10 @@ def test_sizes_are_those_of_the_rules() -> None:
     """512 bytes; 2, 20 MiB and own segments; a large block is not split for 1 MiB."""
     assert (rounded(1), rounded(512), rounded(513)) == (512, 512, 1024)
     for size, taken in ((1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12)):
-        allocator = Allocator()
+        allocator = CachingAllocator()
         allocator.allocate(size)
         assert allocator.reserved == taken * MIB, size
-    allocator = Allocator()
+    allocator = CachingAllocator()
     allocator.free(allocator.allocate(12 * MIB))
     allocator.allocate(11 * MIB)
     assert allocator.allocated == 12 * MIB
@@ -56,7 +56,7 @@ def test_sizes_are_those_of_the_rules() -> None:
 
 def test_expandable_segments_leave_no_hole_that_grows() -> None:
     """Tensors that grow by turns need a new segment each time, or one that grows."""
-    fixed, growing = Allocator(), Allocator(expandable=True)
+    fixed, growing = CachingAllocator(), CachingAllocator(expandable=True)
     for allocator in (fixed, growing):
         for size in range(20, 100, 10):
             allocator.free(allocator.allocate(size * MIB))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.planner.division import Division
-from shardfold.planner.hardware import Link, cluster
+from shardfold.planner.hardware import Interconnect, cluster
 from shardfold.planner.search import search_divisions
 from shardfold.planner.seconds import Way, Work
 from shardfold.planner.setting import Subject
@@ -28,7 +28,7 @@ SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
 ALL_EXPERTS = GPTConfig(d_model=64, layers=2, heads=4, context=64, experts=4, top_k=4)  # as many tokens go to each
 DEEP = GPTConfig(d_model=64, layers=8, heads=4, context=64)  # for eight stages
 ABOVE, BELOW = 0.03, 0.01
-FREE = Way(Link(float("inf"), 0.0), 2)
+FREE = Way(Interconnect(float("inf"), 0.0), 2)
 OWN = "0F0 0F1 3F0 3I0 3F1 3B1 3W0 0B1 0B0\n1F0 2F0 1F1 2F1 2I0 2B1 1I1 1B0 1W1 2W0"
 ENGINE: dict[str, dict[str, Any]] = {
     "tensor": {"mesh": {"tensor": 2}, "tensor": "auto"},
@@ -204,7 +204,7 @@ def test_what_layers_send_takes_time_on_their_link() -> None:
     division = Division(tensor=2)
     trace = Subject(GPT(SHAPE), batch(SHAPE), division=division).trace("fp32")
     device = replace(cluster("2xA100-40G").device, launch=0.0)
-    slow = Way(Link(1e6, 1e-3), 2)
+    slow = Way(Interconnect(1e6, 1e-3), 2)
     sent = [each for event in trace.events for each in event.work.sent]
     more = Work(device, trace, ways={"tensor": slow}).until[-1] - Work(device, trace, ways={"tensor": FREE}).until[-1]
     assert float(more[0]) == pytest.approx(sum(s.num_bytes / 1e6 + s.calls * 1e-3 for s in sent))

@@ -19,7 +19,7 @@ from shardfold.plan.axes import Mesh
 from shardfold.plan.lifetimes import GPU
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
-from shardfold.planner.sampled import MODES, Place, choose
+from shardfold.planner.sampled import MODES, PlannedRank, choose
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.testing import Ranks
@@ -134,7 +134,7 @@ def test_where_rates_are_known_seconds_decide() -> None:
     subject = Subject(GPT(SHAPE), _batch())
 
     def taken(names: tuple[str, ...], modes: tuple[str, ...], memory: float) -> Any:
-        place = Place(axes=mesh.axes, precision="bf16", behaviour=GPU, memory=memory, host=1e12,
+        place = PlannedRank(axes=mesh.axes, precision="bf16", behaviour=GPU, memory=memory, host=1e12,
                       where=Cluster(device, 1, 2))  # fmt: skip
         return choose([subject], {name: tables[name] for name in names}, modes, place)
 

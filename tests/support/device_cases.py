@@ -31,7 +31,7 @@ from torch import nn
 
 import shardfold as sf
 from shardfold.checkpoint import job
-from shardfold.checkpoint.files import Part
+from shardfold.checkpoint.files import UnwrittenPiece
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import Pending, drain
 from shardfold.parallel import Attention
@@ -247,7 +247,7 @@ def _copies(device: torch.device) -> torch.Tensor:
     """What a save reads at once of values that were queued just now."""
     values = _computed(device)
     piece: Any = SimpleNamespace(dtype="F32", nbytes=values.nbytes)
-    [part], _ = job._copied([Part(piece, values)], [])
+    [part], _ = job._copied([UnwrittenPiece(piece, values)], [])
     assert isinstance(part.values, torch.Tensor)
     return part.values.double().mean()
 

@@ -20,7 +20,7 @@ from shardfold.launch.namespaces import why_not
 from shardfold.tools import cli
 from shardfold.tools.bench import contenders, results, show, traces
 from shardfold.tools.bench.command import usual_precision
-from shardfold.tools.bench.results import Measured, Turn
+from shardfold.tools.bench.results import MeasuredRounds, Turn
 from shardfold.tools.bench.rounds import Callbacks, compare
 from shardfold.tools.bench.settings import Settings, gpt_shape
 
@@ -97,7 +97,7 @@ def test_offloading_is_measured_beside_the_bytes_that_it_moves():
 
 def test_bytes_of_a_peer_are_those_of_its_source():
     settings = replace(TINY, job="offload")
-    measured = Measured(settings=settings, contenders=[contenders.find("torch-fsdp2-host")])
+    measured = MeasuredRounds(settings=settings, contenders=[contenders.find("torch-fsdp2-host")])
     measured.turns["torch-fsdp2-host"] = turns([1.0], 1.0)
     [row] = results.rows(measured, "torch-fsdp2-host")
     assert row.program == 12 * gpt_shape(2e5, 16).num_parameters / 2 and row.moved is None
@@ -109,7 +109,7 @@ def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.C
     settings = Settings(job="units", ranks=1, rounds=3, steps=2)
     killed: list[int] = []
 
-    def kill(measured: Measured) -> None:
+    def kill(measured: MeasuredRounds) -> None:
         if not killed and all(measured.turns.values()):
             for child in psutil.Process().children():
                 if "bare-zeros" in child.cmdline():
@@ -185,9 +185,9 @@ def a_rank(seconds: float, number: int, loss: float) -> dict[str, Any]:
     return {**times, **memory, "handed": None, "losses": [loss] * 3, "last_step": 6 + 3 * number}
 
 
-def recorded(losses: Sequence[float]) -> Measured:
+def recorded(losses: Sequence[float]) -> MeasuredRounds:
     chosen = [contenders.find(name) for name in ("torch-ddp", "zero3")]
-    measured = Measured(settings=TINY, contenders=chosen)
+    measured = MeasuredRounds(settings=TINY, contenders=chosen)
     measured.turns["torch-ddp"] = turns([1.0, 2.0, 8.0], losses[0])
     measured.turns["zero3"] = turns([2.0, 2.0, 8.0], losses[1])
     return measured

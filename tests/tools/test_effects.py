@@ -14,10 +14,10 @@ from shardfold.checkpoint import export_to, import_from
 from shardfold.errors import ConfigError
 from shardfold.tools import cli
 from shardfold.tools.effects import Effect, idle
-from shardfold.tools.recipes.config import Settings, TrainConfig, resumed_settings
+from shardfold.tools.recipes.config import RecipeSettings, TrainConfig, resumed_settings
 from shardfold.tools.recipes.face.config import FaceConfig
 
-IDLE: list[tuple[type[Settings], dict[str, Any], str, dict[str, Any]]] = [
+IDLE: list[tuple[type[RecipeSettings], dict[str, Any], str, dict[str, Any]]] = [
     (TrainConfig, {"top_k": 1}, "--top-k has no effect here, .*: give --experts, or leave it out", {"experts": 2}),
     (TrainConfig, {"gather": "bf16", "layout": "ddp"}, "all parameters: give another --layout", {"layout": "zero1"}),
     (TrainConfig, {"sequence_parallel": True}, "of which there is 1 .*: give --tensor 2", {"tensor": 2}),
@@ -45,7 +45,7 @@ IDLE: list[tuple[type[Settings], dict[str, Any], str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("of", "given", "says", "then"), IDLE, ids=[f"{next(iter(given))}" for _, given, *_ in IDLE])
 def test_a_setting_without_effect_is_refused(
-    of: type[Settings], given: dict[str, Any], says: str, then: dict[str, Any]
+    of: type[RecipeSettings], given: dict[str, Any], says: str, then: dict[str, Any]
 ) -> None:
     """In a sentence that names the option and what it lacks; with that it is taken. Its default is no option."""
     with pytest.raises(ConfigError, match=says):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
-from shardfold.tools.observe.charts import HEIGHT, WIDTH, Line, line_chart
+from shardfold.tools.observe.charts import HEIGHT, WIDTH, ChartLine, line_chart
 from shardfold.tools.observe.page import page_of_run, write_page
 
 CONFIG = {"size": "tiny", "layout": "zero3", "procs": 2, "steps": 3, "data": "<script>alert(1)</script>"}
@@ -88,7 +88,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(width=32)), max_size=40))
 def test_a_chart_keeps_within_its_picture(points: list[tuple[int, float]]) -> None:
     """Whatever the values, NaN and inf among them."""
-    picture = line_chart([Line("a", sorted(points, key=lambda each: each[0]))], label="a")
+    picture = line_chart([ChartLine("a", sorted(points, key=lambda each: each[0]))], label="a")
     for pair in re.findall(r'points="([^"]*)"', picture):
         for x, y in (map(float, point.split(",")) for point in pair.split()):
             assert 0 <= x <= WIDTH and 0 <= y <= HEIGHT

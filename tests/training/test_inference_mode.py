@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.compat import deepspeed
 from shardfold.errors import UsageError
-from shardfold.parallel.split import Shared
+from shardfold.parallel.split import SharedInput
 from shardfold.sharding.autograd import outside_inference
 from shardfold.testing import Ranks
 from tests.support import models
@@ -133,7 +133,7 @@ def test_deepspeeds_accessors_read_states(ranks: Ranks) -> None:
 def test_what_two_columns_read_may_be_written_in_between() -> None:
     """Of what is gathered for columns (``sequence_parallel``); an inference tensor does not tell of changes."""
     for mode, again in ((torch.no_grad, False), (torch.inference_mode, True)):
-        shared = Shared()
+        shared = SharedInput()
         with mode():
             x = torch.ones(2)
             first = shared.copy(x, torch.clone)

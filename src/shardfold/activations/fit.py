@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardfold import accelerator
-from shardfold.activations.knapsack import Item, Option, choose, peak, smallest
+from shardfold.activations.knapsack import Item, ModeOption, choose, peak, smallest
 from shardfold.activations.offload import Results, Tally
 from shardfold.activations.profile import (
     Bytes,
@@ -91,7 +91,7 @@ class Planner:
         self._shapes: list[Any] = []
         self._open: list[tuple[Any, Any]] = []  # forwards since the last backward: what lives with them, shapes
         self._events: list[MeasuredForward | Saved] = []
-        self._plan: list[tuple[Spot, Option]] = []
+        self._plan: list[tuple[Spot, ModeOption]] = []
         self._predicted = 0
         self.kept: int | None = None
         for spot in self.spots:
@@ -294,7 +294,7 @@ class Planner:
         items = []
         for spot in spots:
             group = groups[spot.group]
-            options = [Option(mode, *spot.kept[mode], ms=milliseconds(spot, group, mode)) for mode in modes(spot)]
+            options = [ModeOption(mode, *spot.kept[mode], ms=milliseconds(spot, group, mode)) for mode in modes(spot)]
             items.append(Item(spot.name, spot.fixed, tuple(options)))
         return spots, items
 

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-__all__ = ["Item", "Option", "choose", "peak", "smallest"]
+__all__ = ["Item", "ModeOption", "choose", "peak", "smallest"]
 
 FRONT = 4000
 """Partial plans that are followed at once; more are thinned by bytes, evenly."""
 
 
-class Option(NamedTuple):
+class ModeOption(NamedTuple):
     """A mode of a unit.
 
     Attributes:
@@ -45,7 +45,7 @@ class Item(NamedTuple):
 
     name: str
     fixed: int
-    options: tuple[Option, ...]
+    options: tuple[ModeOption, ...]
 
 
 class _Partial(NamedTuple):
@@ -55,10 +55,10 @@ class _Partial(NamedTuple):
     ms: float
     ahead: int
     before: _Partial | None
-    option: Option | None
+    option: ModeOption | None
 
 
-def peak(items: Sequence[Item], plan: Sequence[Option], after: int = 0, *, repeated: bool = False) -> int:
+def peak(items: Sequence[Item], plan: Sequence[ModeOption], after: int = 0, *, repeated: bool = False) -> int:
     """The most bytes on the device at once under a plan.
 
     Args:
@@ -79,11 +79,11 @@ def peak(items: Sequence[Item], plan: Sequence[Option], after: int = 0, *, repea
     return max(most, kept + after)
 
 
-def choose(items: Sequence[Item], budget: int, after: int = 0, *, repeated: bool = False) -> list[Option] | None:
+def choose(items: Sequence[Item], budget: int, after: int = 0, *, repeated: bool = False) -> list[ModeOption] | None:
     """The plan that takes the least time of those whose :func:`peak` is in the budget; None if there is none."""
     if not repeated:
         return _fill(items, budget, after)
-    plans: list[list[Option]] = []
+    plans: list[list[ModeOption]] = []
     every = [option for item in items for option in item.options]
     for back, moved in product({o.back for o in every}, {o.moved for o in every}):
         left = [
@@ -96,7 +96,7 @@ def choose(items: Sequence[Item], budget: int, after: int = 0, *, repeated: bool
     return min(plans, key=lambda plan: sum(o.ms for o in plan), default=[] if not items and after <= budget else None)
 
 
-def smallest(items: Sequence[Item], after: int = 0, *, repeated: bool = False) -> list[Option]:
+def smallest(items: Sequence[Item], after: int = 0, *, repeated: bool = False) -> list[ModeOption]:
     """The plan whose peak is the least."""
     high = peak(items, [item.options[0] for item in items], after, repeated=repeated)
     low = -1  # nothing keeps that
@@ -109,7 +109,7 @@ def smallest(items: Sequence[Item], after: int = 0, *, repeated: bool = False) -
     return found
 
 
-def _fill(items: Sequence[Item], budget: int, after: int) -> list[Option] | None:
+def _fill(items: Sequence[Item], budget: int, after: int) -> list[ModeOption] | None:
     front = [_Partial(0, 0.0, 0, None, None)]
     for item in items:
         made: list[_Partial] = []
@@ -124,7 +124,7 @@ def _fill(items: Sequence[Item], budget: int, after: int) -> list[Option] | None
     if not fits:
         return None
     chosen: Any = min(fits, key=lambda partial: (partial.ms, partial.kept))
-    plan: list[Option] = []
+    plan: list[ModeOption] = []
     while chosen.option is not None:
         plan.append(chosen.option)
         chosen = chosen.before

@@ -33,7 +33,7 @@ from shardfold.activations.offload import Movers, counted, held
 from shardfold.activations.profile import Spot
 from shardfold.activations.recompute import KEPT, recomputing, without_filling
 from shardfold.activations.replaced import ReplacedForward
-from shardfold.activations.slices import Along, Room, Slicer, tensor_axis
+from shardfold.activations.slices import Along, SliceBuffer, Slicer, tensor_axis
 from shardfold.activations.tiles import tiling
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.axes import Mesh
@@ -103,7 +103,7 @@ class Replacements:
         axes = {value.over: tensor_axis(value.over, mesh) for value in self._values if value.over}
         self._axes = {over: axis for over, axis in axes.items() if mesh[axis] > 1}
         self._slicers: dict[str, Slicer] = {}
-        self._rooms: dict[Activations, Room] = {}
+        self._rooms: dict[Activations, SliceBuffer] = {}
         self._planner: Planner | None = None
         if budgets := {value.budget: value.mode for value in self._values if value.budget is not None}:
             if len(budgets) > 1:
@@ -182,7 +182,7 @@ class Replacements:
                 replace_forward(place.module, _moving(place, own, self._movers))
             elif place.current.mode in RECOMPUTED:
                 given = place.current
-                room = self._rooms.setdefault(given, Room(given.contiguous)) if given.contiguous else None
+                room = self._rooms.setdefault(given, SliceBuffer(given.contiguous)) if given.contiguous else None
                 again = recomputing(
                     place, own, self._needs, self._movers,
                     whole=measuring, slicer=self._slicers.get(given.over), room=room,

@@ -29,7 +29,7 @@ from shardfold.sharding.freed import apart
 from shardfold.sharding.partition import ROOT
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.disk import DiskRegion
-from shardfold.tiers.tier import Region, Tier
+from shardfold.tiers.tier import MemoryTier, Region
 from shardfold.tiers.tiers import Tiers
 from shardfold.torch_internals import (
     DispatchMode,
@@ -192,7 +192,7 @@ def _leave_untraced(owner: type, *names: str) -> None:
 class _Frame:
     """One forward of one module."""
 
-    def __init__(self, movers: Movers, tally: Tally, tier: Tier | EncodedTier, smallest: int) -> None:
+    def __init__(self, movers: Movers, tally: Tally, tier: MemoryTier | EncodedTier, smallest: int) -> None:
         self._movers, self._tally, self._tier, self._smallest = movers, tally, tier, smallest
         self._outer = top_saved_hooks()
         self._before = movers.last
@@ -446,7 +446,7 @@ def _names(units: Sequence[Unit]) -> list[str]:
     return [root, *(unit.name for unit in units if not unit.spec.root and unit.modules)]
 
 
-class _Saved:
+class _CountedTensor:
     """What is saved in place of a tensor while it is counted. It lives as long as autograd holds it."""
 
     def __init__(self, unit: str, storage: int, nbytes: int) -> None:
@@ -460,8 +460,8 @@ class Counter:
     def __init__(self, flats: set[int], model: nn.Module) -> None:
         self.bytes: dict[str, int] = {}
         self._rest = flats | {storage_key(buffer.untyped_storage()) for buffer in model.buffers()}
-        self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()  # in their order
-        self._last: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()  # by storage
+        self._saved: weakref.WeakValueDictionary[int, _CountedTensor] = weakref.WeakValueDictionary()  # in their order
+        self._last: weakref.WeakValueDictionary[int, _CountedTensor] = weakref.WeakValueDictionary()  # by storage
         self._number = 0
         self._handles: list[Any] = []
         self._open: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
@@ -482,12 +482,12 @@ class Counter:
         self._handles.append(module.register_forward_pre_hook(untraced(before)))
         self._handles.append(module.register_forward_hook(untraced(after), always_call=True))
 
-    def count(self, name: str, tensor: Tensor) -> _Saved:
+    def count(self, name: str, tensor: Tensor) -> _CountedTensor:
         """``tensor`` is kept for backward in forwards of ``name``, for as long as the answer lives."""
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
         if storage is None or storage_key(storage) in self._rest:
-            return _Saved(name, 0, 0)
-        saved = _Saved(name, storage_key(storage), storage.nbytes())
+            return _CountedTensor(name, 0, 0)
+        saved = _CountedTensor(name, storage_key(storage), storage.nbytes())
         if saved.storage not in self._last:
             self.bytes[name] = self.bytes.get(name, 0) + saved.nbytes
         self._saved[self._number] = self._last[saved.storage] = saved
@@ -511,12 +511,12 @@ class Counter:
     def _hooks(self, name: str) -> AbstractContextManager[Any]:
         outer = top_saved_hooks()
 
-        def pack(tensor: Tensor) -> _Saved:
+        def pack(tensor: Tensor) -> _CountedTensor:
             saved = self.count(name, tensor)  # first: what is around counts it for an outer module
             saved.packed = keep(tensor) if outer is None else outer[0](tensor)
             return saved
 
-        def unpack(saved: _Saved) -> Tensor:
+        def unpack(saved: _CountedTensor) -> Tensor:
             return saved.packed.get() if outer is None else outer[1](saved.packed)
 
         return torch.autograd.graph.saved_tensors_hooks(untraced(pack), untraced(unpack))

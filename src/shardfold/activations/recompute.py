@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardfold.activations.offload import Movers
 from shardfold.activations.replaced import ReplacedForward
 from shardfold.activations.selective import Selection
-from shardfold.activations.slices import Room, Sliced, Slicer
+from shardfold.activations.slices import SliceBuffer, Sliced, Slicer
 from shardfold.errors import UsageError
 from shardfold.sharding.autograd import inside_checkpoint
 from shardfold.sharding.freed import FreedParameter
@@ -60,7 +60,7 @@ def recomputing(
     *,
     whole: bool,
     slicer: Slicer | None = None,
-    room: Room | None = None,
+    room: SliceBuffer | None = None,
 ) -> Callable[..., Any]:
     """``whole``: torch.compile does not look into it. ``slicer``: cuts what is kept of inputs, None: it is kept whole.
     ``room``: where slices lie, None: each for itself."""
@@ -78,7 +78,7 @@ def recomputing(
         place.left = inside_checkpoint()
         if place.left or place.leaves or any(_holds_something(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
-        again = _Again(place, forward, needs, (args, kwargs))
+        again = _RecomputedForward(place, forward, needs, (args, kwargs))
         if slicer is not None:
             again.cut(slicer, room)
         contexts: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def _refuse_written(
             )
 
 
-class _Again:
+class _RecomputedForward:
     """One forward, which runs now and once more in each backward.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Again:
         self._originals: list[Any] = []  # of what is sliced, until it has run
         self._sliced: Sliced | None = None
 
-    def cut(self, slicer: Slicer, room: Room | None) -> None:
+    def cut(self, slicer: Slicer, room: SliceBuffer | None) -> None:
         """What is kept of the arguments is this rank's slices; the first run has the originals."""
         place = self._place
         who = repr(place.path) if place.path else "the model"

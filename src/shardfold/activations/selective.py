@@ -72,7 +72,7 @@ class Selection:
 
     def contexts(self) -> tuple[Any, Any]:
         """What the first run and each other one happen in."""
-        return _First(self), _Again(self)
+        return _First(self), _Replayed(self)
 
     def chooses(self, operation: Any) -> bool:
         return operation in self._operations and not _writes(operation)
@@ -136,7 +136,7 @@ class Selection:
                 self._results.pop(key, None)
 
 
-class _Mode(DispatchMode):
+class _SelectMode(DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, selection: Selection) -> None:
@@ -148,7 +148,7 @@ class _Mode(DispatchMode):
         return True
 
 
-class _First(_Mode):
+class _First(_SelectMode):
     def __init__(self, selection: Selection) -> None:
         super().__init__(selection)
         self._numbers: Counter[Any] = Counter()
@@ -165,7 +165,7 @@ class _First(_Mode):
         return self._selection.first((func, self._numbers[func]), func, args, kwargs)
 
 
-class _Again(_Mode):
+class _Replayed(_SelectMode):
     def __init__(self, selection: Selection) -> None:
         super().__init__(selection)
         self._numbers: list[Counter[Any]] = []  # of each run that is under way

@@ -24,7 +24,7 @@ from shardfold.plan.axes import Mesh, Role
 from shardfold.sharding.freed import apart
 from shardfold.torch_internals import counted_together, storage_key
 
-__all__ = ["Along", "Room", "Sliced", "Slicer", "tensor_axis"]
+__all__ = ["Along", "SliceBuffer", "Sliced", "Slicer", "tensor_axis"]
 
 SHARE = 4
 """A storage is sliced as a whole if the tensor that is given has this part of it or more: others may have the rest."""
@@ -66,7 +66,7 @@ def tensor_axis(over: str, mesh: Mesh) -> str:
     return named[0].name
 
 
-class Room:
+class SliceBuffer:
     """Memory for the slices of a number of checkpoints, which lie one behind the other and are used again, so that what
     comes and goes between them leaves no gaps.
 
@@ -113,7 +113,7 @@ class _Kept:
         piece: 1-D.
     """
 
-    def __init__(self, flat: Tensor, argument: int, ranks: Along, room: Room | None) -> None:
+    def __init__(self, flat: Tensor, argument: int, ranks: Along, room: SliceBuffer | None) -> None:
         numel = -(-len(flat) // ranks.size)
         mine = flat[ranks.rank * numel : (ranks.rank + 1) * numel]
         self._release: Callable[[], None] = lambda: None
@@ -183,7 +183,7 @@ class Slicer:
         self._known: dict[Any, tuple[weakref.ref[Tensor], _Kept]] = {}  # what several units are called with: kept once
 
     def cut(
-        self, leaves: Sequence[Any], smallest: int, who: str, *, compare: bool, room: Room | None = None
+        self, leaves: Sequence[Any], smallest: int, who: str, *, compare: bool, room: SliceBuffer | None = None
     ) -> tuple[list[Any], Sliced]:
         """The arguments with slices in place of tensors (None where one stands in another's place already), and what
         makes them whole.
@@ -224,7 +224,7 @@ class Slicer:
             out[place] = each.piece
         return out, Sliced(inputs, places, self._ranks, kept if room is not None else ())
 
-    def _keep(self, argument: int, tensor: Tensor, flat: Tensor, key: Any, room: Room | None) -> _Kept:
+    def _keep(self, argument: int, tensor: Tensor, flat: Tensor, key: Any, room: SliceBuffer | None) -> _Kept:
         known = self._known.get(key)
         given = known[0]() if known is not None else None
         if known is not None and given is not None and counted_together(given, tensor):

@@ -1,20 +1,43 @@
 """Checkpoints that any layout writes and any layout reads.
 
-format    what the index says: pieces, and where their elements are       trees     the run's own state as JSON
-files     safetensors files, written and read in pieces of a few MiB      folders   a folder is there whole, or not
-collect   what an engine has to keep          save      all ranks write, one makes it a checkpoint
-messages  what ranks tell each other then     load      into the shards of any layout
-paths     what a checkpoint may name        checked   what an index may say
-trust     objects, read without their code
-reader    a checkpoint without an engine      inspect   what is in one        verify    whether it is as it was written
-
-and the doors: tensors are read when they are asked for, one at a time
-
-stored    tensors by name, of a checkpoint or of safetensors files        names     names that differ from the model's
-export    to others' files: safetensors, torch.save, DCP                  model     into a module, to be used
-imports   from others' files                                              writer    a checkpoint without an engine
-deepspeed a run that DeepSpeed saved, of which ``deepspeed_ranks`` says   pickled   files of torch.save, whose objects
-          what its ranks have                                                       are kept as data
+apart            states of groups of ranks that train apart between outer steps
+base             frozen parameters that a checkpoint leaves out, known by checksums
+checked          what the text of an index may say: types and bounds
+collect          what of an engine a checkpoint keeps
+dcp              folders of ``torch.distributed.checkpoint``, written and read
+deepspeed        folders that DeepSpeed wrote, as a checkpoint
+deepspeed_ranks  which elements a rank of DeepSpeed's has
+draft            the folder in which a checkpoint is written, until it takes its place
+elsewhere        files that lie on other hosts, read over the network
+export           weights into others' files, as a whole or not at all
+files            safetensors files, written and read a few MiB at a time
+fit              whether a checkpoint fits an engine, by its index alone
+folders          folders of checkpoints: which are complete, which is the latest, which are removed
+format           what the index says, as values: pieces and where their elements are
+given            what users give a save or a load, checked first
+holder           the process that writes into a folder, and whether it still lives
+hosts            which ranks see the same folder
+imports          others' files as a checkpoint
+inspect          what is in a checkpoint, by its index alone; no torch
+job              one save, as one rank sees it
+load             loading into an engine of any layout
+messages         what ranks tell each other during a save, through the key-value store
+model            a model with the weights of a checkpoint, without an engine
+names            names that differ from the model's
+opened           the same checkpoint on all ranks, wherever its parts are
+outcome          a checkpoint on every host, or none on any
+paths            what a checkpoint's own files may name
+pickled          files of ``torch.save``, read without running any code of theirs
+pt               the file that ``torch.save`` makes, written tensor by tensor
+reader           a checkpoint on disk, read in pieces, without an engine
+rng              states of random generators, as values
+run_lock         which run a folder belongs to; one process at a time saves there
+save             saving: every rank writes what it owns, one makes it a checkpoint
+stored           tensors by name that are read when they are asked for
+trees            the run's own state as JSON
+trust            which objects in files are read, and for whom
+verify           whether a checkpoint is what was written
+writer           a checkpoint written by one process: what every import ends in
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.checkpoint.files import Part
+from shardfold.checkpoint.files import UnwrittenPiece
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 
@@ -61,7 +61,7 @@ def group_read(model: ShardedModel, run: Mapping[str, Any]) -> int:
     return group_here(model) % int((run.get("outer") or {}).get("groups", 1))
 
 
-def of_group(parts: list[Part], group: int) -> list[Part]:
+def of_group(parts: list[UnwrittenPiece], group: int) -> list[UnwrittenPiece]:
     """The parts of a group's parameters, under its names; what is kept once is the first group's."""
     if not group:
         return parts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.apart import group_here, is_apart, of_group, shared_states
-from shardfold.checkpoint.files import NAMES, Part
+from shardfold.checkpoint.files import NAMES, UnwrittenPiece
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
@@ -36,13 +36,13 @@ def collect(
     run_tensors: Mapping[str, Tensor],
     left_out: Mapping[str, str],
     lost: Mapping[int, Tensor],
-) -> tuple[list[Part], Index]:
+) -> tuple[list[UnwrittenPiece], Index]:
     """This rank's parts, and what it alone knows: numbers kept once, its own tree.
 
     Where a state is whole on several ranks, each writes an equal share of it. ``left_out``: see :mod:`.base`; ``lost``:
     see :func:`sums_of_lost`.
     """
-    parts: list[Part] = []
+    parts: list[UnwrittenPiece] = []
     index, group = Index(), group_here(model)
     for unit in model.units:
         for segment in unit.segments:
@@ -88,15 +88,18 @@ def header(
     index = Index(
         step=model.run.steps,
         written={
-            "shardfold": __version__, "torch": str(torch.__version__),
+            "shardfold": __version__,
+            "torch": str(torch.__version__),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
         layout={
-            "table": str(model.layout), "precision": str(model.rules.default),
-            "mesh": dict(model.comm.mesh.sizes), "ranks": model.world_size,
+            "table": str(model.layout),
+            "precision": str(model.rules.default),
+            "mesh": dict(model.comm.mesh.sizes),
+            "ranks": model.world_size,
         },
         run=tree,
-    )  # fmt: skip
+    )
     _describe(model, index, left_out, tensors)
     return index, tensors
 
@@ -178,7 +181,7 @@ def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, segment: Se
 
 
 def _of_parameter(
-    model: ShardedModel, segment: Segment, slot: int, parts: list[Part], index: Index, lost: Tensor | None
+    model: ShardedModel, segment: Segment, slot: int, parts: list[UnwrittenPiece], index: Index, lost: Tensor | None
 ) -> None:
     place = segment.spec.slots[slot]
     weights, bounds, over = most_precise(model, segment)
@@ -212,7 +215,7 @@ def _of_parameter(
             index.once[place.name] = numbers
 
 
-def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[Part]) -> None:
+def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[UnwrittenPiece]) -> None:
     """This rank's share of what groups of ranks have together of a segment."""
     over = (*segment.table.master.over, *model.comm.mesh.sizes.rare)
     for state, bounds, values in shared_states(model, segment):
@@ -225,20 +228,20 @@ def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[Part]) -> 
 
 def _range(
     slot: Slot, state: str, start: int, values: Tensor | Shard, numel: int | None = None, block: int = 1
-) -> Part:
+) -> UnwrittenPiece:
     """``values``: of a shard, its memory; one in a file is read when it is its turn to be written."""
     kind = "element" if block == 1 else "block"
     stop = start + (values.numel() if numel is None else numel)
     dtype, shape = _dtype(values, slot.name), (values.numel(),)
     piece = Piece(slot.name, state, kind, dtype, shape, start, stop, slot.box, block)
     if isinstance(values, Tensor):
-        return Part(piece, values)
+        return UnwrittenPiece(piece, values)
     memory = values.memory
-    return Part(piece, values if memory is None else memory)
+    return UnwrittenPiece(piece, values if memory is None else memory)
 
 
-def _whole(kind: str, state: str, name: str, values: Tensor, rank: int | None = None) -> Part:
-    return Part(Piece(name, state, kind, _dtype(values, name), tuple(values.shape), rank=rank), values)
+def _whole(kind: str, state: str, name: str, values: Tensor, rank: int | None = None) -> UnwrittenPiece:
+    return UnwrittenPiece(Piece(name, state, kind, _dtype(values, name), tuple(values.shape), rank=rank), values)
 
 
 def _dtype(values: Tensor | Shard, name: str) -> str:

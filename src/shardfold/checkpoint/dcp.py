@@ -145,13 +145,27 @@ class _Reader(FileSystemReader):
 #: What a folder's description is made of. None of it does more than keep what it is given.
 _DESCRIBING = {
     ("torch.distributed.checkpoint.metadata", name)
-    for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-                 "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
 } | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch", "device"),
-    ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("builtins", "set"),
-    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
-}  # fmt: skip
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
 
 
 class _Description(pickle.Unpickler):

@@ -32,12 +32,30 @@ __all__ = ["DeepSpeedFolder"]
 
 #: What DeepSpeed itself puts beside the user's own state.
 OWN_KEYS = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
-    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts",
-    "ds_autoep_layers", "autoep_layers", "universal_checkpoint_info", "csr_tensor_module_names",
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_config",
+    "ds_version",
+    "num_experts",
+    "ds_autoep_layers",
+    "autoep_layers",
+    "universal_checkpoint_info",
+    "csr_tensor_module_names",
     "sparse_tensor_module_names",
-}  # fmt: skip
+}
 ROUNDING = 2.0**-7
 """Of a vector's norm, what rounding to bf16 may change: each element by 2^-9 of it at most."""
 
@@ -354,9 +372,14 @@ def _loss_scale(scaler: Any, skipped: int) -> dict[str, Any] | None:
     good = int(said["cur_iter"]) - int(said["last_overflow_iter"]) - 1
     left = 1 if good and good % window == 0 else window - good % window + 1
     return {
-        "scale": scale, "growth_factor": factor, "backoff_factor": 1 / factor, "growth_interval": window,
-        "_growth_tracker": window - left, "hysteresis_left": int(said["cur_hysteresis"]), "skipped": skipped,
-    }  # fmt: skip
+        "scale": scale,
+        "growth_factor": factor,
+        "backoff_factor": 1 / factor,
+        "growth_interval": window,
+        "_growth_tracker": window - left,
+        "hysteresis_left": int(said["cur_hysteresis"]),
+        "skipped": skipped,
+    }
 
 
 def _section(config: Any, name: str) -> dict[str, Any]:

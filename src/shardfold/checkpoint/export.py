@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from shardfold.checkpoint.files import NAMES, Part, write_file
+from shardfold.checkpoint.files import NAMES, UnwrittenPiece, write_file
 from shardfold.checkpoint.folders import sync_folder, write_synced
 from shardfold.checkpoint.format import Piece
 from shardfold.checkpoint.names import Rename, renamer
@@ -38,9 +38,18 @@ Tick = Callable[[int], None]
 
 #: What a folder of transformers has beside the weights.
 BESIDE = (
-    "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "spiece.model", "sentencepiece*.model", "chat_template*", "*processor_config.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "*processor_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,7 @@ class _Named(Piece):
 def _to_hf(stored: Stored, folder: Path, shard_bytes: int, tick: Tick) -> list[str]:
     """Files of at most so many bytes, and an index if there are several; their names."""
     folder.mkdir()
-    shards: list[list[Part]] = [[]]
+    shards: list[list[UnwrittenPiece]] = [[]]
     size = 0
     for name, later in stored.tensors.items():
         if shards[-1] and size + later.nbytes > shard_bytes:
@@ -182,7 +191,7 @@ def _to_hf(stored: Stored, folder: Path, shard_bytes: int, tick: Tick) -> list[s
             size = 0
         size += later.nbytes
         kind = "buffer" if name in stored.buffers else "element"
-        shards[-1].append(Part(_Named(name, "", kind, NAMES[later.dtype], later.shape), later.read))
+        shards[-1].append(UnwrittenPiece(_Named(name, "", kind, NAMES[later.dtype], later.shape), later.read))
     names, homes, done = list[str](), dict[str, str](), 0
     for number, parts in enumerate(shards, 1):
         many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""

@@ -33,17 +33,29 @@ from shardfold.sharding.shard import Shard
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere
 
-__all__ = ["DTYPES", "NAMES", "Part", "Reader", "check_dense", "write_file"]
+__all__ = ["DTYPES", "NAMES", "Reader", "UnwrittenPiece", "check_dense", "write_file"]
 
 PAGE = 4096
 BUFFER = 2 * SUM_BYTES
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -62,7 +74,7 @@ def check_dense(values: Tensor, what: str) -> None:
         raise CheckpointError(f"{what} is a tensor on the meta device, which has no values: give it some.")
 
 
-class Part(NamedTuple):
+class UnwrittenPiece(NamedTuple):
     """What is to be written: a piece that has no place in a file yet, and its values, what makes them, or what rests in
     a file of its own, from which it is copied some MiB at a time."""
 
@@ -78,7 +90,7 @@ class Written(NamedTuple):
     nonfinite: list[Piece]
 
 
-def write_file(path: Path, parts: Sequence[Part], tick: Callable[[int], None] = lambda done: None) -> Written:
+def write_file(path: Path, parts: Sequence[UnwrittenPiece], tick: Callable[[int], None] = lambda done: None) -> Written:
     """Writes a safetensors file and waits until it is on the disk.
 
     Args:
@@ -98,8 +110,10 @@ def write_file(path: Path, parts: Sequence[Part], tick: Callable[[int], None] = 
         if piece.key in header:
             raise CheckpointError(f"{path}: two tensors would have the name {piece.key!r}.")
         header[piece.key] = {
-            "dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [offset, offset + piece.nbytes]
-        }  # fmt: skip
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "data_offsets": [offset, offset + piece.nbytes],
+        }
         offset += piece.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
@@ -126,7 +140,7 @@ def write_file(path: Path, parts: Sequence[Part], tick: Callable[[int], None] = 
     return Written(pieces, begin + offset, nonfinite)
 
 
-def _blocks(part: Part) -> Iterator[memoryview]:
+def _blocks(part: UnwrittenPiece) -> Iterator[memoryview]:
     """The bytes of a part, :data:`SUM_BYTES` at a time."""
     given = part.values
     flat = given if isinstance(given, Shard) else _flat(given if isinstance(given, Tensor) else given())

@@ -49,9 +49,23 @@ SUM_BYTES = 4 * 1024 * 1024
 
 #: safetensors' names of dtypes, and bytes per element.
 ITEMSIZES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
-}  # fmt: skip
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "C64": 8,
+}
 
 
 def checksum(data: Any) -> str:
@@ -131,9 +145,20 @@ class Piece:
         start, stop = said.get("range", (0, 0))
         box = Box(*map(tuple, said["box"])) if "box" in said else None
         return Piece(
-            said["of"], said["state"], said["kind"], said["dtype"], tuple(said["shape"]), start, stop, box,
-            said.get("block", 1), said["file"], said["at"], tuple(said["sums"]), said.get("rank"),
-        )  # fmt: skip
+            said["of"],
+            said["state"],
+            said["kind"],
+            said["dtype"],
+            tuple(said["shape"]),
+            start,
+            stop,
+            box,
+            said.get("block", 1),
+            said["file"],
+            said["at"],
+            tuple(said["sums"]),
+            said.get("rank"),
+        )
 
 
 @dataclass(frozen=True)
@@ -172,9 +197,13 @@ class Parameter:
     @staticmethod
     def from_json(said: Mapping[str, Any]) -> Parameter:
         return Parameter(
-            said["name"], tuple(said["shape"]), said["dtype"], tuple(said.get("also", ())),
-            said.get("trainable", True), said.get("digest"),
-        )  # fmt: skip
+            said["name"],
+            tuple(said["shape"]),
+            said["dtype"],
+            tuple(said.get("also", ())),
+            said.get("trainable", True),
+            said.get("digest"),
+        )
 
 
 @dataclass
@@ -212,11 +241,19 @@ class Index:
     def to_bytes(self) -> bytes:
         """The text of ``index.json``: the index and, beside it, the checksum of its compact form."""
         said = {
-            "step": self.step, "written": self.written, "layout": self.layout, "files": self.files,
-            "parameters": [p.to_json() for p in self.parameters], "buffers": [b.to_json() for b in self.buffers],
-            "pieces": [p.to_json() for p in self.pieces], "once": self.once, "optimizer": self.optimizer,
-            "run": self.run, "ranks": self.ranks, "nonfinite": self.nonfinite,
-        }  # fmt: skip
+            "step": self.step,
+            "written": self.written,
+            "layout": self.layout,
+            "files": self.files,
+            "parameters": [p.to_json() for p in self.parameters],
+            "buffers": [b.to_json() for b in self.buffers],
+            "pieces": [p.to_json() for p in self.pieces],
+            "once": self.once,
+            "optimizer": self.optimizer,
+            "run": self.run,
+            "ranks": self.ranks,
+            "nonfinite": self.nonfinite,
+        }
         head = {"format": FORMAT, "version": VERSION, "checksum": checksum(_compact(said))}
         lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         for name, value in said.items():
@@ -259,11 +296,19 @@ class Index:
         except ValueError as error:
             raise CheckpointError(f"{where} is damaged: {error}; take another checkpoint.") from None
         return Index(
-            said["step"], said["written"], said["layout"], said["files"],
-            [Parameter.from_json(p) for p in said["parameters"]], [Parameter.from_json(b) for b in said["buffers"]],
-            [Piece.from_json(p) for p in said["pieces"]], said["once"], said.get("optimizer"),
-            said["run"], said["ranks"], said["nonfinite"],
-        )  # fmt: skip
+            said["step"],
+            said["written"],
+            said["layout"],
+            said["files"],
+            [Parameter.from_json(p) for p in said["parameters"]],
+            [Parameter.from_json(b) for b in said["buffers"]],
+            [Piece.from_json(p) for p in said["pieces"]],
+            said["once"],
+            said.get("optimizer"),
+            said["run"],
+            said["ranks"],
+            said["nonfinite"],
+        )
 
 
 def _compact(said: Any) -> bytes:

@@ -173,20 +173,31 @@ class Contents:
     def to_json(self) -> dict[str, Any]:
         index = self.index
         return {
-            "path": str(self.path), "step": index.step, "written": index.written, "layout": index.layout,
-            "bytes": self.num_bytes, "elements": self.num_elements, "files": index.files,
+            "path": str(self.path),
+            "step": index.step,
+            "written": index.written,
+            "layout": index.layout,
+            "bytes": self.num_bytes,
+            "elements": self.num_elements,
+            "files": index.files,
             "states": {name: {"bytes": size, "dtypes": dtypes} for name, (size, dtypes) in self.states.items()},
             "run": self.run,
             "tensors": [
                 {
-                    "name": t.name, "shape": t.shape, "dtype": t.dtype, "buffer": t.buffer, "trainable": t.trainable,
-                    "also": t.also, "states": {s: {"bytes": n, "dtype": d} for s, (n, d) in t.states.items()},
+                    "name": t.name,
+                    "shape": t.shape,
+                    "dtype": t.dtype,
+                    "buffer": t.buffer,
+                    "trainable": t.trainable,
+                    "also": t.also,
+                    "states": {s: {"bytes": n, "dtype": d} for s, (n, d) in t.states.items()},
                 }
                 for t in self.tensors
             ],
-            "missing": [each.to_json() for each in self.missing], "nonfinite_when_written": index.nonfinite,
+            "missing": [each.to_json() for each in self.missing],
+            "nonfinite_when_written": index.nonfinite,
             "not_finite": [each.to_json() for each in self.not_finite] if self.not_finite is not None else None,
-        }  # fmt: skip
+        }
 
 
 def inspect(
@@ -241,10 +252,14 @@ def not_finite(folder: Path, index: Index, tick: Callable[[int, int], None]) -> 
 
 #: By dtype: the integer of the same size, the bits of the exponent, and those of the mantissa.
 _BITS: dict[str, tuple[Any, int, int]] = {
-    "F64": (np.uint64, 0x7FF0000000000000, 0x000FFFFFFFFFFFFF), "F32": (np.uint32, 0x7F800000, 0x007FFFFF),
-    "F16": (np.uint16, 0x7C00, 0x03FF), "BF16": (np.uint16, 0x7F80, 0x007F), "F8_E5M2": (np.uint8, 0x7C, 0x03),
-    "F8_E4M3": (np.uint8, 0x7F, 0x7F), "C64": (np.uint32, 0x7F800000, 0x007FFFFF),
-}  # fmt: skip
+    "F64": (np.uint64, 0x7FF0000000000000, 0x000FFFFFFFFFFFFF),
+    "F32": (np.uint32, 0x7F800000, 0x007FFFFF),
+    "F16": (np.uint16, 0x7C00, 0x03FF),
+    "BF16": (np.uint16, 0x7F80, 0x007F),
+    "F8_E5M2": (np.uint8, 0x7C, 0x03),
+    "F8_E4M3": (np.uint8, 0x7F, 0x7F),
+    "C64": (np.uint32, 0x7F800000, 0x007FFFFF),
+}
 
 
 def _count(data: memoryview, dtype: str) -> tuple[int, int]:
@@ -310,10 +325,15 @@ def _rows(node: _Node, depth: int) -> Iterator[Row]:
         dtypes = tuple(sorted({tensor.dtype for tensor in leaves}))
         first, last = names[0], names[-1]
         yield Row(
-            depth, first if len(names) == 1 else f"{first}-{last}", len(names), sum(t.numel for t in leaves),
-            sum(t.weight_bytes for t in leaves), sum(t.state_bytes for t in leaves), dtypes,
+            depth,
+            first if len(names) == 1 else f"{first}-{last}",
+            len(names),
+            sum(t.numel for t in leaves),
+            sum(t.weight_bytes for t in leaves),
+            sum(t.state_bytes for t in leaves),
+            dtypes,
             alike[0].tensor if not alike[0].children else None,
-        )  # fmt: skip
+        )
         yield from _rows(alike[0], depth + 1)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfold import accelerator
 from shardfold.checkpoint.collect import collect, header
 from shardfold.checkpoint.draft import Draft
-from shardfold.checkpoint.files import Part, write_file
+from shardfold.checkpoint.files import UnwrittenPiece, write_file
 from shardfold.checkpoint.format import ITEMSIZES, Index
 from shardfold.checkpoint.hosts import Host
 from shardfold.checkpoint.messages import Messages, words
@@ -120,7 +120,7 @@ class Job:
         self.messages = Messages(model.comm.mesh.asked, f"save/{draft.token}", model.rank)
         self._begun, self.stall = begun, 0.0
         self._held = 0
-        self._parts: list[Part] = []
+        self._parts: list[UnwrittenPiece] = []
         self._index = Index()  # this rank's
         self._header = Index()  # rank 0's
         self._problem = ""
@@ -215,7 +215,7 @@ class Job:
         return problem, num_bytes
 
 
-def _copied(parts: list[Part], blocks: list[Tensor]) -> tuple[list[Part], list[Tensor]]:
+def _copied(parts: list[UnwrittenPiece], blocks: list[Tensor]) -> tuple[list[UnwrittenPiece], list[Tensor]]:
     """The parts with their values in blocks of host memory (pinned, for a GPU): those given, if they have room."""
     ordered = sorted(parts, key=lambda part: -ITEMSIZES[part.piece.dtype])
     devices = {part.values.device for part in ordered if isinstance(part.values, Tensor)}
@@ -223,14 +223,14 @@ def _copied(parts: list[Part], blocks: list[Tensor]) -> tuple[list[Part], list[T
     places, sizes = _placed([part.piece.nbytes for part in ordered], PINNED if devices else None)
     if len(blocks) != len(sizes) or any(b.nbytes < size for b, size in zip(blocks, sizes, strict=True)):
         blocks = [_block(size, next(iter(devices), None)) for size in sizes]
-    copies: list[Part] = []
+    copies: list[UnwrittenPiece] = []
     with torch.no_grad():
         for part, (number, at) in zip(ordered, places, strict=True):
             given = part.values
             values = given() if callable(given) else values_of(given)
             target = blocks[number][at : at + part.piece.nbytes].view(values.dtype)
             target.copy_(values.detach().reshape(-1), non_blocking=values.device in devices)
-            copies.append(Part(part.piece, target))
+            copies.append(UnwrittenPiece(part.piece, target))
     for device in devices:  # copies that are under way are not read: hashes would agree with whatever is there by then
         accelerator.current_stream(device).synchronize()
     return copies, blocks

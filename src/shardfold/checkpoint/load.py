@@ -286,8 +286,9 @@ def _take_run(
     if saved_lost != any(segment.format_state is not None for segment in model.trainable()):
         notes.append(
             "What reductions of the checkpoint's run have lost in rounding is not added here: none of this run's do so."
-            if saved_lost else "The checkpoint has nothing that reductions have lost in rounding: that begins with 0."
-        )  # fmt: skip
+            if saved_lost
+            else "The checkpoint has nothing that reductions have lost in rounding: that begins with 0."
+        )
     for name, target in state.items():
         if name in report.state:
             target.load_state_dict(report.state[name])

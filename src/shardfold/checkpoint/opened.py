@@ -51,8 +51,14 @@ class _Version:
         absent = {each.file for each in self.damage}
         files = [number for number, file in enumerate(sorted(self.index.files)) if file not in absent]
         order = [str(self.index.written.get("time", "")), self.index.step]
-        return {"name": name, "digest": self.digest, "order": order, "files": files, "of": len(self.index.files),
-                "spread": bool(hosts_said(self.index))}  # fmt: skip
+        return {
+            "name": name,
+            "digest": self.digest,
+            "order": order,
+            "files": files,
+            "of": len(self.index.files),
+            "spread": bool(hosts_said(self.index)),
+        }
 
 
 def open_together(model: ShardedModel, path: str | Path, key: str) -> Checkpoint:

@@ -17,8 +17,13 @@ __all__ = ["NAME_BYTES", "check_apart", "check_regular", "inside", "is_plain_nam
 NAME_BYTES = 255
 """Of a name of a file, at most: what file systems have."""
 
-KINDS = ((stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISCHR, "device"),
-         (stat.S_ISBLK, "device"))  # fmt: skip
+KINDS = (
+    (stat.S_ISDIR, "folder"),
+    (stat.S_ISFIFO, "pipe"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISCHR, "device"),
+    (stat.S_ISBLK, "device"),
+)
 
 
 def is_plain_name(name: object) -> bool:

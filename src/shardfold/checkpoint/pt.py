@@ -34,11 +34,18 @@ HEADER, ZIP64, FIELD = 30, 20, 4  # bytes of a record's header, of its sizes fro
 
 #: The classes that stand for dtypes in these files; later dtypes are named themselves.
 STORAGES: dict[torch.dtype, Any] = {
-    torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage, torch.complex64: torch.ComplexFloatStorage,
-}  # fmt: skip
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+}
 
 
 def write_pt(stored: Stored, path: Path, tick: Callable[[int], None]) -> None:

@@ -39,7 +39,7 @@ _saves: set[str] = set()  # of this process, whose engines may replace each othe
 
 
 @dataclass(frozen=True)
-class _Held:
+class _LockFile:
     """What the file says."""
 
     token: str  # of an engine
@@ -160,14 +160,16 @@ class RunLock:
             if held is not None and held.alive is None:
                 LOG.warning(
                     "%s was last saved to by %s, and whether that still runs cannot be seen from here: this run goes "
-                    "on there, and that one will be refused if it saves again.", folder, held.holder,
-                )  # fmt: skip
+                    "on there, and that one will be refused if it saves again.",
+                    folder,
+                    held.holder,
+                )
             if self._take(folder, held):
                 self._held.add(_real(folder))
                 return True
         raise CheckpointError(f"{folder} is claimed by several runs at this moment; give each a folder of its own")
 
-    def _refuse_other(self, folder: Path, held: _Held | None) -> None:
+    def _refuse_other(self, folder: Path, held: _LockFile | None) -> None:
         """
         Raises:
             CheckpointError: the folder is not for this run.
@@ -200,7 +202,7 @@ class RunLock:
             f"the same checkpoint: go on from its with {how}, or give this run a folder of its own"
         )
 
-    def _take(self, folder: Path, held: _Held | None) -> bool:
+    def _take(self, folder: Path, held: _LockFile | None) -> bool:
         """Takes the place of ``held``; False if another was faster."""
         path, aside = folder / LOCK, folder / f"{LOCK}.{self._token}"
         if path.exists():
@@ -232,14 +234,14 @@ def _real(folder: Path) -> Path:
     return Path(os.path.realpath(folder))
 
 
-def _read(folder: Path) -> _Held | None:
+def _read(folder: Path) -> _LockFile | None:
     return _parsed(folder / LOCK)
 
 
-def _parsed(path: Path) -> _Held | None:
+def _parsed(path: Path) -> _LockFile | None:
     """None: it is not there, or says nothing, as after a process was killed that made it."""
     try:
         said = json.loads(path.read_bytes())
-        return _Held(str(said["token"]), Holder.from_json(said))
+        return _LockFile(str(said["token"]), Holder.from_json(said))
     except (OSError, ValueError, KeyError, TypeError):
         return None

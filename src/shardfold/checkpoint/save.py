@@ -174,8 +174,10 @@ class Saver:
         if model.rank == 0 and not self._told:
             LOG.warning(
                 "%s do not share %s: each keeps the part that its ranks wrote, and all parts are needed to load one. "
-                "shared=False says that this is meant, shared=True refuses it.", told, draft.target.parent,
-            )  # fmt: skip
+                "shared=False says that this is meant, shared=True refuses it.",
+                told,
+                draft.target.parent,
+            )
         self._told = True
         return hosts
 

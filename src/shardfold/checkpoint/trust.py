@@ -168,8 +168,11 @@ def numpy_number(kind: NumpyKind, data: bytes | str) -> Any:
 
 def _harmless() -> list[Any]:
     """Classes of values without code of their own, with the names that files of any Python and NumPy have for them."""
-    paths = [(pathlib.Path, f"{home}.{kind}") for home in ("pathlib", "pathlib._local") for kind in
-             ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")]  # fmt: skip
+    paths = [
+        (pathlib.Path, f"{home}.{kind}")
+        for home in ("pathlib", "pathlib._local")
+        for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    ]
     times = [datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone]
     numbers = [(numpy_number, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
     return [argparse.Namespace, (frozenset, "builtins.frozenset"), *paths, *times, *numbers, (NumpyKind, "numpy.dtype")]

@@ -109,9 +109,14 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "path": str(self.path), "step": self.step, "ok": self.ok, "files": self.num_files,
-            "tensors": self.num_tensors, "bytes": self.num_bytes, "damage": [each.to_json() for each in self.damage],
-        }  # fmt: skip
+            "path": str(self.path),
+            "step": self.step,
+            "ok": self.ok,
+            "files": self.num_files,
+            "tensors": self.num_tensors,
+            "bytes": self.num_bytes,
+            "damage": [each.to_json() for each in self.damage],
+        }
 
 
 def read_index(path: str | Path) -> tuple[Path, Index]:
@@ -383,8 +388,12 @@ def _tiling(name: str, pieces: Sequence[Piece], begin: int, size: int) -> Iterat
     at = begin
     for piece in pieces:
         if piece.at != at and piece.nbytes:
-            yield Damage("between two tensors" if piece.at > at else "are of two tensors", name, piece.key,
-                         (min(at, piece.at), max(at, piece.at)))  # fmt: skip
+            yield Damage(
+                "between two tensors" if piece.at > at else "are of two tensors",
+                name,
+                piece.key,
+                (min(at, piece.at), max(at, piece.at)),
+            )
         at = max(at, piece.at + piece.nbytes)
     if at != size:
         yield Damage(f"its tensors end at byte {at} and the file at {size}", name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.draft import Draft
-from shardfold.checkpoint.files import NAMES, Part, write_file
+from shardfold.checkpoint.files import NAMES, UnwrittenPiece, write_file
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
@@ -61,18 +61,19 @@ class Writer:
     def __init__(self, target: str | Path, *, step: int = 0, source: str = "", file_bytes: int = 4 * 2**30) -> None:
         self.target = Path(os.path.abspath(target))
         self._file_bytes = file_bytes
-        self._parts: list[Part] = []
+        self._parts: list[UnwrittenPiece] = []
         self._parameters: dict[str, Parameter] = {}
         self._names: set[str] = set()
         self._keys: set[str] = set()
         self._index = Index(
             step=step,
             written={
-                "shardfold": __version__, "torch": str(torch.__version__),
+                "shardfold": __version__,
+                "torch": str(torch.__version__),
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
             layout={"imported": source} if source else {},
-        )  # fmt: skip
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -243,11 +244,11 @@ class Writer:
         if piece.key in self._keys:
             raise CheckpointError(f"{self.target}: {piece.state or piece.kind} of {piece.of!r} is given twice.")
         self._keys.add(piece.key)
-        self._parts.append(Part(piece, value))
+        self._parts.append(UnwrittenPiece(piece, value))
 
-    def _files(self) -> Iterator[list[Part]]:
+    def _files(self) -> Iterator[list[UnwrittenPiece]]:
         """The parts of each file."""
-        parts: list[Part] = []
+        parts: list[UnwrittenPiece] = []
         size = 0
         for part in self._parts:
             if parts and size + part.piece.nbytes > self._file_bytes:

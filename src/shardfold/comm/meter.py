@@ -12,7 +12,7 @@ from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
 from shardfold.plan.report import MovedRow, TrafficReport, TrafficRow
 
-__all__ = ["LAYERS", "Meter", "Moves"]
+__all__ = ["LAYERS", "Meter", "TierTraffic"]
 
 LAYERS = "layers"
 """The purpose of collectives that layers run by themselves."""
@@ -24,7 +24,7 @@ def _counts() -> Counts:
     return defaultdict(lambda: [0, 0])
 
 
-class Moves:
+class TierTraffic:
     """Operations between the device and slower tiers.
 
     Attributes:
@@ -46,7 +46,7 @@ class Moves:
         """One that there is no need of."""
         self.left_out.add(op)
 
-    def take(self, other: Moves) -> None:
+    def take(self, other: TierTraffic) -> None:
         """What the other has counted, which has nothing then."""
         for kind, each in other.counts.items():
             counted = self.counts.setdefault(kind, [0, 0])
@@ -75,7 +75,12 @@ class Meter:
         self._mesh = mesh
         self._forward, self._step, self._last = _counts(), _counts(), _counts()
         self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many elements count as
-        self._moves, self._forward_moves, self._last_moves, self.behind = Moves(), Moves(), Moves(), Moves()
+        self._moves, self._forward_moves, self._last_moves, self.behind = (
+            TierTraffic(),
+            TierTraffic(),
+            TierTraffic(),
+            TierTraffic(),
+        )
         self._sections: Counter[str] = Counter()
         self._control = self._asked = self._asked_calls = 0
         self._last_control = self._last_asked = self._last_asked_calls = 0
@@ -130,7 +135,7 @@ class Meter:
     def end_step(self, *, skipped: bool = False) -> None:
         self._sections["step"] += not skipped
         self._last, self._step = self._step, _counts()
-        self._last_moves, self._moves = self._moves, Moves()
+        self._last_moves, self._moves = self._moves, TierTraffic()
         self.last_sections, self._sections = self._sections, Counter()
         self.last_parts, self._parts = self._parts, defaultdict(Counter)
         self._last_control, self._control = self._control, 0
@@ -139,7 +144,7 @@ class Meter:
 
     def forget_last(self) -> None:
         """The program is another one now: what the last step sent cannot be compared with it."""
-        self._last, self._last_moves, self.last_sections, self.last_parts = _counts(), Moves(), Counter(), {}
+        self._last, self._last_moves, self.last_sections, self.last_parts = _counts(), TierTraffic(), Counter(), {}
 
     @property
     def last_left_out(self) -> set[Op]:

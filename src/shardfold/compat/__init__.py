@@ -11,6 +11,10 @@ and in those that it starts, so that scripts and libraries written for DeepSpeed
 Call it before the first of them is imported, as they look for DeepSpeed when they are. Where a script is not to be
 edited, or another program starts it, ``python -m shardfold.compat PROGRAM ARGUMENTS...`` runs the program with the
 environment that :func:`environment` gives.
+
+    command    the command ``deepspeed``, written on request
+    deepspeed  DeepSpeed's public interface, by calls of the engine
+    finder     how ``import deepspeed`` finds this layer
 """
 
 from shardfold.compat.finder import VERSION, environment, install, uninstall

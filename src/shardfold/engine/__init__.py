@@ -1,12 +1,35 @@
 """HOW: the interpreter. Events of a model come in, operations of its program go out.
 
-    engine       what users call                              step        the optimizer step
-    hooks        a model's forward and backward as events     backward    from a loss to gradients
-    runner       events in, operations out                    norms       the norm of gradients, clipping
-    passes       one pass: recorded, asked, or idle           visible     gradients as users see them
-    orders       in which units run; track, cursor            gate        what may be done between passes
-    handlers     one for each verb                            reports     memory, traffic, times; stats
-    damage       updates that failed on some rank             arguments, alike, tf32: what an engine is given
+    alike       arguments and settings that every rank has to have alike
+    arguments   what an engine is given, checked first
+    away        states that rest in host memory for a while, between steps
+    backward    from a loss to gradients
+    cursor      a thread that goes through a section of the program beside the first
+    damage      updates that failed on some rank
+    delayed     updates that go on behind their step
+    engine      what users call
+    fitting     whether a new engine's states fit: ``layout="auto"``, and a warning
+    freeze      when ranks sum gradients, and when they send signs of momentum
+    gate        when something beside the passes may be done
+    handlers    one for each verb
+    hooks       a model's forward and backward as events
+    norms       the norm of gradients, clipping, overflow
+    orders      in which order units run, and the programs of it
+    passes      which operations an event of a pass brings about
+    peak        operations a second that a device could do
+    pipelined   a batch through the stages of a pipeline
+    replicated  batches and gradients that ranks along an axis of tensor have alike
+    reports     memory, traffic, times, text
+    rounds      when groups of ranks that train apart come together
+    runner      events in, operations out
+    sampled     layout and activations by a plan of the user's own model
+    stats       what a step costs, as data
+    step        the optimizer step
+    tf32        TF32 switches of PyTorch while an engine lives
+    track       operations bound to their calls, and the one place that runs them
+    visible     gradients of all units as users see them
+    vote        whether all ranks come to a round in time
+    wires       the formats in which parameters and gradients travel, chosen
 
 It imports every room below it; nothing but the doors imports it.
 """

@@ -18,12 +18,12 @@ from shardfold.comm.comm import Comm
 from shardfold.errors import StepError, by_rank
 from shardfold.plan.program import Op
 
-__all__ = ["Damage"]
+__all__ = ["StepFailure"]
 
 WHAT = "the end of the updates"
 
 
-class Damage:
+class StepFailure:
     """Of one step after the other.
 
     Args:

@@ -92,7 +92,7 @@ from shardfold.parallel.experts import connect_routers, rebalance, share_out
 from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.pipeline.open import check_ahead, check_together, open_stages
-from shardfold.parallel.pipeline.order import Choice, choose_order
+from shardfold.parallel.pipeline.order import OrderChoice, choose_order
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.parallel.plan import Traced, split_model
 from shardfold.parallel.sequence import SequenceAxis
@@ -439,7 +439,7 @@ class Engine:
         return updater
 
     def _check_stages(
-        self, choice: Choice, sizes: Mesh, mesh: DataMesh, accumulate: int, sequence_parallel: bool
+        self, choice: OrderChoice, sizes: Mesh, mesh: DataMesh, accumulate: int, sequence_parallel: bool
     ) -> int | None:
         """How many versions of its weights this rank keeps for micro-batches that outlast their batch; None: on no rank
         one does."""
@@ -492,7 +492,7 @@ class Engine:
         held.callback(self.saver.close)
 
     def _make_pipelined(
-        self, staged: Stages | None, choice: Choice, versions: int | None, accumulate: int, held: ExitStack
+        self, staged: Stages | None, choice: OrderChoice, versions: int | None, accumulate: int, held: ExitStack
     ) -> Pipelined:
         if versions is not None:
             check_ahead(str(choice), self.units, self.overlap, scales=self.loss_scale is not None,

@@ -1,4 +1,4 @@
-"""The gate of an engine's passes (see ``sharded_model.Gate``): when something beside them may be done."""
+"""The gate of an engine's passes (see ``sharding/model.Gate``): when something beside them may be done."""
 
 from __future__ import annotations
 

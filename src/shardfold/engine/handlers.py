@@ -14,10 +14,10 @@ from functools import partial
 import torch
 
 from shardfold.comm.comm import Comm
-from shardfold.comm.meter import Meter, Moves
+from shardfold.comm.meter import Meter, TierTraffic
 from shardfold.comm.transport import Pending, drain
 from shardfold.engine.cursor import Cursor
-from shardfold.engine.damage import Damage
+from shardfold.engine.damage import StepFailure
 from shardfold.engine.norms import Norms
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import Clip
@@ -93,7 +93,7 @@ class Handlers:
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
         self.updates = Waits()
-        self.damage = Damage(together=layout.moments.tier is not Tier.DEVICE)
+        self.damage = StepFailure(together=layout.moments.tier is not Tier.DEVICE)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
@@ -390,7 +390,7 @@ class Handlers:
         if self.optimizer is not None:
             self.optimizer.withdraw(units)
 
-    def bind_move(self, op: Op, meter: Meter | Moves | None = None) -> Call:
+    def bind_move(self, op: Op, meter: Meter | TierTraffic | None = None) -> Call:
         """Brings a unit's state to where it is updated, or to where it rests; nothing moves of a unit that no rank
         used. ``meter``: counts it, in place of that of the step under way."""
         meter = meter or self.comm.meter

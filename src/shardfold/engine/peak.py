@@ -13,10 +13,10 @@ from shardfold.plan.checks import described, is_number
 from shardfold.plan.layout import Precision
 from shardfold.planner.hardware import Device, known_device, read_device
 
-__all__ = ["Peak", "peak_of"]
+__all__ = ["PeakFlops", "peak_of"]
 
 
-class Peak(NamedTuple):
+class PeakFlops(NamedTuple):
     """Operations a second, and whose they are; None where nobody knows."""
 
     flops: float | None
@@ -27,7 +27,7 @@ class Peak(NamedTuple):
         return f"{rate}peak FLOP/s{f' ({self.source})' if self.source else ''}"
 
 
-def peak_of(given: Any, device: torch.device, policy: Precision) -> Peak:
+def peak_of(given: Any, device: torch.device, policy: Precision) -> PeakFlops:
     """The rate of products in a policy's dtype on a device.
 
     Args:
@@ -41,11 +41,11 @@ def peak_of(given: Any, device: torch.device, policy: Precision) -> Peak:
         ConfigError: it is neither, or the file is not there or not a profile.
     """
     if is_number(given, 0) and given:
-        return Peak(float(given))
+        return PeakFlops(float(given))
     if given is None:
         known = known_device(accelerator.product(device) or "")
         may_round = _dtype(policy) == "fp32" and policy.tf32 is not False
-        return Peak(None) if known is None or may_round else _rate(known, policy)
+        return PeakFlops(None) if known is None or may_round else _rate(known, policy)
     if isinstance(given, (str, Path)) and Path(given).is_file():
         return _rate(read_device(Path(given)), policy)
     missing = f"{str(given)!r}, which is no file" if isinstance(given, (str, Path)) else described(given)
@@ -59,6 +59,6 @@ def _dtype(policy: Precision) -> str:
     return policy.autocast or policy.compute
 
 
-def _rate(device: Device, policy: Precision) -> Peak:
+def _rate(device: Device, policy: Precision) -> PeakFlops:
     dtype = _dtype(policy)
-    return Peak(device.rate(dtype), f"{device.name}, {dtype}")
+    return PeakFlops(device.rate(dtype), f"{device.name}, {dtype}")

@@ -25,17 +25,25 @@ from shardfold.engine.runner import Runner
 from shardfold.errors import CollectiveError, ModelError, OrderError, UsageError
 from shardfold.parallel.batch import Sharded
 from shardfold.parallel.pipeline.batch import default_compute, micro_batches
-from shardfold.parallel.pipeline.late import Late, Splits
-from shardfold.parallel.pipeline.order import Action, Choice, forwards, lower, make_order
+from shardfold.parallel.pipeline.late import DeferredWeightGrads, Splits
+from shardfold.parallel.pipeline.order import Action, OrderChoice, forwards, lower, make_order
 from shardfold.parallel.pipeline.parts import parts_of
 from shardfold.parallel.pipeline.picture import drawn
 from shardfold.parallel.pipeline.simulate import most, timeline
-from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
+from shardfold.parallel.pipeline.stages import Borders, StageDone, StageForward, Stages
 from shardfold.parallel.pipeline.stash import Stash
-from shardfold.parallel.pipeline.trace import Constant, Made, Origin, Result, is_plain, placeholder, signature
-from shardfold.parallel.pipeline.underway import Kept, UnderWay
+from shardfold.parallel.pipeline.trace import (
+    Constant,
+    Made,
+    TensorOrigin,
+    TracedResult,
+    is_plain,
+    placeholder,
+    signature,
+)
+from shardfold.parallel.pipeline.underway import StageActivations, UnderWay
 from shardfold.parallel.pipeline.watch import PipelineStats, Watch
-from shardfold.parallel.pipeline.wire import Parcel, Wire
+from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.parallel.sequence import SequenceAxis
 from shardfold.plan.part import Part
 from shardfold.plan.rules import Rules
@@ -69,7 +77,7 @@ class Pipelined:
 
     def __init__(
         self, model: ShardedModel, runner: Runner, hooks: Hooks, backward: Backward, stages: Stages | None,
-        choice: Choice, versions: int | None = None,
+        choice: OrderChoice, versions: int | None = None,
     ) -> None:  # fmt: skip
         self._model, self._runner, self._hooks, self._backward = model, runner, hooks, backward
         self.stages, self.choice = stages, choice
@@ -78,7 +86,7 @@ class Pipelined:
         self._axis = mesh.sizes.stages[0] if stages is not None else ""
         self._here = mesh.coords[self._axis] if stages is not None else 0
         self._ranks = mesh.sizes[self._axis] if stages is not None else 1
-        self._wire = Wire(model.comm, self._axis) if stages is not None else None
+        self._wire = PointToPoint(model.comm, self._axis) if stages is not None else None
         stash = Stash(lambda: runner.units, versions) if versions is not None else None
         self._under = UnderWay(stash)
         self._coming: dict[int, list[Parcel]] = {}  # in the batch under way, by the place that sends it
@@ -90,7 +98,7 @@ class Pipelined:
         self._at: Action | None = None  # what is under way
         self._final: Action | None = None
         self._finals: dict[int, Action] = {}
-        self._late: dict[tuple[int, int], Late] = {}  # of backwards in two parts
+        self._late: dict[tuple[int, int], DeferredWeightGrads] = {}  # of backwards in two parts
         self.watch = Watch()
         self._parts: dict[int, Part] = self._parts_of(stages) if stages is not None and choice.chunks > 1 else {}
 
@@ -402,7 +410,7 @@ class Pipelined:
         assert self._wire is not None and self.stages is not None
         self._finals = {each.stage: each for each in order[self._here] if each.verb in "BW"}
         self._final = next((each for each in reversed(order[self._here]) if each.verb in "BW"), None)
-        self._late = {(stage, batch): Late() for verb, stage, batch in order[self._here] if verb == "W"}
+        self._late = {(stage, batch): DeferredWeightGrads() for verb, stage, batch in order[self._here] if verb == "W"}
         coming: dict[int, list[Parcel]] = {}
         forms: dict[Parcel, list[Any]] = {}
         for place, steps in enumerate(order):
@@ -432,7 +440,7 @@ class Pipelined:
     def _give_nothing(self) -> None:
         """The backward of a batch in which this rank has none, as the first batches reach the last stages only."""
         before, self._runner.last = self._model.run.micro_batch, True
-        with self._in_parts(Late()) as late:
+        with self._in_parts(DeferredWeightGrads()) as late:
             self._backward.run_weights(late, self._hooks.begin_backward)
         self._runner.count_backward(before, final=True)
 
@@ -468,12 +476,12 @@ class Pipelined:
         assert self.stages is not None
         _, stage, batch = action
         grad, last = torch.is_grad_enabled(), stage == self.stages.count - 1
-        received: dict[Origin, Tensor] = {}
+        received: dict[TensorOrigin, Tensor] = {}
         if stage:
             came = self._under.parcels.pop(Parcel("activations", stage - 1, batch))
             for origin, tensor in zip(borders.crossing[stage - 1], came, strict=True):
                 received[origin] = tensor.requires_grad_(grad and borders.trace.made(origin).requires_grad)
-        run, loss = Run(stage, borders, received), None
+        run, loss = StageForward(stage, borders, received), None
         self._runner.part = self._parts.get(stage)
         late = self._late.get((stage, batch))
         splits = nullcontext() if late is None else Splits(late, self._model.device)
@@ -497,7 +505,7 @@ class Pipelined:
         else:
             self._losses.append((loss.detach(), _weight(cut, 1.0)))
         if grad:
-            self._under.kept[stage, batch] = Kept(received, sent, loss if last else None, cut, version)
+            self._under.kept[stage, batch] = StageActivations(received, sent, loss if last else None, cut, version)
 
     def _backward_of(self, action: Action) -> None:
         verb, stage, batch = action
@@ -517,7 +525,7 @@ class Pipelined:
         if verb != "I":
             self._runner.count_backward(before, final=final)
 
-    def _give(self, stage: int, batch: int, kept: Kept) -> None:
+    def _give(self, stage: int, batch: int, kept: StageActivations) -> None:
         """Runs a backward, of which the gradients of inputs go to the stage before."""
         with self._of(kept.cut):
             if kept.loss is not None:
@@ -534,7 +542,7 @@ class Pipelined:
             self._under.parcels[Parcel("gradients", stage - 1, batch)] = grads
 
     @contextmanager
-    def _in_parts(self, late: Late) -> Iterator[Late]:
+    def _in_parts(self, late: DeferredWeightGrads) -> Iterator[DeferredWeightGrads]:
         """Inside, a backward is one of two parts."""
         self._runner.late = late
         try:
@@ -553,7 +561,7 @@ def _called(model: nn.Module, part: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def _check_result(result: Result | None) -> None:
+def _check_result(result: TracedResult | None) -> None:
     """
     Raises:
         UsageError: it has what cannot be sent.
@@ -566,7 +574,7 @@ def _check_result(result: Result | None) -> None:
             )
 
 
-def _checked(given: Any, expected: Result | None) -> Any:
+def _checked(given: Any, expected: TracedResult | None) -> Any:
     """
     Raises:
         ModelError: it is not of the form that other stages know.

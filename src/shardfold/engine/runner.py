@@ -36,7 +36,7 @@ from shardfold.engine.visible import VisibleGradients
 from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
 from shardfold.optim.guard import Guard
-from shardfold.parallel.pipeline.late import Late
+from shardfold.parallel.pipeline.late import DeferredWeightGrads
 from shardfold.plan.bind import PASSES
 from shardfold.plan.part import Part
 from shardfold.plan.passes import Overlap
@@ -101,7 +101,7 @@ class Runner:
         self._boundary_before = False
         self.last: bool | None = None
         self.part: Part | None = None
-        self.late: Late | None = None
+        self.late: DeferredWeightGrads | None = None
         self.weights = False
         self.inside_batch = False
         self.synchronize = True

@@ -35,7 +35,7 @@ from shardfold.planner.auto import AUTO, ORDER
 from shardfold.planner.division import Division
 from shardfold.planner.given import shapes_of
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
-from shardfold.planner.sampled import MODES, Place, choose
+from shardfold.planner.sampled import MODES, PlannedRank, choose
 from shardfold.planner.search import BY_NODES, LAYOUTS
 from shardfold.planner.search import MODES as SEARCHED
 from shardfold.planner.setting import Subject
@@ -190,12 +190,12 @@ class Sampled:
             for stage in range(division.pipeline)
         ]
 
-    def _place(self, mesh: DataMesh, memory: float, host: float) -> Place:
+    def _place(self, mesh: DataMesh, memory: float, host: float) -> PlannedRank:
         streams = accelerator.has_streams(mesh.device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world)))
         device = known_device(accelerator.product(mesh.device) or "")
         behaviour = GPU if streams else CPU if local >= mesh.world else replace(CPU, transport="gloo")
-        return Place(
+        return PlannedRank(
             axes=mesh.sizes.axes, precision=self.precision, micro_batches=self.accumulate, overlap=self.overlap,
             moments=moments_of(self.optimizer), clip=self.clips, behaviour=behaviour,
             memory=memory - RESERVE if memory else float("inf"), host=host if streams else None,

@@ -12,7 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
-from shardfold.engine.peak import Peak
+from shardfold.engine.peak import PeakFlops
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.checks import described, is_number
@@ -179,7 +179,7 @@ class Clock:
     def samples_per_second(self) -> float | None:
         return _median(lap.samples / lap.seconds for lap in self._laps if lap.seconds and lap.samples is not None)
 
-    def mfu(self, trainable: int, frozen: int, peak: Peak) -> tuple[float | None, str]:
+    def mfu(self, trainable: int, frozen: int, peak: PeakFlops) -> tuple[float | None, str]:
         """Model FLOPs utilization and its formula with its numbers.
 
         A token costs 2 FLOPs per parameter in forward, 2 for the gradients of inputs and 2 for those of weights, which

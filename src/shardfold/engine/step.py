@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardfold.activations.modes import Replacements
 from shardfold.engine.alike import same_settings, settings
-from shardfold.engine.damage import Damage
+from shardfold.engine.damage import StepFailure
 from shardfold.engine.delayed import Delayed
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.replicated import Replicated
@@ -235,7 +235,7 @@ class Stepper:
         error.__cause__ = damage.cause
         return error
 
-    def _refuse_half(self, damage: Damage, step: int) -> None:
+    def _refuse_half(self, damage: StepFailure, step: int) -> None:
         """
         Raises:
             StepError: on every rank: some rank could not do its part of the updates.

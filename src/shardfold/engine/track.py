@@ -110,6 +110,6 @@ class Track(Section):
         try:
             self.do(due)
         except BaseException:  # what raised is what is done first when the pass goes on
-            self.walk.position = max(self.at, due.start)
+            self.walk.move_to(max(self.at, due.start))
             raise
-        self.walk.position = due.stop
+        self.walk.move_to(due.stop)

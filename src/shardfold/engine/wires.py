@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardfold.comm.comm import Comm
 from shardfold.comm.links import measured
 from shardfold.errors import LayoutError
-from shardfold.plan.auto_wire import PURPOSES, AutoWire, Option, fastest, needs, told, wire_seconds, wires
+from shardfold.plan.auto_wire import PURPOSES, AutoWire, WireOption, fastest, needs, told, wire_seconds, wires
 from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import step_of
 from shardfold.plan.layout import Layout
@@ -28,7 +28,7 @@ class _Way(NamedTuple):
     """What a transfer would be by one wire."""
 
     purpose: str
-    option: Option
+    option: WireOption
     bound: Bound
 
 
@@ -50,7 +50,7 @@ def chosen(
     costs = [wire_seconds(way.purpose, way.bound, step_of(accumulate, way.bound.program), found) for way in ways]
     # Ranks of other stages have other units: what all of them need together says which is the fastest.
     total = comm.control([figure for cost in costs for figure in cost], dist.ReduceOp.SUM)
-    options: dict[str, list[Option]] = {}
+    options: dict[str, list[WireOption]] = {}
     for i, way in enumerate(ways):
         seconds, sent, working = (figure / comm.mesh.world for figure in total[3 * i : 3 * i + 3])
         option = way.option._replace(seconds=seconds, sent=sent, working=working)

@@ -122,17 +122,27 @@ class Agent(SimpleElasticAgent):
     def _variables(self, group: WorkerGroup, place: Any) -> dict[str, str]:
         spec, nodes = group.spec, group.group_world_size
         variables: dict[str, Any] = {
-            "RANK": place.global_rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world_size,
-            "LOCAL_WORLD_SIZE": spec.local_world_size, "GROUP_RANK": group.group_rank, "GROUP_WORLD_SIZE": nodes,
-            "ROLE_NAME": spec.role, "ROLE_RANK": place.role_rank, "ROLE_WORLD_SIZE": place.role_world_size,
-            "MASTER_ADDR": group.master_addr, "MASTER_PORT": group.master_port,
+            "RANK": place.global_rank,
+            "LOCAL_RANK": place.local_rank,
+            "WORLD_SIZE": place.world_size,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": nodes,
+            "ROLE_NAME": spec.role,
+            "ROLE_RANK": place.role_rank,
+            "ROLE_WORLD_SIZE": place.role_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
             "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
-            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts, "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             # DeepSpeed's further names.
-            "CROSS_RANK": group.group_rank, "CROSS_SIZE": nodes, "LOCAL_SIZE": spec.local_world_size,
-        }  # fmt: skip
+            "CROSS_RANK": group.group_rank,
+            "CROSS_SIZE": nodes,
+            "LOCAL_SIZE": spec.local_world_size,
+        }
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if self.node.slots is not None:
             visible = hosts.visible_devices(self.node.slots, visible)

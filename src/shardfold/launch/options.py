@@ -41,12 +41,16 @@ class Options:
 
     nproc_per_node: str | None = option(
         "Processes on each node: a number, auto, gpu or cpu (one for each). Default: one for each GPU, else 1.",
-        HOW_MANY, metavar="N", env="NPROC_PER_NODE",
-    )  # fmt: skip
+        HOW_MANY,
+        metavar="N",
+        env="NPROC_PER_NODE",
+    )
     num_gpus: int | None = option(
-        "The same in DeepSpeed's words; of a host file, the first N slots of each host.", HOW_MANY,
-        names="--num-accelerators", metavar="N",
-    )  # fmt: skip
+        "The same in DeepSpeed's words; of a host file, the first N slots of each host.",
+        HOW_MANY,
+        names="--num-accelerators",
+        metavar="N",
+    )
     nnodes: str | None = option(
         "Nodes: a number, or MIN:MAX to go on with fewer or more.", HOW_MANY, metavar="N|MIN:MAX", env="NNODES"
     )
@@ -62,8 +66,10 @@ class Options:
     exclude: str = option("All but these hosts and slots.", HOSTS, "", names="-e", metavar="HOSTS")
     launcher: str | None = option(
         "Start the other hosts by ssh (default; pdsh means this too), slurm (srun), mpi, openmpi, mpich or impi "
-        "(mpirun); torchrun: each host is started by hand.", HOSTS, metavar="NAME",
-    )  # fmt: skip
+        "(mpirun); torchrun: each host is started by hand.",
+        HOSTS,
+        metavar="NAME",
+    )
     launcher_args: str = option("More options of ssh, srun or mpirun, quoted as one word.", HOSTS, "", metavar="ARGS")
     no_ssh: bool = option("Start nothing elsewhere: every host runs this command with its --node-rank.", HOSTS, False)
     no_ssh_check: bool = option("Do not look at each host first (reachable, same versions, port free).", HOSTS, False)
@@ -101,9 +107,11 @@ class Options:
         "Seconds between two looks at the ranks.", FAILURES, 0.1, metavar="S", env="MONITOR_INTERVAL"
     )
     shutdown_timeout: float | None = option(
-        "Seconds that a rank has between a forwarded signal and SIGKILL: 30, after another rank's death 5.", FAILURES,
-        metavar="S", env="SHUTDOWN_TIMEOUT",
-    )  # fmt: skip
+        "Seconds that a rank has between a forwarded signal and SIGKILL: 30, after another rank's death 5.",
+        FAILURES,
+        metavar="S",
+        env="SHUTDOWN_TIMEOUT",
+    )
     signals_to_handle: str = option(
         "Signals to forward to the ranks.",
         FAILURES,
@@ -115,9 +123,13 @@ class Options:
 
     log_dir: str | None = option("Folder for the files of -r and -t.", OUTPUT, metavar="DIR", env="LOG_DIR")
     redirects: str = option(
-        "Streams that go to files: 1 stdout, 2 stderr, 3 both; 0:3,1:2 differs by local rank.", OUTPUT, "0", names="-r",
-        metavar="STREAMS", env="REDIRECTS",
-    )  # fmt: skip
+        "Streams that go to files: 1 stdout, 2 stderr, 3 both; 0:3,1:2 differs by local rank.",
+        OUTPUT,
+        "0",
+        names="-r",
+        metavar="STREAMS",
+        env="REDIRECTS",
+    )
     tee: str = option(
         "Streams that go to files and to the terminal, each line with its rank.",
         OUTPUT,
@@ -140,8 +152,10 @@ class Options:
     no_python: bool = option("The script is a program: no python before it.", SCRIPT, False, env="NO_PYTHON")
     as_deepspeed: bool = option(
         "`import deepspeed` means shardfold.compat.deepspeed in the script and all that it starts; the script is given "
-        "--local_rank=N, as DeepSpeed's launcher does.", SCRIPT, False,
-    )  # fmt: skip
+        "--local_rank=N, as DeepSpeed's launcher does.",
+        SCRIPT,
+        False,
+    )
     no_local_rank: bool = option("With --as-deepspeed: no --local_rank=N for the script.", SCRIPT, False)
     virtual_local_rank: bool = option(
         "Each rank sees its own GPU only, as device 0.", SCRIPT, False, env="VIRTUAL_LOCAL_RANK"
@@ -171,10 +185,14 @@ class Options:
         if procs is not None and procs not in ("auto", "gpu", "cpu") and not (procs.isdecimal() and int(procs)):
             raise ConfigError(f"--nproc-per-node is {procs!r}: give a number from 1, or auto, gpu or cpu.")
         least: dict[str, tuple[float | None, float]] = {
-            "--num-gpus": (self.num_gpus, 1), "--num-nodes": (self.num_nodes, 1), "--node-rank": (self.node_rank, 0),
-            "--max-restarts": (self.max_restarts, 0), "--shutdown-timeout": (self.shutdown_timeout, 0),
-            "--master-port": (self.master_port, 0), "--ssh-port": (self.ssh_port, 1),
-        }  # fmt: skip
+            "--num-gpus": (self.num_gpus, 1),
+            "--num-nodes": (self.num_nodes, 1),
+            "--node-rank": (self.node_rank, 0),
+            "--max-restarts": (self.max_restarts, 0),
+            "--shutdown-timeout": (self.shutdown_timeout, 0),
+            "--master-port": (self.master_port, 0),
+            "--ssh-port": (self.ssh_port, 1),
+        }
         for name, (value, lowest) in least.items():
             if value is not None and value < lowest:
                 raise ConfigError(f"{name} is {value}: give a number from {lowest}.")

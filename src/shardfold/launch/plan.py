@@ -19,9 +19,18 @@ __all__ = ["Hosts", "Node", "Rank", "decide", "exported", "script_command"]
 
 # Options that need a process here that starts the ranks.
 FOR_AGENTS = (
-    "nproc_per_node", "num_gpus", "nnodes", "num_nodes", "max_restarts", "redirects", "tee", "local_ranks_filter",
-    "enable_each_rank_log", "virtual_local_rank", "bind_cores_to_rank",
-)  # fmt: skip
+    "nproc_per_node",
+    "num_gpus",
+    "nnodes",
+    "num_nodes",
+    "max_restarts",
+    "redirects",
+    "tee",
+    "local_ranks_filter",
+    "enable_each_rank_log",
+    "virtual_local_rank",
+    "bind_cores_to_rank",
+)
 
 DEFAULT_PORT = 29500
 DEEPSPEED_HOSTFILE = "/job/hostfile"
@@ -184,9 +193,13 @@ def of_task(options: Options, task: Task, pool: Mapping[str, int] | None) -> Nod
             "leave it out, or let it start one process on each node."
         )
     variables = {
-        "RANK": task.rank, "WORLD_SIZE": task.size, "LOCAL_RANK": task.local_rank, "LOCAL_WORLD_SIZE": task.local_size,
-        "MASTER_ADDR": host, "MASTER_PORT": port,
-    }  # fmt: skip
+        "RANK": task.rank,
+        "WORLD_SIZE": task.size,
+        "LOCAL_RANK": task.local_rank,
+        "LOCAL_WORLD_SIZE": task.local_size,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
     if task.node_rank is not None:
         variables |= {"GROUP_RANK": task.node_rank, "GROUP_WORLD_SIZE": task.num_nodes}
         variables |= {"CROSS_RANK": task.node_rank, "CROSS_SIZE": task.num_nodes}

@@ -92,7 +92,7 @@ print(json.dumps(facts))
 """
 
 
-class Host:
+class RemoteAgent:
     """The agent on one host, as a process of ssh here."""
 
     def __init__(self, name: str, options: Options, lines: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ class Host:
             self.process.stdin.write("".join(f"{line}\n" for line in lines).encode())
             self.process.stdin.flush()
 
-    def carry(self, ended: queue.Queue[Host]) -> None:
+    def carry(self, ended: queue.Queue[RemoteAgent]) -> None:
         """Carry its output here, and put it into ``ended`` when it ends."""
         pumps = [
             threading.Thread(target=carry_lines, args=(stream, into), daemon=True)
@@ -174,18 +174,30 @@ def run_hosts(plan: Hosts, options: Options, command: list[str]) -> int:
     checked = names[:1] if options.no_ssh_check else names
     address, port = check_hosts(checked, options, folder, environment, script, agree=not options.no_ssh_check)
     there = replace(
-        options, hostfile=None, include="", exclude="", num_nodes=None, nnodes=None, num_gpus=None, nproc_per_node=None,
-        launcher=None, launcher_args="", no_ssh=False, force_multi=False, standalone=False, node_rank=None,
-    )  # fmt: skip
-    started: list[Host] = []
-    ended: queue.Queue[Host] = queue.Queue()
+        options,
+        hostfile=None,
+        include="",
+        exclude="",
+        num_nodes=None,
+        nnodes=None,
+        num_gpus=None,
+        nproc_per_node=None,
+        launcher=None,
+        launcher_args="",
+        no_ssh=False,
+        force_multi=False,
+        standalone=False,
+        node_rank=None,
+    )
+    started: list[RemoteAgent] = []
+    ended: queue.Queue[RemoteAgent] = queue.Queue()
     with forwarded(started) as received:
         try:
             for rank, (name, slots) in enumerate(plan.slots.items()):
                 count = len(names)
                 node = Node(str(len(slots)), tuple(slots), (count, count), rank, "static", address, port, name)
                 header = json.dumps([folder, environment, python_module("shardfold.launch.host")[1:]])
-                started.append(Host(name, options, (header, instructions(node, there, command))))
+                started.append(RemoteAgent(name, options, (header, instructions(node, there, command))))
             for host in started:
                 host.carry(ended)
             return see_to_end(started, ended, received)
@@ -199,7 +211,7 @@ def instructions(node: Node, options: Options, command: list[str]) -> str:
     return json.dumps([asdict(node), asdict(options), command])
 
 
-def see_to_end(hosts: list[Host], ended: queue.Queue[Host], received: list[int]) -> int:
+def see_to_end(hosts: list[RemoteAgent], ended: queue.Queue[RemoteAgent], received: list[int]) -> int:
     """Wait for all hosts; once one has failed, the others get :data:`GRACE` seconds."""
     status, deadline, told = 0, None, False
     left = len(hosts)
@@ -232,7 +244,7 @@ def see_to_end(hosts: list[Host], ended: queue.Queue[Host], received: list[int])
 
 
 @contextmanager
-def forwarded(hosts: list[Host]) -> Iterator[list[int]]:
+def forwarded(hosts: list[RemoteAgent]) -> Iterator[list[int]]:
     """Forward the first signal to all hosts; at the second give up on them. Yields the list of those that came."""
     received: list[int] = []
 
@@ -268,7 +280,7 @@ def check_hosts(
     }
     asked = json.dumps([options.master_port, FIRST_PORT, LAST_PORT, script])
     header = json.dumps([folder, environment, ["-c", CHECK, asked]])
-    looking = [(name, Host(name, options, [header])) for name in names]
+    looking = [(name, RemoteAgent(name, options, [header])) for name in names]
     deadline = time.monotonic() + CHECK_TIMEOUT
     wrong: list[str] = []
     facts: dict[str, dict[str, str | int | bool | None]] = {}

@@ -30,7 +30,7 @@ from shardfold.errors import ConfigError
 from shardfold.launch.death import Death
 from shardfold.launch.plan import Node
 
-__all__ = ["Attempts", "Together", "meeting_of"]
+__all__ = ["Attempts", "FixedRendezvous", "meeting_of"]
 
 POLL = 0.05
 BEAT = 1.0  # seconds between two signs of life of an agent
@@ -188,7 +188,7 @@ class Attempts(RendezvousHandler):
                 time.sleep(POLL)
 
 
-class Together(RendezvousHandler):
+class FixedRendezvous(RendezvousHandler):
     """A fixed number of nodes, each with its rank, that begin every attempt together.
 
     Args:
@@ -290,7 +290,7 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str]) -> Attemp
     if node.backend == "static":
         assert node.rank is not None
         alone = node.nodes[1] == 1
-        inner = Together(node.host, None if alone else node.port, node.rank, node.nodes[1], name, timeout)
+        inner = FixedRendezvous(node.host, None if alone else node.port, node.rank, node.nodes[1], name, timeout)
         return Attempts(inner, host, node.host, node.port if alone else None, timeout)
     parameters = RendezvousParameters(
         backend=node.backend,

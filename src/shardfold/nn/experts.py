@@ -86,9 +86,15 @@ class FeedForward(nn.Module):
     """One expert that all tokens go through; arguments as of :class:`Experts`."""
 
     def __init__(
-        self, width: int, hidden: int, *, activation: str = "silu", gated: bool = True, std: float = INIT_STD,
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        std: float = INIT_STD,
         down_std: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         check_activation(activation)
         self.activation, self.gated, self.std, self.down_std = activation, gated, std, down_std or std
@@ -155,9 +161,16 @@ class Experts(ByRows):
     """
 
     def __init__(
-        self, width: int, hidden: int, count: int, *, activation: str = "silu", gated: bool = True,
-        std: float = INIT_STD, down_std: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        width: int,
+        hidden: int,
+        count: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        std: float = INIT_STD,
+        down_std: float | None = None,
+    ) -> None:
         super().__init__()
         check_activation(activation)
         self.width, self.hidden, self.num_experts = width, hidden, count

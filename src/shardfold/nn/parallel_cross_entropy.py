@@ -25,7 +25,7 @@ from shardfold.nn.cross_entropy import (
     losses_of,
     rows_at_once,
 )
-from shardfold.nn.ranks import Ranks
+from shardfold.nn.ranks import AxisRanks
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import is_integer, is_number
 
@@ -38,7 +38,7 @@ def parallel_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    ranks: Ranks,
+    ranks: AxisRanks,
     classes: int | None = None,
     bias: Tensor | None = None,
     chunk: int | None = None,
@@ -84,9 +84,16 @@ def parallel_cross_entropy(
     """
     if weight.shape[0] == classes or (ranks.size == 1 and classes is None):
         return chunked_cross_entropy(
-            hidden, weight, targets, bias=bias, chunk=chunk, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
-        )  # fmt: skip
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            chunk=chunk,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+        )
     who = "parallel_cross_entropy"
     check_head(who, hidden, weight, targets, bias, chunk, label_smoothing, reduction, softcap)
     classes, start = _place(who, weight, ranks, classes)
@@ -95,9 +102,17 @@ def parallel_cross_entropy(
     dtype = _dtype(who, hidden, weight, bias)
     most = -(-classes // ranks.size)  # of any rank: chunks are the same on all
     head = Head(
-        chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), dtype, ignore_index, label_smoothing,
-        reduction, softcap, _wanted(hidden, weight, bias), ranks, classes, summed=summed,
-    )  # fmt: skip
+        chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type),
+        dtype,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        softcap,
+        _wanted(hidden, weight, bias),
+        ranks,
+        classes,
+        summed=summed,
+    )
     losses = losses_of(hidden.reshape(-1, hidden.shape[-1]), weight.view_as(weight), bias, flat, columns, head)
     return losses.view(targets.shape) if reduction == "none" else losses
 
@@ -108,7 +123,7 @@ def parallel_margin_loss(
     weight: Tensor,
     targets: Tensor,
     *,
-    ranks: Ranks,
+    ranks: AxisRanks,
     classes: int | None = None,
     scale: float = 64.0,
     angle: float = 0.5,
@@ -176,9 +191,17 @@ def parallel_margin_loss(
     if sample < 1:
         most = min(most, round(most * sample) + flat.numel())
     head = Head(
-        chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), dtype, ignore_index, 0.0,
-        reduction, None, _wanted(hidden, weight, None), ranks, classes, margin,
-    )  # fmt: skip
+        chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type),
+        dtype,
+        ignore_index,
+        0.0,
+        reduction,
+        None,
+        _wanted(hidden, weight, None),
+        ranks,
+        classes,
+        margin,
+    )
     losses = losses_of(unit, centres, None, flat, columns, head)
     return losses.view(targets.shape) if reduction == "none" else losses
 
@@ -199,7 +222,7 @@ def margin_of(who: str, scale: float, angle: float, cosine: float, sample: float
     return Margin(float(scale), float(angle), float(cosine))
 
 
-def _place(who: str, weight: Tensor, ranks: Ranks, classes: int | None) -> tuple[int, int]:
+def _place(who: str, weight: Tensor, ranks: AxisRanks, classes: int | None) -> tuple[int, int]:
     """The number of classes, and the first that is here.
 
     Raises:

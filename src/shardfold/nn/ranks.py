@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Everyone", "Ranks"]
+__all__ = ["AxisRanks", "Everyone"]
 
 
-class Ranks(Protocol):
+class AxisRanks(Protocol):
     """This one is the ``rank``-th of ``size``; a ``shardfold.parallel.Link`` is one."""
 
     @property
@@ -33,7 +33,7 @@ class Everyone:
     comes of a pickle, is of one rank."""
 
     def __init__(self) -> None:
-        self.axes: Sequence[Ranks] = ()
+        self.axes: Sequence[AxisRanks] = ()
 
     def __reduce__(self) -> Any:
         return Everyone, ()

@@ -64,9 +64,17 @@ class Router(nn.Module):
     bias: Tensor
 
     def __init__(
-        self, width: int, experts: int, top_k: int, *, scores: str = "softmax", normalize: bool = True,
-        scale: float = 1.0, bias_rate: float | None = None, std: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        width: int,
+        experts: int,
+        top_k: int,
+        *,
+        scores: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        bias_rate: float | None = None,
+        std: float = 0.02,
+    ) -> None:
         super().__init__()
         if scores not in ("softmax", "sigmoid"):
             raise ConfigError(f"scores={scores!r} is unknown: it is 'softmax' or 'sigmoid'.")

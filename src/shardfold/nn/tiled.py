@@ -179,7 +179,7 @@ class _WideSums:
                     self._places.append((module._parameters, name, parameter))
                     if id(parameter) not in self._sums:
                         total = _Sum()
-                        whole: Any = _Collect.apply(parameter, total)
+                        whole: Any = _CollectTiles.apply(parameter, total)
                         self._sums[id(parameter)] = whole, total
 
     @contextmanager
@@ -212,7 +212,7 @@ class _Sum:
         return total
 
 
-class _Collect(torch.autograd.Function):
+class _CollectTiles(torch.autograd.Function):
     """A parameter; backward comes here once, behind all tiles."""
 
     @staticmethod

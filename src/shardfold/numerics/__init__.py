@@ -1,4 +1,11 @@
-"""Norms, clipping, loss scales and what tells where inf came from: 16-bit training must not go wrong in silence."""
+"""Norms, clipping, loss scales and what tells where inf came from: 16-bit training must not go wrong in silence.
+
+alarm          what each step notices of inf and NaN by itself, and what it then says
+clipping       norms and clipping over shards
+forensics      where inf and NaN came from: which module, parameter, rank, step and micro-batch were first
+scaling        the loss scale of fp16
+token_weights  micro-batches that count by their tokens
+"""
 
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.forensics import ActivationWatch, NumericsReport, UnitNumbers, check, replicas

@@ -111,7 +111,7 @@ class Notes(Protocol):
         ...
 
 
-class Watched(Protocol):
+class SupportsCheck(Protocol):
     """An engine."""
 
     @property
@@ -135,7 +135,7 @@ class ActivationWatch:
         >>> watch.close()
     """
 
-    def __init__(self, engine: Watched) -> None:
+    def __init__(self, engine: SupportsCheck) -> None:
         self._begin(engine.sharded, engine.alarm)
 
     @classmethod
@@ -200,7 +200,7 @@ class ActivationWatch:
 
 
 @known_arguments
-def check(engine: Watched) -> NumericsReport:
+def check(engine: SupportsCheck) -> NumericsReport:
     """Reads parameters, gradients (once all are summed, before ``step()``), the optimizer's states and buffers, and the
     sums of a :class:`ActivationWatch`, on every rank. Every rank calls it, between passes.
 
@@ -216,7 +216,7 @@ def check(engine: Watched) -> NumericsReport:
 
 
 @known_arguments
-def replicas(engine: Watched) -> list[str]:
+def replicas(engine: SupportsCheck) -> list[str]:
     """The names of parameters that should be equal on the ranks along an axis of tensor, and are not; the same on every
     rank, empty where all is well. Every rank calls it, between passes.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.optim.parts import PartOptimizer, Place, Use, check_number
+from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_number
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.box import Box
 
@@ -65,14 +65,14 @@ class Adafactor(PartOptimizer):
     def needs_whole(self, group: dict[str, Any]) -> bool:
         return True
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         if len(place.shape) < 2:
             return {"step": 0, "variance": torch.zeros_like(tensor)}
         *batch, rows, columns = place.whole
         row_var = torch.zeros(*batch, rows, 1, dtype=_wide(tensor.dtype), device=tensor.device)
         return {"step": 0, "row_var": row_var, "col_var": row_var.new_zeros(*batch, 1, columns)}
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         if len(place.shape) < 2:
             return itemsize * place.held
         return max(itemsize, 4) * (place.whole_numel // place.whole[-1] + place.whole_numel // place.whole[-2])
@@ -116,7 +116,7 @@ def _sums(use: Use) -> Tensor:
     return torch.cat([values, by_row.view(-1), by_column.view(-1)])
 
 
-def _indices(place: Place, device: torch.device) -> tuple[Any, Any]:
+def _indices(place: ShardPlacement, device: torch.device) -> tuple[Any, Any]:
     """Where the rows of the box, and its columns, are among those of the whole, ``(..., rows)`` and ``(...,
     columns)``."""
     return (..., ...) if place.box is None else _indices_of(place.box, len(place.shape), device)
@@ -169,7 +169,7 @@ def _step_size(use: Use, square: Tensor) -> Tensor:
     return rms.clamp(min=use.group["eps"][1]) * min(float(use.group["lr"]), use.state["step"] ** -0.5)
 
 
-def _in_rows(place: Place, part: Tensor) -> tuple[Tensor, int]:
+def _in_rows(place: ShardPlacement, part: Tensor) -> tuple[Tensor, int]:
     """A part ``(place.held,)`` as the rows that it touches, zeros where others have them; and the first's number."""
     columns = place.shape[-1]
     first, stop = place.start // columns, -(-(place.start + place.held) // columns)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.optim.adamw import adamw_
-from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_betas, check_number
 from shardfold.plan.arguments import known_arguments
 
 __all__ = ["AdamW8bit", "dequantize", "quantize"]
@@ -79,7 +79,7 @@ class AdamW8bit(PartOptimizer):
     def align(self) -> int:
         return self.block
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         if place.whole_numel < self.min_8bit_size:
             wide = torch.zeros_like(tensor, dtype=torch.float32)
             return {"step": 0, "exp_avg": wide, "exp_avg_sq": wide.clone()}
@@ -90,7 +90,7 @@ class AdamW8bit(PartOptimizer):
             state[f"{name}_scales"] = torch.zeros(-(-place.held // self.block), device=tensor.device)
         return state
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         if place.whole_numel < self.min_8bit_size:
             return 8 * place.held
         return 2 * (place.held + 4 * -(-place.held // self.block))

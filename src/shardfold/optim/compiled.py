@@ -67,10 +67,15 @@ def constants(group: Mapping[str, Any], decoupled: bool, step: int, coefficient:
     lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
     factor = 1.0 if coefficient is None else float(coefficient)
     values = [
-        -factor if group["maximize"] else factor, 1 - beta1, beta2, 1 - beta2,
+        -factor if group["maximize"] else factor,
+        1 - beta1,
+        beta2,
+        1 - beta2,
         1 - lr * decay if decoupled else decay,
-        lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, group["eps"],
-    ]  # fmt: skip
+        lr / (1 - beta1**step),
+        (1 - beta2**step) ** -0.5,
+        group["eps"],
+    ]
     return torch.tensor(values, dtype=torch.float32)
 
 

@@ -27,7 +27,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardfold import accelerator
 from shardfold.optim.compiled import constants
-from shardfold.optim.speculation import Room, Speculation, Terms
+from shardfold.optim.speculation import ByteBuffer, Speculation, Terms
 from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.layout import Tier
 from shardfold.sharding.segment import Segment
@@ -40,9 +40,17 @@ T = TypeVar("T")
 
 CPU_BLOCK = 64 * 1024  # with all that is read and written, 1.4 MB of fp32 states and 16-bit gradients and copies
 OPTIONS = (
-    "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay", "momentum", "dampening",
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "decoupled_weight_decay",
+    "momentum",
+    "dampening",
     "nesterov",
-)  # fmt: skip
+)
 """What an update reads of its group."""
 DEVICE_BLOCK = 64 * 1024 * 1024
 COMPILED_BLOCK = 4 * 1024 * 1024  # it reads and writes every byte once, so cache sets no limit, and calls cost
@@ -128,7 +136,7 @@ class FusedShard:
         return sum(region.nbytes for region in self.moments.values())
 
     def speculate(
-        self, terms: Terms, block: int, room: Room, begin: Callable[[Callable[[], None]], Future[None]], name: str
+        self, terms: Terms, block: int, room: ByteBuffer, begin: Callable[[Callable[[], None]], Future[None]], name: str
     ) -> None:
         """Begins the update of a step that is not known yet, in host memory, by ``begin``, behind a snapshot in
         ``room``. The next :meth:`update` keeps or undoes it."""
@@ -151,9 +159,13 @@ class FusedShard:
         Speculation(segment, terms, update, states, restore, out, copies, name, begin)
 
     def update(
-        self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int,
+        self,
+        group: Mapping[str, Any],
+        used: Sequence[bool],
+        coefficient: Tensor | None,
+        block: int,
         aside: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients. One that
         raises is not counted. What was done of it before stands, if it is the same. ``aside``: memory of the host in
         which the compute-dtype copy waits until it is asked for (:meth:`take_updated`)."""
@@ -179,9 +191,13 @@ class FusedShard:
             segment.updated = None
 
     def _update(
-        self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int,
+        self,
+        group: Mapping[str, Any],
+        used: Sequence[bool],
+        coefficient: Tensor | None,
+        block: int,
         aside: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``aside``: memory of the host that takes the compute-dtype copy; None: it goes where it rests, or on its way
         there."""
         steps = [count + was_used for count, was_used in zip(self.steps, used, strict=True)]
@@ -242,9 +258,15 @@ class FusedShard:
             yield run
 
     def _update_run(
-        self, start: int, stop: int, step: int, group: Mapping[str, Any], coefficient: Tensor | None, block: int,
+        self,
+        start: int,
+        stop: int,
+        step: int,
+        group: Mapping[str, Any],
+        coefficient: Tensor | None,
+        block: int,
         out: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         segment = self.segment
         as_they_are = coefficient is None and not block and self.stochastic is None and self.kind is not SGD
         if segment.adopted and as_they_are and segment.master_is_rest:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import square_sum
-from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_betas, check_number
 from shardfold.plan.arguments import known_arguments
 
 __all__ = ["LAMB"]
@@ -66,10 +66,10 @@ class LAMB(PartOptimizer):
     def needs_whole(self, group: dict[str, Any]) -> bool:
         return group["adapt"]
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         return {"step": 0, "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         return 2 * itemsize * place.held
 
     def update(self, uses: list[Use]) -> None:

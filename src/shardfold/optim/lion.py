@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_betas, check_number
 from shardfold.plan.arguments import known_arguments
 
 __all__ = ["Lion"]
@@ -48,10 +48,10 @@ class Lion(PartOptimizer):
         check_betas(Lion, betas)
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         return {"exp_avg": torch.zeros_like(tensor)}
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         return itemsize * place.held
 
     def update(self, uses: list[Use]) -> None:

@@ -14,7 +14,7 @@ from shardfold import accelerator
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.optim.adamw import adamw_
 from shardfold.optim.owners import balanced, exchanged, on_owners
-from shardfold.optim.parts import Link, PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.optim.parts import PartOptimizer, ShardGroup, ShardPlacement, Use, check_betas, check_number
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import Axes
 from shardfold.plan.cost import Sent
@@ -83,11 +83,23 @@ class Muon(PartOptimizer):
             )
         if ns_dtype is not None and not (isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point):
             raise ConfigError(f"Muon(ns_dtype={ns_dtype!r}): it is a floating dtype, as torch.float32, or None.")
-        super().__init__(params, dict(
-            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
-            eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, ns_dtype=ns_dtype, adamw=adamw, betas=betas,
-            adamw_eps=adamw_eps,
-        ))  # fmt: skip
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_coefficients=ns_coefficients,
+                eps=eps,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+                ns_dtype=ns_dtype,
+                adamw=adamw,
+                betas=betas,
+                adamw_eps=adamw_eps,
+            ),
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -111,20 +123,27 @@ class Muon(PartOptimizer):
     def needs_whole(self, group: dict[str, Any]) -> bool:
         return not group["adamw"]
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         if group["adamw"]:
             return {"step": 0, "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
         return {"momentum_buffer": torch.zeros_like(tensor)}
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         return (2 if group["adamw"] else 1) * itemsize * place.held
 
     def update(self, uses: list[Use]) -> None:
         for use in uses:
             if use.group["adamw"]:
                 use.state["step"] += 1
-                adamw_(use.tensor, use.grad, use.state["exp_avg"], use.state["exp_avg_sq"], use.state["step"],
-                       use.group, use.group["adamw_eps"])  # fmt: skip
+                adamw_(
+                    use.tensor,
+                    use.grad,
+                    use.state["exp_avg"],
+                    use.state["exp_avg_sq"],
+                    use.state["step"],
+                    use.group,
+                    use.group["adamw_eps"],
+                )
         matrices = [use for use in uses if not use.group["adamw"]]
         for dtype in dict.fromkeys(use.group["ns_dtype"] for use in matrices):
             self._orthogonalize([use for use in matrices if use.group["ns_dtype"] is dtype], dtype or TRAVELS)
@@ -218,7 +237,7 @@ def _equalized(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _joined(place: Place, link: Link) -> Place:
+def _joined(place: ShardPlacement, link: ShardGroup) -> ShardPlacement:
     """Where parts of a matrix are on all ranks that have some: its boxes lie one behind the other, ``(boxes, rows,
     columns)``."""
     if place.box is None:
@@ -226,10 +245,10 @@ def _joined(place: Place, link: Link) -> Place:
     shares = tuple(
         (box * place.numel + place.shares[own][0], box * place.numel + place.shares[own][1]) for own, box in link.places
     )
-    return Place((link.ranks // len(place.shares), *place.shape), shares, link.rank)
+    return ShardPlacement((link.ranks // len(place.shares), *place.shape), shares, link.rank)
 
 
-def _whole_equalized(matrix: Tensor, place: Place, group: dict[str, Any]) -> Tensor:
+def _whole_equalized(matrix: Tensor, place: ShardPlacement, group: dict[str, Any]) -> Tensor:
     """:func:`_equalized` of the matrix that boxes make up, as boxes. Rows that change places do so in what comes out:
     boxes of several blocks need no order."""
     if place.box is None:
@@ -240,7 +259,7 @@ def _whole_equalized(matrix: Tensor, place: Place, group: dict[str, Any]) -> Ten
     return _equalized(joined, group).unflatten(1, (matrix.shape[0], -1)).transpose(0, 1).contiguous()
 
 
-def _cost(place: Place, group: dict[str, Any]) -> float:
+def _cost(place: ShardPlacement, group: dict[str, Any]) -> float:
     """Multiplications of :func:`_equalized`."""
     small, large = sorted(place.whole)
     return group["ns_steps"] * (2.0 * small * small * large + small**3)

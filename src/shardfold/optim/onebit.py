@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.optim.parts import Place, Use, check_betas, check_number
+from shardfold.optim.parts import ShardPlacement, Use, check_betas, check_number
 from shardfold.optim.signed import SignOptimizer
 from shardfold.plan.arguments import known_arguments
 
@@ -67,11 +67,11 @@ class OneBitAdam(SignOptimizer):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         super().__init__(params, defaults, freeze_step, stable)
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         moments = {"exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
         return {"step": 0, "variance_steps": 0, **moments, **self.watched()}
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         return 2 * itemsize * place.held
 
     def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import square_sum
-from shardfold.optim.parts import Place, Use, check_betas, check_number
+from shardfold.optim.parts import ShardPlacement, Use, check_betas, check_number
 from shardfold.optim.signed import SignOptimizer
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described, is_number
@@ -91,11 +91,11 @@ class OneBitLamb(SignOptimizer):
         rates = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         super().__init__(params, {**rates, **ranges, **scales}, freeze_step, stable)
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         moments = {name: torch.zeros_like(tensor) for name in self.per_element}
         return {"step": 0, "variance_steps": 0, **moments, "coeff": 0.0, "factor": 1.0, **self.watched()}
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         return 3 * itemsize * place.held
 
     def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:

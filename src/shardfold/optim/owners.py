@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardfold.optim.parts import Link, Place
+from shardfold.optim.parts import ShardGroup, ShardPlacement
 
 __all__ = ["balanced", "exchanged", "on_owners"]
 
@@ -31,9 +31,9 @@ def balanced(costs: Sequence[float], ranks: int) -> list[int]:
 
 def on_owners(
     parts: Sequence[Tensor],
-    places: Sequence[Place],
+    places: Sequence[ShardPlacement],
     owners: Sequence[int],
-    link: Link,
+    link: ShardGroup,
     function: Callable[[int, Tensor], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
     """``(i, part)``: this rank's part ``(held,)`` of ``function(i, whole)``, which runs on the owner of each matrix.
@@ -53,7 +53,9 @@ def on_owners(
         yield from _exchange(batch, parts, places, owners, link, function)
 
 
-def exchanged(places: Sequence[Place], owners: Sequence[int], itemsize: int, link: Link) -> tuple[int, int]:
+def exchanged(
+    places: Sequence[ShardPlacement], owners: Sequence[int], itemsize: int, link: ShardGroup
+) -> tuple[int, int]:
     """Collectives that :func:`on_owners` takes for one batch, and bytes that this rank sends in them."""
     if link.ranks == 1 or not places:
         return 0, 0
@@ -63,7 +65,7 @@ def exchanged(places: Sequence[Place], owners: Sequence[int], itemsize: int, lin
     return calls, (away + home) * itemsize
 
 
-def _batches(parts: Sequence[Tensor], places: Sequence[Place], owners: Sequence[int]) -> Iterator[list[int]]:
+def _batches(parts: Sequence[Tensor], places: Sequence[ShardPlacement], owners: Sequence[int]) -> Iterator[list[int]]:
     itemsize = parts[0].itemsize if parts else 1
     return _batches_of([place.numel * itemsize for place in places], owners)
 
@@ -85,9 +87,9 @@ def _batches_of(sizes: Sequence[int], owners: Sequence[int]) -> Iterator[list[in
 def _exchange(
     batch: Sequence[int],
     parts: Sequence[Tensor],
-    places: Sequence[Place],
+    places: Sequence[ShardPlacement],
     owners: Sequence[int],
-    link: Link,
+    link: ShardGroup,
     function: Callable[[int, Tensor], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
     theirs = [[i for i in batch if owners[i] == rank] for rank in range(link.ranks)]

@@ -25,10 +25,10 @@ from shardfold.plan.axes import Axes
 from shardfold.plan.box import Box
 from shardfold.plan.cost import Sent
 
-__all__ = ["Alone", "Link", "PartOptimizer", "Place", "Use", "check_betas", "check_number"]
+__all__ = ["Alone", "PartOptimizer", "ShardGroup", "ShardPlacement", "Use", "check_betas", "check_number"]
 
 
-class Place(NamedTuple):
+class ShardPlacement(NamedTuple):
     """Where parts of one parameter are.
 
     Attributes:
@@ -84,10 +84,10 @@ class Use(NamedTuple):
     tensor: Tensor
     grad: Tensor
     state: dict[str, Any]
-    place: Place
+    place: ShardPlacement
 
 
-class Link(Protocol):
+class ShardGroup(Protocol):
     """The ranks that hold parts of the same parameters; ``kind``: what an exchange is counted as; ``places``: of each
     rank, whose part of a box it has and of which box."""
 
@@ -96,7 +96,7 @@ class Link(Protocol):
     kind: Sent
     places: Sequence[tuple[int, int]]
 
-    def beside(self, axes: Axes) -> Link:
+    def beside(self, axes: Axes) -> ShardGroup:
         """These ranks and those along more axes, which have other boxes of parameters."""
         ...
 
@@ -120,7 +120,7 @@ class Alone:
     kind = Sent("update", "ALL_TO_ALL", ())
     places: Sequence[tuple[int, int]] = ((0, 0),)
 
-    def beside(self, axes: Axes) -> Link:
+    def beside(self, axes: Axes) -> ShardGroup:
         return self
 
     def sum(self, numbers: Tensor) -> None:
@@ -154,10 +154,10 @@ class PartOptimizer(Optimizer):
     exchanges: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
     products: torch.dtype | None = None
-    link: Link = Alone()
+    link: ShardGroup = Alone()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self.places: dict[Tensor, Place] = {}
+        self.places: dict[Tensor, ShardPlacement] = {}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,11 +179,11 @@ class PartOptimizer(Optimizer):
         """One step of the parts that have gradients; called without autograd."""
         raise NotImplementedError
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         """The state of a part before its first step."""
         raise NotImplementedError
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         """Bytes of a part's state, in tensors, for elements of ``itemsize`` bytes."""
         raise NotImplementedError
 
@@ -223,12 +223,12 @@ class PartOptimizer(Optimizer):
             uses.append(Use(group, parameter, grad, self.state[parameter], place))
         return uses
 
-    def parts(self) -> Iterable[tuple[dict[str, Any], Tensor, Place]]:
+    def parts(self) -> Iterable[tuple[dict[str, Any], Tensor, ShardPlacement]]:
         """Every part with its group and place, in an order that all ranks share."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p in self.places or isinstance(self.link, Alone):  # else it stands for a group that is elsewhere
-                    yield group, p, self.places.get(p) or Place(tuple(p.shape), ((0, p.numel()),))
+                    yield group, p, self.places.get(p) or ShardPlacement(tuple(p.shape), ((0, p.numel()),))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As of any optimizer; every state keeps its own dtype, where PyTorch would give it the parameter's."""
@@ -247,7 +247,7 @@ class PartOptimizer(Optimizer):
         return self._joined(uses, parts, lambda link, every: link.most(every))
 
     def _joined(
-        self, uses: Sequence[Use], parts: Sequence[Tensor], join: Callable[[Link, Tensor], None]
+        self, uses: Sequence[Use], parts: Sequence[Tensor], join: Callable[[ShardGroup, Tensor], None]
     ) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         for axes in sorted({use.place.axes for use in uses}):
@@ -259,7 +259,7 @@ class PartOptimizer(Optimizer):
 
     # -- the state, for who keeps shards
 
-    def prepare(self, group: dict[str, Any], tensor: Tensor, place: Place) -> None:
+    def prepare(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> None:
         """Makes the state of a part that has none."""
         if not self.state[tensor]:
             self.state[tensor].update(self.new_state(group, tensor, place))

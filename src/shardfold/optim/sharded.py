@@ -26,7 +26,7 @@ from shardfold.optim.compiled import compiled_adam
 from shardfold.optim.fused import FusedShard, fused_moments, options_of, terms_of, why_not_fused
 from shardfold.optim.guard import Guard
 from shardfold.optim.link import RankLink
-from shardfold.optim.parts import PartOptimizer, Place
+from shardfold.optim.parts import PartOptimizer, ShardPlacement
 from shardfold.optim.speculation import Snapshots, Speculation
 from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.axes import Axes
@@ -220,7 +220,7 @@ class _Piece:
     tensor: nn.Parameter
 
 
-class _Held(NamedTuple):
+class _LateUpdate(NamedTuple):
     """What an update behind its step is made with: options of its group, which parameters some rank used, what
     gradients are multiplied by, and memory of the host for the compute-dtype copy, ``(n,)``."""
 
@@ -250,9 +250,17 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, units: Sequence[Unit], moments: Cell, tiers: Tiers, block: int,
-        stochastic: int | None = None, threads: int = 1, compiled: bool = False, delayed: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: Optimizer,
+        units: Sequence[Unit],
+        moments: Cell,
+        tiers: Tiers,
+        block: int,
+        stochastic: int | None = None,
+        threads: int = 1,
+        compiled: bool = False,
+        delayed: bool = False,
+    ) -> None:
         self.torch_optimizer = optimizer
         self.guard: Guard | None = None  # against calls of users'
         self._ours = optimizer if isinstance(optimizer, PartOptimizer) else None
@@ -265,7 +273,7 @@ class ShardedOptimizer:
         self._names = fused_moments(optimizer)
         self._stochastic, self._threads = stochastic, UpdateThreads(threads)
         self._compiled, self.delayed = compiled, delayed
-        self._held: dict[int, _Held] = {}  # by segment
+        self._held: dict[int, _LateUpdate] = {}  # by segment
         self.snapshots = Snapshots(tiers.device.device)
         for unit in units:
             self.add(unit)
@@ -371,7 +379,7 @@ class ShardedOptimizer:
                 options = options_of(self.torch_optimizer.param_groups[segment.spec.group])
                 copies = segment.keeps_copy and any(flags)
                 aside = self._host_memory(segment.shard_numel, segment.dtype) if copies else None
-                self._held[id(segment)] = _Held(options, flags, _factor(segment, factor), aside)
+                self._held[id(segment)] = _LateUpdate(options, flags, _factor(segment, factor), aside)
 
     def take_updated(self) -> None:
         """What updates behind their step made of parameters that rest in host memory is there."""
@@ -432,9 +440,12 @@ class ShardedOptimizer:
             segment.sent_grads = None
 
     def step_whole(
-        self, units: Sequence[Unit], used: dict[str, list[list[bool]]],
-        coefficient: Callable[[torch.device], Tensor | None], begun: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[Unit],
+        used: dict[str, list[list[bool]]],
+        coefficient: Callable[[torch.device], Tensor | None],
+        begun: Callable[[], None],
+    ) -> None:
         """A class that is not :attr:`fused` steps once, over all units: its ``step`` may count, and ask other ranks.
         Unused parameters have no gradient, as in PyTorch. ``coefficient``: as of :meth:`update`, on that device;
         ``begun``: called behind the hooks that users have before the step; if one raises, nothing has changed."""
@@ -813,7 +824,7 @@ def _factor(segment: Segment, coefficient: Tensor | None) -> Tensor | None:
     return unscale if coefficient is None else coefficient.to(unscale.device) * unscale
 
 
-def _place(segment: Segment, slot: int) -> Place:
+def _place(segment: Segment, slot: int) -> ShardPlacement:
     """Where the pieces of a parameter lie on all ranks that its master is split over."""
     spec, (a, b) = segment.spec, segment.master_range
     offset, numel = spec.slots[slot].offset, spec.slots[slot].numel
@@ -822,4 +833,4 @@ def _place(segment: Segment, slot: int) -> Place:
         start, stop = max(low - offset, 0), min(low + b - a - offset, numel)
         shares.append((start, stop) if start < stop else (0, 0))
     own = spec.slots[slot]
-    return Place(own.shape, tuple(shares), a // (b - a), own.larger, own.box, spec.distinct if own.box else ())
+    return ShardPlacement(own.shape, tuple(shares), a // (b - a), own.larger, own.box, spec.distinct if own.box else ())

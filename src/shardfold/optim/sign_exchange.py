@@ -52,9 +52,13 @@ class SignExchange:
     """
 
     def __init__(
-        self, signs: Signs, model: ShardedModel, optimizer: SignOptimizer,
-        coefficient: Callable[[torch.device], Tensor | None], used: Callable[[], Used],
-    ) -> None:  # fmt: skip
+        self,
+        signs: Signs,
+        model: ShardedModel,
+        optimizer: SignOptimizer,
+        coefficient: Callable[[torch.device], Tensor | None],
+        used: Callable[[], Used],
+    ) -> None:
         self.signs, self._model, self._comm = signs, model, model.comm
         self.optimizer, self._coefficient, self._used = optimizer, coefficient, used
         self.groups = self._comm.mesh.parts((signs.axis,))

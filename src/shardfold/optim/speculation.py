@@ -27,7 +27,7 @@ from shardfold.plan.report import MemoryRow
 from shardfold.sharding.segment import Segment
 from shardfold.torch_internals import profiler_is_on
 
-__all__ = ["Room", "Snapshots", "Speculation", "Terms"]
+__all__ = ["ByteBuffer", "Snapshots", "Speculation", "Terms"]
 
 LOG = getLogger("shardfold")
 
@@ -67,10 +67,17 @@ class Speculation:
     owns_grads = False
 
     def __init__(
-        self, segment: Segment, terms: Terms, update: Callable[[Terms, Tensor | None], None],
-        states: Callable[[], Sequence[Tensor]], restore: Callable[[], None], out: Tensor | None,
-        copies: Sequence[Tensor], name: str, begin: Callable[[Callable[[], None]], Future[None]],
-    ) -> None:  # fmt: skip
+        self,
+        segment: Segment,
+        terms: Terms,
+        update: Callable[[Terms, Tensor | None], None],
+        states: Callable[[], Sequence[Tensor]],
+        restore: Callable[[], None],
+        out: Tensor | None,
+        copies: Sequence[Tensor],
+        name: str,
+        begin: Callable[[Callable[[], None]], Future[None]],
+    ) -> None:
         self._segment, self._terms, self._update, self._states = segment, terms, update, states
         self._restore, self._out, self._copies, self._name = restore, out, copies, name
         self._thread = 0
@@ -118,7 +125,7 @@ class Speculation:
         self._restore()
 
 
-class Room:
+class ByteBuffer:
     """Memory of bytes, which is taken from its beginning on."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -164,12 +171,12 @@ class Snapshots:
         if self._memory is None or self._memory.nbytes != at:
             self._memory = accelerator.host_memory((at,), torch.uint8, self._device) if at else None
 
-    def room(self, unit: str) -> Room | None:
+    def room(self, unit: str) -> ByteBuffer | None:
         """What a unit has; None: it has none."""
         if unit not in self._places or self._memory is None:
             return None
         at, num_bytes = self._places[unit]
-        return Room(self._memory[at : at + num_bytes])
+        return ByteBuffer(self._memory[at : at + num_bytes])
 
     def begin(self, run: Callable[[], None]) -> Future[None]:
         """Runs it behind what was begun before."""

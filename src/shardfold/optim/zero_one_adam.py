@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.optim.parts import Place, Use, check_betas, check_number
+from shardfold.optim.parts import ShardPlacement, Use, check_betas, check_number
 from shardfold.optim.signed import SignOptimizer
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described, is_integer
@@ -81,11 +81,11 @@ class ZeroOneAdam(SignOptimizer):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         super().__init__(params, defaults, freeze_step)
 
-    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> dict[str, Any]:
         names = (*self.per_element, "drift", "anchor")
         return {"step": 0, "variance_steps": 0, "rates": 0.0, **{name: torch.zeros_like(tensor) for name in names}}
 
-    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+    def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         return 4 * itemsize * place.held
 
     def meeting(self, steps: int) -> Literal["dense", "signs", "local"]:

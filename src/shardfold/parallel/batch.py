@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.parallel.cut import Cut
+from shardfold.parallel.cut import CutBatch
 from shardfold.plan.checks import described
 
 __all__ = ["IGNORED", "INPUTS", "Sharded", "read_batch", "read_documents"]
@@ -28,7 +28,6 @@ DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "document_ids", "attention_mask")
 LEFT_OUT = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 """What other kernels are told of documents."""
 CUT = (*INPUTS, *LABELS, *POSITIONS, "token_type_ids")
-EXACT = 2**52
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,7 @@ class Sharded:
         checksum: of what all ranks along the axis have alike.
     """
 
-    cut: Cut
+    cut: CutBatch
     valid: float | None
     checksum: int
 
@@ -73,7 +72,7 @@ def read_batch(
                 f"{length} tokens: it is (batch, tokens, ...)."
             )
     documents = read_documents(batch, rows, length)
-    cut = Cut.of(length, ranks, order, documents, rows)
+    cut = CutBatch.of(length, ranks, order, documents, rows)
     name = POSITIONS["tokens" in batch]
     if name not in lengthwise:
         restart = any(key in batch for key in DOCUMENTS if key != "attention_mask")
@@ -164,7 +163,7 @@ def read_documents(batch: Mapping[str, Any], rows: int, length: int) -> list[tup
     return [tuple(sorted(row)) for row in edges]
 
 
-def _positions(cut: Cut | None, rows: int, length: int, device: torch.device) -> Tensor:
+def _positions(cut: CutBatch | None, rows: int, length: int, device: torch.device) -> Tensor:
     """``(batch, tokens)``: they begin anew with each document of ``cut``."""
     count = torch.arange(length, device=device)
     if cut is None:
@@ -183,11 +182,11 @@ def _behind(padding: int, positions: Tensor, tokens: Tensor | None) -> Tensor:
     return counts.cumsum(1) * counts + padding
 
 
-def _cut(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
+def _cut(tensor: Tensor, cut: CutBatch, rank: int) -> Tensor:
     """What a rank has of ``(batch, tokens, ...)``."""
     return torch.cat([tensor[:, start:stop] for start, stop in cut.ranges[rank]], dim=1)
 
 
-def _checksum(source: Tensor, cut: Cut) -> int:
+def _checksum(source: Tensor, cut: CutBatch) -> int:
     flat = source.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return crc32(repr(cut).encode(), crc32(flat.tobytes()))

@@ -13,14 +13,14 @@ from shardfold.parallel.split import Forward, cut_forward, is_cut, is_partial
 from shardfold.parallel.trace import leaf_of
 from shardfold.plan.cost import ring_bytes
 
-__all__ = ["Collective", "collectives", "described", "other_products"]
+__all__ = ["LayerCollective", "collectives", "described", "other_products"]
 
 SENDING = ("row", "experts", "vocabulary", "gathered", "column", "kv")
 """Words of modules that send for each token where activations are whole."""
 
 
 @dataclass(frozen=True)
-class Collective:
+class LayerCollective:
     """What one cut module asks of the ranks.
 
     Attributes:
@@ -38,16 +38,16 @@ class Collective:
     elements: int
 
 
-def collectives(model: nn.Module) -> list[Collective]:
+def collectives(model: nn.Module) -> list[LayerCollective]:
     """In the order of modules. Columns of one parent are taken to be given one tensor, whose gradients are summed
     once, with the first of them; what is ``partial`` sends its parameters' gradients once a pass, and no tokens."""
-    found: list[Collective] = []
+    found: list[LayerCollective] = []
     summed: set[tuple[int, int]] = set()
     for path, module, forward in _cut(model):
         ends = _between(model, module, forward) if forward.stream is not None else None
         if ends is None:
             ends = _ends(module, forward, summed)
-        found += [Collective(path, _word(forward), section, verb, elements) for section, verb, elements in ends]
+        found += [LayerCollective(path, _word(forward), section, verb, elements) for section, verb, elements in ends]
     return found
 
 
@@ -119,7 +119,7 @@ def described(model: nn.Module, itemsize: int) -> list[str]:
     """Lines: modules that are cut, what they send for each token, and those that are whole. Numbers in paths are left
     out where modules are alike."""
     rows: dict[tuple[str, ...], int] = {}
-    sent: dict[str, list[Collective]] = {}
+    sent: dict[str, list[LayerCollective]] = {}
     for each in collectives(model):
         sent.setdefault(each.path, []).append(each)
     ranks, axis = 1, ""
@@ -155,7 +155,7 @@ def described(model: nn.Module, itemsize: int) -> list[str]:
     return lines
 
 
-def _totals(sent: list[Collective], ranks: int, itemsize: int) -> list[str]:
+def _totals(sent: list[LayerCollective], ranks: int, itemsize: int) -> list[str]:
     lines: list[str] = []
     for section in ("forward", "backward"):
         mine = [each for each in sent if each.section == section]

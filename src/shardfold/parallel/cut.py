@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shardfold.errors import ConfigError
 
-__all__ = ["CONTIGUOUS", "ZIGZAG", "Cut", "Range", "Span", "Tile", "cut_ranges"]
+__all__ = ["CONTIGUOUS", "ZIGZAG", "CutBatch", "Range", "Tile", "TokenSpan", "cut_ranges"]
 
 Range = tuple[int, int]
 """From, up to."""
@@ -29,7 +29,7 @@ Range = tuple[int, int]
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of one document on one rank.
 
     Attributes:
@@ -74,7 +74,7 @@ def cut_ranges(length: int, ranks: int, order: str) -> tuple[tuple[Range, ...], 
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutBatch:
     """One batch of sequences, cut.
 
     Attributes:
@@ -97,7 +97,7 @@ class Cut:
         order: str = CONTIGUOUS,
         documents: Sequence[Sequence[int]] | None = None,
         rows: int = 1,
-    ) -> Cut:
+    ) -> CutBatch:
         """Rows of ``length`` tokens over ``ranks``; ``documents`` as :attr:`documents`, None: one in each row."""
         given = tuple(tuple(each) for each in documents) if documents is not None else ((0, length),)
         alike = len(set(given)) == 1
@@ -112,14 +112,14 @@ class Cut:
         """Tokens by rank."""
         return [self.tokens(rank) for rank in range(len(self.ranges))]
 
-    def spans(self, rank: int, row: int) -> list[Span]:
+    def spans(self, rank: int, row: int) -> list[TokenSpan]:
         """What a rank has of a row."""
-        edges, found, at = self.documents[row], list[Span](), 0
+        edges, found, at = self.documents[row], list[TokenSpan](), 0
         for start, stop in self.ranges[rank]:
             for number, (a, b) in enumerate(pairwise(edges)):
                 first, last = max(start, a), min(stop, b)
                 if first < last:
-                    found.append(Span(number, (first, last), at + first - start))
+                    found.append(TokenSpan(number, (first, last), at + first - start))
             at += stop - start
         return found
 
@@ -137,19 +137,19 @@ class Cut:
         return any(len(edges) > 2 for edges in self.documents)
 
     @property
-    def joined(self) -> Cut:
+    def joined(self) -> CutBatch:
         """The same sequences on one rank, in their order."""
-        return Cut(self.length, (((0, self.length),),), self.documents, self.rows)
+        return CutBatch(self.length, (((0, self.length),),), self.documents, self.rows)
 
 
 @lru_cache(64)
-def _steps(cut: Cut, window: int) -> list[int]:
+def _steps(cut: CutBatch, window: int) -> list[int]:
     ranks = range(len(cut.ranges))
     return [step for step in ranks if any(cut.tiles(r, (r - step) % len(ranks), True, window) for r in ranks)]
 
 
 @lru_cache(256)
-def _tiles(cut: Cut, queries: int, keys: int, causal: bool, window: int | None) -> tuple[Tile, ...]:
+def _tiles(cut: CutBatch, queries: int, keys: int, causal: bool, window: int | None) -> tuple[Tile, ...]:
     found: list[Tile] = []
     for first, last, row in _alike(cut):
         mine, theirs = _by_document(cut.spans(queries, row)), _by_document(cut.spans(keys, row))
@@ -166,7 +166,7 @@ def _tiles(cut: Cut, queries: int, keys: int, causal: bool, window: int | None) 
     return tuple(found)
 
 
-def _alike(cut: Cut) -> Iterable[tuple[int, int, int]]:
+def _alike(cut: CutBatch) -> Iterable[tuple[int, int, int]]:
     """Consecutive rows of the same documents: from, up to, and one of them by its number in ``documents``."""
     if len(cut.documents) == 1:
         yield 0, cut.rows, 0
@@ -178,20 +178,20 @@ def _alike(cut: Cut) -> Iterable[tuple[int, int, int]]:
             first = row
 
 
-def _by_document(spans: Sequence[Span]) -> dict[int, list[Span]]:
-    found: dict[int, list[Span]] = {}
+def _by_document(spans: Sequence[TokenSpan]) -> dict[int, list[TokenSpan]]:
+    found: dict[int, list[TokenSpan]] = {}
     for span in spans:
         found.setdefault(span.document, []).append(span)
     return found
 
 
-def _adjacent(spans: Sequence[Span]) -> bool:
+def _adjacent(spans: Sequence[TokenSpan]) -> bool:
     """Whether they are one range on their rank, in the order of their tokens."""
     pairs = pairwise(spans)
     return all(a.here[1] == b.at and a.tokens[1] <= b.tokens[0] for a, b in pairs)
 
 
-def _pairs(spans: Sequence[Span], seen: Sequence[Span], causal: bool) -> list[tuple[Range, Range, bool]]:
+def _pairs(spans: Sequence[TokenSpan], seen: Sequence[TokenSpan], causal: bool) -> list[tuple[Range, Range, bool]]:
     """Queries, keys and whether causal, of spans of one document; ranges that lie one behind the other are one."""
     found: list[tuple[Range, Range, bool]] = []
     same = [(span.here, span.here, True) for span in spans if causal and span in seen]
@@ -206,7 +206,7 @@ def _pairs(spans: Sequence[Span], seen: Sequence[Span], causal: bool) -> list[tu
     return same + found
 
 
-def _banded(span: Span, seen: Span, window: int) -> Iterable[tuple[Range, Range, bool, bool]]:
+def _banded(span: TokenSpan, seen: TokenSpan, window: int) -> Iterable[tuple[Range, Range, bool, bool]]:
     """Queries and keys, whether causal and whether in reverse, where a token sees the last ``window`` up to itself.
 
     Queries are cut where any edge of the two spans lies, and again each ``window`` tokens. Of the keys, a piece [x, y)

@@ -168,7 +168,7 @@ def _share_out(path: str, module: Any, axis: str, rank: int, mesh: Mesh) -> None
 # -- the way of tokens
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     """Rows to ranks; its backward is the way back. ``with_`` takes part in the graph on each rank, so that on each rank
     the way back is gone."""
 
@@ -257,7 +257,7 @@ class Dispatch:
 
     @staticmethod
     def _exchanged(rows: Tensor, link: Link, to: Sequence[int], by: Sequence[int], *with_: Tensor) -> Tensor:
-        made: Any = _Exchange.apply(rows.contiguous(), link, to, by, *with_)
+        made: Any = _ExchangeRows.apply(rows.contiguous(), link, to, by, *with_)
         return made
 
     def _own(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

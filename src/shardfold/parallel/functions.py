@@ -39,7 +39,7 @@ def copy(x: Tensor, link: Link) -> Tensor:
         return x
     gathered = _gathered(x, link)
     if gathered is not None:
-        return _Again.apply(gathered.part, x.detach(), link, gathered.dim)  # pyright: ignore[reportReturnType]
+        return _CollectAgain.apply(gathered.part, x.detach(), link, gathered.dim)  # pyright: ignore[reportReturnType]
     return _Copy.apply(x, link)  # pyright: ignore[reportReturnType]
 
 
@@ -144,7 +144,7 @@ class _Gather(torch.autograd.Function):
         return scatter(grads[0], ctx.link, ctx.dim, ctx.sizes), None, None, None
 
 
-class _Again(torch.autograd.Function):
+class _CollectAgain(torch.autograd.Function):
     """As ``collect`` of the part, whose ``whole`` was gathered already."""
 
     @staticmethod

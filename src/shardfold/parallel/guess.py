@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfold.parallel.infer import Found, infer
+from shardfold.parallel.infer import CuttableLayers, infer
 from shardfold.parallel.trace import leaf_of
 
 __all__ = ["guessed"]
@@ -20,7 +20,7 @@ MOST = 3
 """Tensors that a forward is given, of which kinds are guessed."""
 
 
-def guessed(model: nn.Module, ranks: int) -> tuple[Found, str]:
+def guessed(model: nn.Module, ranks: int) -> tuple[CuttableLayers, str]:
     """What can be cut of a model, and why it was not traced as a whole, or empty.
 
     Where the whole does not run on any inputs that can be guessed, modules inside it are traced by themselves; what
@@ -29,16 +29,16 @@ def guessed(model: nn.Module, ranks: int) -> tuple[Found, str]:
     return _of(model, ranks, inner=False)
 
 
-def _of(module: nn.Module, ranks: int, *, inner: bool) -> tuple[Found, str]:
+def _of(module: nn.Module, ranks: int, *, inner: bool) -> tuple[CuttableLayers, str]:
     why = ""
     if leaf_of(module) is not None:
-        return Found(), ""
+        return CuttableLayers(), ""
     for args, kwargs in _inputs(module):
         try:
             return infer(module, args, kwargs, ranks, inner=inner), ""
         except Exception as error:  # the module's own, on inputs that it is not for
             why = why or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    found = Found()
+    found = CuttableLayers()
     for name, child in module.named_children():
         if any(leaf_of(each) is not None for each in child.modules()):
             of_child, _ = _of(child, ranks, inner=True)
@@ -47,7 +47,7 @@ def _of(module: nn.Module, ranks: int, *, inner: bool) -> tuple[Found, str]:
     return found, why or "its inputs cannot be guessed"
 
 
-def _parts(found: Found) -> tuple[Mapping[str, Any], ...]:
+def _parts(found: CuttableLayers) -> tuple[Mapping[str, Any], ...]:
     return found.words, found.followed, found.left
 
 

@@ -36,7 +36,7 @@ from shardfold.nn.cross_entropy import (
 )
 from shardfold.nn.parallel_cross_entropy import margin_of, sampled_classes
 from shardfold.parallel.link import Link, axes_named, link_of
-from shardfold.parallel.split import Place
+from shardfold.parallel.split import AxisRank
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import KNOWN, Mesh, Role
 from shardfold.plan.checks import described, is_integer
@@ -210,7 +210,7 @@ class MarginHead(nn.Module):
 
     def _place(self, link: Link) -> tuple[int, int]:
         """The first class that is here, and how many are."""
-        start, stop = Place(link.axis, link.rank, link.size).range(self.classes, "the classes", even=False)
+        start, stop = AxisRank(link.axis, link.rank, link.size).range(self.classes, "the classes", even=False)
         return start, stop - start
 
 
@@ -237,7 +237,7 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
                 f"{where!r} has {named}, on which ranks {what}: classes are split over ranks that read other samples "
                 f"and sum gradients in every step; give it axis='data', which is all of these, or None."
             )
-        place = Place("+".join(axes), shard_index(axes, mesh, coords), mesh.parts(axes), mesh.size)
+        place = AxisRank("+".join(axes), shard_index(axes, mesh, coords), mesh.parts(axes), mesh.size)
         if module.classes < place.size:
             classes = f"{module.classes} {'class' if module.classes == 1 else 'classes'}"
             raise ConfigError(

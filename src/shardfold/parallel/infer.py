@@ -19,10 +19,10 @@ from torch import nn
 
 from shardfold.parallel.following import Expected
 from shardfold.parallel.numbers import localized, numbers_in, replaced
-from shardfold.parallel.rules import ALIKE, RULES, Follower, Part, Refused, follow
-from shardfold.parallel.trace import Leaf, Run, Step, leaf_of, record
+from shardfold.parallel.rules import ALIKE, RULES, Follower, TensorPart, UnfollowedOperation, follow
+from shardfold.parallel.trace import Leaf, Step, TracedRun, leaf_of, record
 
-__all__ = ["Found", "infer"]
+__all__ = ["CuttableLayers", "infer"]
 
 RESHAPES = {
     f"aten.{name}" for name in ("view", "_unsafe_view", "expand", "split", "split_with_sizes", "_reshape_alias")
@@ -32,7 +32,7 @@ SAME_ORDER = {"aten.view", "aten._unsafe_view", "aten._reshape_alias"}
 
 
 @dataclass
-class Found:
+class CuttableLayers:
     """What can be cut.
 
     Attributes:
@@ -46,7 +46,9 @@ class Found:
     left: dict[str, str] = field(default_factory=dict)
 
 
-def infer(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, *, inner: bool) -> Found:
+def infer(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, *, inner: bool
+) -> CuttableLayers:
     """
     Args:
         args, kwargs: of its forward, of which shapes and dtypes are read.
@@ -80,14 +82,14 @@ class _Again(Exception):
 class _Search:
     """What is supposed of each layer so far."""
 
-    def __init__(self, module: nn.Module, run: Run, ranks: int) -> None:
+    def __init__(self, module: nn.Module, run: TracedRun, ranks: int) -> None:
         self._module, self._run, self._ranks = module, run, ranks
         self._leaves = {path: leaf for path, each in module.named_modules() if (leaf := leaf_of(each)) is not None}
         self._left = _tied_or_read(module, run, self._leaves)
         self._blocks: dict[str, int] = {}
         self._vectors: dict[str, bool] = {}  # embeddings whose vectors are divided, while that is supposed
 
-    def attempt(self, args: Sequence[Any], kwargs: Mapping[str, Any], inner: bool) -> Found:
+    def attempt(self, args: Sequence[Any], kwargs: Mapping[str, Any], inner: bool) -> CuttableLayers:
         at = self._at = Follower(self._run, self._ranks, {}, {})
         self._roles: dict[str, str] = {}
         self._groups: list[int] = []
@@ -102,10 +104,10 @@ class _Search:
                     follow(step, at)
                     self._follow_origin(step)
             self._check_ends()
-            found = Found(self._words(), {}, dict(self._left))
+            found = CuttableLayers(self._words(), {}, dict(self._left))
             if self._roles:
                 self._follow_calls(found, self._check_parts(args, kwargs, inner))
-        except Refused as refused:
+        except UnfollowedOperation as refused:
             self._blame(refused)
             raise _Again from refused
         called = {step.op for step in self._run.steps if step.leaf}
@@ -131,7 +133,7 @@ class _Search:
         leaf, part = self._leaves[path], self._at.parts.get(value)
         role = "row" if part is not None else "column"
         if part is not None and (not leaf.inputs or path in self._left):
-            raise Refused(f"what it gives goes into {path!r}, which stays whole", step.ins)
+            raise UnfollowedOperation(f"what it gives goes into {path!r}, which stays whole", step.ins)
         if part is None and not leaf.inputs:
             self._origins[out] = path
         if part is None and (path in self._left or (not leaf.inputs and not self._vectors.get(path))):
@@ -140,7 +142,7 @@ class _Search:
             self._leave(path, "it is given parts in one place and whole tensors in another")
         if part is not None:
             if part.dim != len(self._at.shape(value)) - 1 or part.blocks != 1 or leaf.inputs % self._ranks:
-                raise Refused(f"{path!r} gets parts that are divided along another dimension", step.ins)
+                raise UnfollowedOperation(f"{path!r} gets parts that are divided along another dimension", step.ins)
             return
         blocks = self._blocks.get(path, 1)
         if leaf.outputs % (blocks * self._ranks):
@@ -148,7 +150,7 @@ class _Search:
             self._leave(path, f"its {each} outputs cannot be divided over {self._ranks} ranks")
         self._groups.append(len(self._groups))
         self._began.append(path)
-        self._at.parts[out] = Part(len(self._at.shape(out)) - 1, blocks, self._groups[-1])
+        self._at.parts[out] = TensorPart(len(self._at.shape(out)) - 1, blocks, self._groups[-1])
 
     def _follow_origin(self, step: Step) -> None:
         if step.pointwise or step.op in ALIKE or step.op in RULES:
@@ -159,31 +161,33 @@ class _Search:
     def _check_ends(self) -> None:
         """
         Raises:
-            Refused: parts leave the module, no row takes them, or parameters have gradients of two kinds.
+            UnfollowedOperation: parts leave the module, no row takes them, or parameters have gradients of two kinds.
         """
         at = self._at
         for value in self._run.results:
             if value in at.parts:
-                raise Refused("what it gives leaves the model", [value])
+                raise UnfollowedOperation("what it gives leaves the model", [value])
         taken = {
             self._root(at.parts[step.ins[0]].group) for step in self._run.steps if step.leaf and step.ins[0] in at.parts
         }
         useful = {path for number, path in enumerate(self._began) if self._root(number) in taken}
         for value, part in at.parts.items():
             if self._began[part.group] not in useful:
-                raise Refused("no row takes what it gives", [value])
+                raise UnfollowedOperation("no row takes what it gives", [value])
         for step in self._run.steps:
             if not step.leaf and not at.given(step):
                 for value in step.ins:
                     name = self._run.parameters.get(value)
                     if name in at.partial:
-                        raise Refused(f"{name!r} works on parts and on whole tensors", at.partial[name])
+                        raise UnfollowedOperation(f"{name!r} works on parts and on whole tensors", at.partial[name])
         for name, values in at.partial.items():
             owner = self._module.get_submodule(name.rpartition(".")[0])
             for own, parameter in owner._parameters.items():
                 full = ".".join(filter(None, (name.rpartition(".")[0], own)))
                 if parameter is not None and full not in at.partial:
-                    raise Refused(f"{name!r} works on parts, and {full!r} of the same module does not", values)
+                    raise UnfollowedOperation(
+                        f"{name!r} works on parts, and {full!r} of the same module does not", values
+                    )
 
     def _words(self) -> dict[str, tuple[str, int]]:
         words = {path: (role, self._blocks.get(path, 1)) for path, role in self._roles.items()}
@@ -198,7 +202,7 @@ class _Search:
         self._vectors.pop(path, None)
         raise _Again
 
-    def _blame(self, refused: Refused) -> None:
+    def _blame(self, refused: UnfollowedOperation) -> None:
         """Supposes something else of what the refused tensors came from."""
         at = self._at
         wanted = self._origins.get(refused.wanted) if refused.wanted is not None else None
@@ -226,7 +230,7 @@ class _Search:
             By the number of a call, of numbers among its arguments: which, what it is, and what it has to be.
 
         Raises:
-            Refused: it does something else than its part.
+            UnfollowedOperation: it does something else than its part.
         """
         at, recipes = self._at, dict[int, tuple[tuple[int, int, int], ...]]()
         last: list[int] = []
@@ -241,7 +245,7 @@ class _Search:
             given, whole, recipe = numbers_in((args, kwargs)), numbers_in((call.args, call.kwargs)), []
             for place, local in localized(call, at).items():
                 if len(given) != len(whole) or given[place] not in (local, whole[place]):
-                    raise Refused(f"on parts the model calls {name} with other sizes", last)
+                    raise UnfollowedOperation(f"on parts the model calls {name} with other sizes", last)
                 if given[place] != local:
                     recipe.append((place, given[place], local))
             recipes[number] = tuple(recipe)
@@ -250,10 +254,10 @@ class _Search:
         leaves = {path: self._length(path, role) for path, role in self._roles.items()}
         try:
             local = record(self._module, args, kwargs, differentiable=inner, leaves=leaves, rewrite=rewrite)
-        except Refused:
+        except UnfollowedOperation:
             raise
         except Exception as error:
-            raise Refused(f"on parts the model raises: {str(error).splitlines()[0]}", last) from error
+            raise UnfollowedOperation(f"on parts the model raises: {str(error).splitlines()[0]}", last) from error
         self._compare(local)
         return recipes
 
@@ -263,29 +267,29 @@ class _Search:
             return Leaf(leaf.outputs, leaf.inputs // self._ranks)
         return Leaf(leaf.outputs // self._ranks, leaf.inputs)
 
-    def _compare(self, local: Run) -> None:
+    def _compare(self, local: TracedRun) -> None:
         """
         Raises:
-            Refused: an operation is not the same on its part.
+            UnfollowedOperation: an operation is not the same on its part.
         """
         at = self._at
         names = [[call.name for call in run.calls] for run in (self._run, local)]
         pairs = list(zip_longest(_ordered(self._run), _ordered(local)))
         if names[0] != names[1]:
-            raise Refused("on parts the model does other operations")
+            raise UnfollowedOperation("on parts the model does other operations")
         for ours, theirs in pairs:
             if ours is None or theirs is None:
-                raise Refused("on parts the model does other operations")
+                raise UnfollowedOperation("on parts the model does other operations")
             (step, op, numbers), (mine, *same) = ours, theirs
             values = (*step.ins, *step.outs)
             if [op, numbers] != same or step.stack != mine.stack:
-                raise Refused("on parts the model does other operations", values)
+                raise UnfollowedOperation("on parts the model does other operations", values)
             for value, its in zip(step.outs, mine.outs, strict=True):
                 part, shape = at.parts.get(value), self._run.shapes[value]
                 if local.shapes[its] != (part.shape(shape, self._ranks) if part else shape):
-                    raise Refused(f"on parts {op} gives other shapes", values)
+                    raise UnfollowedOperation(f"on parts {op} gives other shapes", values)
             if not self._same_numbers(step, mine):
-                raise Refused(f"on parts {op} gets other numbers", values)
+                raise UnfollowedOperation(f"on parts {op} gets other numbers", values)
 
     def _same_numbers(self, ours: Step, theirs: Step) -> bool:
         first, second = list(_plain((ours.args, ours.kwargs))), list(_plain((theirs.args, theirs.kwargs)))
@@ -299,11 +303,11 @@ class _Search:
                 return begin[0] == begin[1] * self._ranks
         return first == second
 
-    def _follow_calls(self, found: Found, recipes: Mapping[int, tuple[tuple[int, int, int], ...]]) -> None:
+    def _follow_calls(self, found: CuttableLayers, recipes: Mapping[int, tuple[tuple[int, int, int], ...]]) -> None:
         """Finds the modules in which parts are made and used up, and the calls on parts in each.
 
         Raises:
-            Refused: a module does other calls when it is called again.
+            UnfollowedOperation: a module does other calls when it is called again.
         """
         at, paths = self._at, set[str]()
         by_group: dict[int, list[tuple[tuple[str, int], ...]]] = {}
@@ -324,11 +328,11 @@ class _Search:
             first, *others = by_time.values() or [[]]
             if any(other != first for other in others):
                 values = [value for value in at.parts]
-                raise Refused(f"{path!r} does other operations on parts when it is called again", values)
+                raise UnfollowedOperation(f"{path!r} does other operations on parts when it is called again", values)
             found.followed[path] = tuple(first)
 
 
-def _ordered(run: Run) -> Iterator[tuple[Step, str, list[int]]]:
+def _ordered(run: TracedRun) -> Iterator[tuple[Step, str, list[int]]]:
     """Steps, what they do and with which tensors, in a form in which it makes no difference whether a reshape copies:
     of fewer heads it may not have to. Where something is written to, it does make one."""
     writes = any(step.op.endswith("_") for step in run.steps)
@@ -344,7 +348,7 @@ def _ordered(run: Run) -> Iterator[tuple[Step, str, list[int]]]:
             yield step, op, [order.setdefault(value, len(order)) for value in values]
 
 
-def _tied_or_read(module: nn.Module, run: Run, leaves: Mapping[str, Leaf]) -> dict[str, str]:
+def _tied_or_read(module: nn.Module, run: TracedRun, leaves: Mapping[str, Leaf]) -> dict[str, str]:
     """Leaves whose parameters are used in other places too."""
     owners: dict[int, list[str]] = {}
     for path, each in module.named_modules():
@@ -363,7 +367,7 @@ def _tied_or_read(module: nn.Module, run: Run, leaves: Mapping[str, Leaf]) -> di
     return left
 
 
-def _words_of(module: nn.Module, run: Run, found: Found, ranks: int) -> dict[str, tuple[str, int]]:
+def _words_of(module: nn.Module, run: TracedRun, found: CuttableLayers, ranks: int) -> dict[str, tuple[str, int]]:
     """Embeddings that stayed whole and have a head, with what is tied to them: a linear layer with as many outputs as
     they have words, which is the last one or has their weight."""
     read = {name.rpartition(".")[0] for name in run.parameters.values()}
@@ -390,7 +394,7 @@ def _words_of(module: nn.Module, run: Run, found: Found, ranks: int) -> dict[str
 
 
 def _read_lengths(
-    module: nn.Module, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any], words: Iterable[str], ranks: int
+    module: nn.Module, run: TracedRun, args: Sequence[Any], kwargs: Mapping[str, Any], words: Iterable[str], ranks: int
 ) -> bool:
     """Whether the model does something else where embeddings and heads say that they have one rank's words."""
     weights = {path: module.get_submodule(path)._parameters["weight"] for path in words}

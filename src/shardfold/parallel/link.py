@@ -21,6 +21,7 @@ from shardfold.comm.comm import Comm
 from shardfold.comm.meter import LAYERS
 from shardfold.comm.transport import Pending, sum_into
 from shardfold.errors import UsageError
+from shardfold.nn.ranks import AxisRanks
 from shardfold.plan.axes import Axes, Mesh, Role
 from shardfold.plan.cost import Sent, ring_bytes
 from shardfold.plan.placement import shard_index
@@ -51,7 +52,7 @@ class Shift:
         return self._received
 
 
-class Link(Protocol):
+class Link(AxisRanks, Protocol):
     """The ranks along one axis, of which this one is the ``rank``-th of ``size``.
 
     No call changes what it is given, and on one rank each gives that back. Sums of 16-bit tensors over Gloo are in
@@ -60,18 +61,6 @@ class Link(Protocol):
 
     @property
     def axis(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks."""
-        ...
-
-    def max(self, tensor: Tensor) -> Tensor:
-        """The largest of each element over the ranks."""
-        ...
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
         """The ranks' tensors one behind the other along ``dim``, where the r-th has ``sizes[r]``; None: as this one."""

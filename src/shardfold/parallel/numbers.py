@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardfold.parallel.rules import Follower, Part, Refused
-from shardfold.parallel.trace import Call, Ref
+from shardfold.parallel.rules import Follower, TensorPart, UnfollowedOperation
+from shardfold.parallel.trace import Ref, TracedCall
 
 __all__ = ["localized", "numbers_in", "replaced"]
 
@@ -49,23 +49,25 @@ def replaced(tree: Any, by_place: Mapping[int, int]) -> Any:
     return change(tree)
 
 
-def localized(call: Call, at: Follower) -> dict[int, int]:
+def localized(call: TracedCall, at: Follower) -> dict[int, int]:
     """What numbers of a call are where it works on parts: by place, those that are not of the whole.
 
     Raises:
-        Refused: one cannot be divided.
+        UnfollowedOperation: one cannot be divided.
     """
     places = list(_places(call, at))
     numbers, found = numbers_in((call.args, call.kwargs)), dict[int, int]()
     for place in places:
         number = numbers[place]
         if number % at.ranks and number != -1:
-            raise Refused(f"{call.name} says {number}, which cannot be divided over {at.ranks} ranks", call.ins)
+            raise UnfollowedOperation(
+                f"{call.name} says {number}, which cannot be divided over {at.ranks} ranks", call.ins
+            )
         found[place] = number if number == -1 else number // at.ranks
     return found
 
 
-def _places(call: Call, at: Follower) -> Iterator[int]:
+def _places(call: TracedCall, at: Follower) -> Iterator[int]:
     source = at.parts.get(call.ins[0]) if call.ins else None
     made = at.parts.get(call.outs[0])
     numbers = numbers_in((call.args, call.kwargs))
@@ -88,7 +90,7 @@ def _places(call: Call, at: Follower) -> Iterator[int]:
         yield from _of_index(call, source, len(at.shape(call.ins[0])))
 
 
-def _of_index(call: Call, part: Part, dims: int) -> Iterator[int]:
+def _of_index(call: TracedCall, part: TensorPart, dims: int) -> Iterator[int]:
     """Of a slice over the dimension that is divided."""
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if any(isinstance(each, (Ref, list)) for each in index):

@@ -37,8 +37,8 @@ from shardfold.parallel.infer import infer
 from shardfold.parallel.known import STYLES, divided_of, known_plan, unknown_style
 from shardfold.parallel.lengths import is_transposed
 from shardfold.parallel.link import link_of
-from shardfold.parallel.split import Cut, Owners, Place, Shared, cut_module, is_cut, is_streamed
-from shardfold.parallel.stream import DROPOUTS, Stream
+from shardfold.parallel.split import AxisRank, ModuleCut, Owners, SharedInput, cut_module, is_cut, is_streamed
+from shardfold.parallel.stream import DROPOUTS, SequenceParallel
 from shardfold.parallel.trace import leaf_of
 from shardfold.plan.axes import Mesh, Role
 from shardfold.plan.checks import described, is_integer
@@ -335,14 +335,14 @@ def split_model(
     if given == AUTO and not sequence_parallel and mesh.of_role(Role.EXPERT):
         plan.leave("experts")
     if axes:
-        place = Place(axes[0], coords[axes[0]], mesh[axes[0]], mesh.size)
-        Splitting(model, plan, place, Stream() if sequence_parallel else None).run()
+        place = AxisRank(axes[0], coords[axes[0]], mesh[axes[0]], mesh.size)
+        Splitting(model, plan, place, SequenceParallel() if sequence_parallel else None).run()
 
 
 class Splitting:
     """The cutting of one model."""
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, place: Place, stream: Stream | None) -> None:
+    def __init__(self, model: nn.Module, plan: TensorPlan, place: AxisRank, stream: SequenceParallel | None) -> None:
         self._modules = dict(model.named_modules())
         self._plan, self._place, self._stream = plan, place, stream
         words = {path: word.name for path, word in plan.words.items()}
@@ -354,12 +354,12 @@ class Splitting:
                 if parameter is not None:
                     owners.setdefault(id(parameter), []).append((module, name))
         self._owners: Owners = owners
-        self._shared: dict[str, Shared] = {}
+        self._shared: dict[str, SharedInput] = {}
         self._groups: dict[str, int] = {}
         self._parts = Parts()
 
     def run(self) -> None:
-        cuts: list[Cut] = []
+        cuts: list[ModuleCut] = []
         for path, word in self._plan.words.items():
             module = self._modules[path]
             idle = not isinstance(module, DROPOUTS) and not list(module.parameters(recurse=False))
@@ -388,10 +388,10 @@ class Splitting:
             leaves = [m for m in inside.values() if is_cut(m) or leaf_of(m) is not None]
             follow_calls(self._modules[path], path, calls, leaves, [inside[n] for n in inside if n in columns])
 
-    def _of_parent(self, path: str) -> Shared:
+    def _of_parent(self, path: str) -> SharedInput:
         parent = path.rpartition(".")[0]
         if parent not in self._shared:
-            shared = self._shared[parent] = Shared()
+            shared = self._shared[parent] = SharedInput()
             self._caller(path).register_forward_hook(shared.forget, always_call=True)
         return self._shared[parent]
 
@@ -418,13 +418,13 @@ class Splitting:
                     f"{path!r} shares its weight with {names[id(other)]!r}, which the plan leaves whole: {both}."
                 )
 
-    def _cut(self, path: str, module: nn.Module, word: Word) -> Cut:
+    def _cut(self, path: str, module: nn.Module, word: Word) -> ModuleCut:
         """With what stays together, and for keys and values of fewer heads than ranks which of them this rank needs.
 
         Raises:
             ConfigError: heads do not divide.
         """
-        cut = Cut(
+        cut = ModuleCut(
             module, path, word.name, word.blocks, stream=self._stream, collected=path.startswith(self._whole),
             begins=not self._scatters,
         )  # fmt: skip

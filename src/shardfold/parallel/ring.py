@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
-from shardfold.parallel.cut import Cut, Range, Tile
+from shardfold.parallel.cut import CutBatch, Range, Tile
 from shardfold.parallel.kernels import Kernel, kernel_for, wide
 from shardfold.parallel.link import Link, Shift
 from shardfold.torch_internals import untraced_from_call
@@ -27,7 +27,7 @@ __all__ = ["ring_attention"]
 
 class _Plan(NamedTuple):
     link: Link
-    cut: Cut
+    cut: CutBatch
     causal: bool
     scale: float
     window: int | None
@@ -39,7 +39,7 @@ class _Plan(NamedTuple):
 
 @untraced_from_call
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, link: Link, cut: Cut, *, causal: bool, scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, link: Link, cut: CutBatch, *, causal: bool, scale: float | None = None,
     window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of this rank's queries over the keys of all ranks; all ranks call it.
@@ -138,7 +138,7 @@ def _next(plan: _Plan, own: list[Tensor], pair: list[Tensor], source: int, follo
     return plan.link.shift(own, following, [(*each.shape[:2], tokens, each.shape[3]) for each in own])
 
 
-def _send_on(link: Link, tensors: list[Tensor], cut: Cut, source: int) -> Shift:
+def _send_on(link: Link, tensors: list[Tensor], cut: CutBatch, source: int) -> Shift:
     """Sends what is of the tokens of rank ``source`` to the next rank; the one before has those of the one before."""
     tokens = cut.tokens((source - 1) % link.size)
     return link.shift(tensors, 1, [(*each.shape[:2], tokens, each.shape[3]) for each in tensors])

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
-from shardfold.parallel.trace import Run, Step
+from shardfold.parallel.trace import Step, TracedRun
 
-__all__ = ["Part", "Refused", "follow"]
+__all__ = ["TensorPart", "UnfollowedOperation", "follow"]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What each rank has of a tensor: along ``dim``, which is ``blocks`` equal blocks, an equal part of each of them.
 
     Attributes:
@@ -33,7 +33,7 @@ class Part:
         return tuple(n // ranks if dim == self.dim else n for dim, n in enumerate(whole))
 
 
-class Refused(Exception):
+class UnfollowedOperation(Exception):
     """An operation is not followed.
 
     Args:
@@ -59,15 +59,15 @@ class Follower:
         partial: parameters, by name, that parts were computed with, and what with.
     """
 
-    run: Run
+    run: TracedRun
     ranks: int
-    parts: dict[int, Part]
+    parts: dict[int, TensorPart]
     partial: dict[str, tuple[int, ...]]
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.run.shapes[value]
 
-    def given(self, step: Step) -> list[tuple[int, Part]]:
+    def given(self, step: Step) -> list[tuple[int, TensorPart]]:
         """The parts among what a step is given."""
         return [(value, self.parts[value]) for value in step.ins if value in self.parts]
 
@@ -75,23 +75,25 @@ class Follower:
         """A tensor that is whole goes into a step with parts: it has one element where they are divided.
 
         Raises:
-            Refused: it has more, or it is differentiable and no parameter.
+            UnfollowedOperation: it has more, or it is differentiable and no parameter.
         """
         op = _short(step.op)
         if sizes_at != 1:
-            raise Refused(f"{op} puts a part together with a tensor that is whole", step.ins, wanted=value)
+            raise UnfollowedOperation(f"{op} puts a part together with a tensor that is whole", step.ins, wanted=value)
         if value in self.run.parameters:
             self.partial[self.run.parameters[value]] = tuple(step.ins)
         elif value in self.run.differentiable:
-            raise Refused(f"{op} puts a part together with activations that are whole, whose gradient would be a "
-                          "summand", step.ins)  # fmt: skip
+            raise UnfollowedOperation(
+                f"{op} puts a part together with activations that are whole, whose gradient would be a summand",
+                step.ins,
+            )
 
 
 def follow(step: Step, at: Follower) -> None:
     """Writes down which of the step's outputs are parts.
 
     Raises:
-        Refused: it is not known what they are.
+        UnfollowedOperation: it is not known what they are.
     """
     if not at.given(step):
         return
@@ -102,21 +104,21 @@ def follow(step: Step, at: Follower) -> None:
     elif step.op.startswith("aten._scaled_dot_product"):
         _attention(step, at)
     else:
-        raise Refused(f"{_short(step.op)} of a part is not followed", step.ins)
+        raise UnfollowedOperation(f"{_short(step.op)} of a part is not followed", step.ins)
 
 
 def _short(op: str) -> str:
     return op.removeprefix("aten.").strip("_")
 
 
-def _agreed(step: Step, given: Sequence[tuple[int, Part]]) -> Part:
+def _agreed(step: Step, given: Sequence[tuple[int, TensorPart]]) -> TensorPart:
     """
     Raises:
-        Refused: parts differ in how they are divided.
+        UnfollowedOperation: parts differ in how they are divided.
     """
     first = given[0][1]
     if any((part.dim, part.blocks) != (first.dim, first.blocks) for _, part in given):
-        raise Refused(f"{_short(step.op)} puts parts together that are divided differently", step.ins)
+        raise UnfollowedOperation(f"{_short(step.op)} puts parts together that are divided differently", step.ins)
     return first
 
 
@@ -131,7 +133,7 @@ def _pointwise(step: Step, at: Follower) -> None:
             at.whole(step, value, shape[dim] if dim >= 0 else 1)
     for value in step.outs:
         if value in step.ins and value not in at.parts:
-            raise Refused(f"{_short(step.op)} writes parts into a tensor that is whole", step.ins)
+            raise UnfollowedOperation(f"{_short(step.op)} writes parts into a tensor that is whole", step.ins)
         at.parts[value] = part
 
 
@@ -143,11 +145,11 @@ def _same_order(step: Step, at: Follower) -> None:
     for dim, length in enumerate(out):
         blocks, rest = divmod(before, first)
         if rest == 0 and blocks and length % (blocks * at.ranks) == 0:
-            at.parts[step.outs[0]] = Part(dim, blocks, part.group)
+            at.parts[step.outs[0]] = TensorPart(dim, blocks, part.group)
             return
         first *= length
     wide = _first_of(shape, out, part.dim)
-    raise Refused(
+    raise UnfollowedOperation(
         f"{_short(step.op)} from {shape} to {out} leaves {wide} along the dimension that is divided, which are no "
         f"multiple of {at.ranks}", step.ins, blocks=wide,
     )  # fmt: skip
@@ -204,7 +206,7 @@ def _slice(step: Step, at: Follower) -> None:
     if dim == part.dim and at.shape(out)[dim] != shape[dim]:
         start = _start(step, shape[dim])
         if len(step.args) > 4 and step.args[4] != 1:
-            raise Refused("a slice with steps goes over the dimension that is divided", step.ins)
+            raise UnfollowedOperation("a slice with steps goes over the dimension that is divided", step.ins)
         part = replace(part, blocks=_blocks_of(step, part, shape[dim], [start, at.shape(out)[dim]], at)[0])
     at.parts[out] = part
 
@@ -214,15 +216,18 @@ def _start(step: Step, length: int) -> int:
     return min(start + length if start < 0 else start, length)
 
 
-def _blocks_of(step: Step, part: Part, length: int, cuts: Sequence[int], at: Follower) -> list[int]:
+def _blocks_of(step: Step, part: TensorPart, length: int, cuts: Sequence[int], at: Follower) -> list[int]:
     """How many blocks each piece has, where the first begins at ``cuts[0]`` and they are as long as the others say."""
     block, edge = length // part.blocks, cuts[0]
     found: list[int] = []
     for each in cuts[1:]:
         if edge % block or each % block or not each:
             among = length // gcd(length, *cuts)
-            raise Refused(f"{_short(step.op)} takes {each} of {length} along the dimension that is divided", step.ins,
-                          blocks=among)  # fmt: skip
+            raise UnfollowedOperation(
+                f"{_short(step.op)} takes {each} of {length} along the dimension that is divided",
+                step.ins,
+                blocks=among,
+            )
         found.append(each // block)
         edge += each
     return found
@@ -233,7 +238,9 @@ def _select(step: Step, at: Follower) -> None:
     shape = at.shape(value)
     dim = _dim(step, 1, len(shape))
     if dim == part.dim:
-        raise Refused(f"{_short(step.op)} goes over the dimension that is divided", step.ins, blocks=shape[dim])
+        raise UnfollowedOperation(
+            f"{_short(step.op)} goes over the dimension that is divided", step.ins, blocks=shape[dim]
+        )
     for out in step.outs:
         at.parts[out] = replace(part, dim=part.dim - (dim < part.dim))
 
@@ -241,7 +248,7 @@ def _select(step: Step, at: Follower) -> None:
 def _cat(step: Step, at: Follower) -> None:
     given = at.given(step)
     if len(given) != sum(at.shape(value) != (0,) for value in step.ins):  # a cache begins with nothing
-        raise Refused(f"{_short(step.op)} puts parts beside tensors that are whole", step.ins)
+        raise UnfollowedOperation(f"{_short(step.op)} puts parts beside tensors that are whole", step.ins)
     dims = len(at.shape(given[0][0]))
     if step.op == "aten.stack":
         dim, part = _dim(step, 1, dims + 1), _agreed(step, given)
@@ -251,7 +258,7 @@ def _cat(step: Step, at: Follower) -> None:
     if any(part.dim == dim for _, part in given):
         lengths = {at.shape(value)[dim] // part.blocks for value, part in given if part.dim == dim}
         if len(lengths) > 1 or any(part.dim != dim for _, part in given):
-            raise Refused(f"{_short(step.op)} puts parts together that are divided differently", step.ins)
+            raise UnfollowedOperation(f"{_short(step.op)} puts parts together that are divided differently", step.ins)
         at.parts[step.outs[0]] = replace(given[0][1], blocks=sum(part.blocks for _, part in given))
         return
     at.parts[step.outs[0]] = _agreed(step, given)
@@ -266,7 +273,7 @@ def _along(position: int) -> Callable[[Step, Follower], None]:
         said = step.args[position] if len(step.args) > position else step.kwargs.get("dim")
         over = {dim % dims for dim in (said if isinstance(said, (list, tuple)) else [said]) if dim is not None}
         if not over or part.dim in over:
-            raise Refused(f"{_short(step.op)} goes over the dimension that is divided", step.ins)
+            raise UnfollowedOperation(f"{_short(step.op)} goes over the dimension that is divided", step.ins)
         for out in step.outs:
             kept = len(at.shape(out)) == dims
             at.parts[out] = part if kept else replace(part, dim=part.dim - sum(dim < part.dim for dim in over))
@@ -279,10 +286,12 @@ def _norm(step: Step, at: Follower) -> None:
     value = step.ins[0]
     part = at.parts.get(value)
     if part is None or part.dim >= len(at.shape(value)) - len(step.args[1]):
-        raise Refused(f"{_short(step.op)} goes over the dimension that is divided", step.ins)
+        raise UnfollowedOperation(f"{_short(step.op)} goes over the dimension that is divided", step.ins)
     for other in step.ins[1:]:
         if other in at.parts:
-            raise Refused(f"{_short(step.op)} of parts with parameters that are parts is not followed", step.ins)
+            raise UnfollowedOperation(
+                f"{_short(step.op)} of parts with parameters that are parts is not followed", step.ins
+            )
         at.whole(step, other, 1)
     for out in step.outs:
         at.parts[out] = part
@@ -292,8 +301,9 @@ def _bmm(step: Step, at: Follower) -> None:
     first, second = step.ins[:2]
     one, two = at.parts.get(first), at.parts.get(second)
     if one is None or two is None or one.dim or two.dim or one.blocks != two.blocks:
-        raise Refused("a matrix product of a part with a tensor that is whole, or divided elsewhere, is not followed",
-                      step.ins)  # fmt: skip
+        raise UnfollowedOperation(
+            "a matrix product of a part with a tensor that is whole, or divided elsewhere, is not followed", step.ins
+        )
     at.parts[step.outs[0]] = one
 
 
@@ -303,16 +313,16 @@ def _attention(step: Step, at: Follower) -> None:
     first, dims = parts[0], len(at.shape(given[0]))
     heads = {at.shape(value)[1] for value in given} if dims > 1 else set[int]()
     if first is None or any(p is None or (p.dim, p.blocks) != (first.dim, first.blocks) for p in parts):
-        raise Refused("attention is between heads that are divided and others that are not", step.ins)
+        raise UnfollowedOperation("attention is between heads that are divided and others that are not", step.ins)
     if dims != 4 or first.dim > 1 or (len(heads) > 1 and first.blocks > 1):
-        raise Refused("attention goes over the dimension that is divided", step.ins)
+        raise UnfollowedOperation("attention goes over the dimension that is divided", step.ins)
     for value in step.ins[3:]:
         shape, part = at.shape(value), at.parts.get(value)
         dim = first.dim - (dims - len(shape))
         if part is None:
             at.whole(step, value, shape[dim] if dim >= 0 else 1)
         elif (part.dim, part.blocks) != (dim, first.blocks):
-            raise Refused("attention gets a mask that is divided elsewhere", step.ins)
+            raise UnfollowedOperation("attention gets a mask that is divided elsewhere", step.ins)
     for out in step.outs:
         shape = at.shape(out)
         if len(shape) > first.dim and shape[first.dim] == at.shape(given[0])[first.dim]:
@@ -322,7 +332,7 @@ def _attention(step: Step, at: Follower) -> None:
 def _last_two(step: Step, at: Follower) -> None:
     (value, part), *_ = at.given(step)
     if part.dim >= len(at.shape(value)) - 2:
-        raise Refused(f"{_short(step.op)} goes over the dimension that is divided", step.ins)
+        raise UnfollowedOperation(f"{_short(step.op)} goes over the dimension that is divided", step.ins)
     at.parts[step.outs[0]] = part
 
 

@@ -26,7 +26,7 @@ from shardfold.parallel.draws import Parts
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
 from shardfold.parallel.lengths import adapt_lengths, is_transposed
 from shardfold.parallel.link import AxisLink, link_of
-from shardfold.parallel.stream import DROPOUTS, TOKENS, Stream, apart_draws
+from shardfold.parallel.stream import DROPOUTS, TOKENS, SequenceParallel, apart_draws
 from shardfold.plan.nearest import nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
@@ -34,11 +34,11 @@ from shardfold.torch_internals import version_of
 
 __all__ = [
     "WORKS",
-    "Cut",
+    "AxisRank",
     "Forward",
+    "ModuleCut",
     "Owners",
-    "Place",
-    "Shared",
+    "SharedInput",
     "Summed",
     "cut_forward",
     "cut_module",
@@ -63,7 +63,7 @@ Owners = Mapping[int, Sequence[tuple[nn.Module, str]]]
 
 
 @dataclass(frozen=True)
-class Place:
+class AxisRank:
     """Which part of a model this rank has along an axis; ``ranks``: of the mesh, 0: not known."""
 
     axis: str
@@ -96,7 +96,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Shared:
+class SharedInput:
     """What the columns of one parent are given: one tensor for several of them is copied, and its gradients are summed,
     once."""
 
@@ -118,7 +118,7 @@ class Shared:
         self.given = self.copied = None
 
     def __reduce__(self) -> Any:
-        return Shared, ()
+        return SharedInput, ()
 
 
 @dataclass(eq=False)
@@ -143,11 +143,11 @@ class Forward:
     module: nn.Module
     word: str
     link: AxisLink
-    shared: Shared
+    shared: SharedInput
     start: int = 0
     sizes: list[int] = field(default_factory=list)
     rows: tuple[int, ...] = ()
-    stream: Stream | None = None
+    stream: SequenceParallel | None = None
     collected: bool = False
     begins: bool = False
     path: str = ""
@@ -295,7 +295,7 @@ def is_partial(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModuleCut:
     """How one module is to be cut.
 
     Attributes:
@@ -314,7 +314,7 @@ class Cut:
     blocks: int = 1
     unit: int = 1
     rows: tuple[int, ...] = ()
-    stream: Stream | None = None
+    stream: SequenceParallel | None = None
     collected: bool = False
     begins: bool = False
 
@@ -333,7 +333,7 @@ class Cut:
         assert weight is not None
         return vars(weight).get(_FORWARD, (tuple(weight.shape),))[0]
 
-    def range(self, place: Place) -> tuple[int, int]:
+    def range(self, place: AxisRank) -> tuple[int, int]:
         """This rank's rows of each block, or for ``row`` its columns.
 
         Raises:
@@ -353,7 +353,7 @@ class Cut:
             start, stop = place.range(length, f"the outputs of {self.name!r}", even=self.word == "column")
         return start * self.unit, stop * self.unit
 
-    def check(self, place: Place) -> None:
+    def check(self, place: AxisRank) -> None:
         """
         Raises:
             ConfigError: the module is of no kind that the word is for, or does not divide.
@@ -444,7 +444,7 @@ class Cut:
         )
 
 
-def cut_module(cut: Cut, place: Place, shared: Shared, owners: Owners, parts: Parts) -> None:
+def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Owners, parts: Parts) -> None:
     """Cuts a module in place; ``shared`` is of its parent, ``owners`` of the model's parameters, ``parts`` of its
     tensors.
 
@@ -496,7 +496,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _cut(
-    owners: Owners, module: nn.Module, name: str, dim: int, rows: tuple[int, int], place: Place, blocks: int = 1
+    owners: Owners, module: nn.Module, name: str, dim: int, rows: tuple[int, int], place: AxisRank, blocks: int = 1
 ) -> None:
     """Leaves of a parameter those rows of each of its blocks along ``dim``."""
     parameter = module._parameters[name]
@@ -523,7 +523,7 @@ def _cut(
             mark_slice(owner, own, axis=place.axis, whole=whole, start=start)
 
 
-def sum_gradients(module: nn.Module, place: Place, names: Sequence[str] | None = None) -> None:
+def sum_gradients(module: nn.Module, place: AxisRank, names: Sequence[str] | None = None) -> None:
     """Gradients of the module's own parameters, or of some of them, are summed over the axis as they arrive, once
     :func:`hear_gradients` was called."""
     link = link_of(module, place.axis)

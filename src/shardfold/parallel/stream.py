@@ -20,7 +20,7 @@ from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.parallel.link import Link
 
-__all__ = ["DROPOUTS", "TOKENS", "Stream", "apart_draws"]
+__all__ = ["DROPOUTS", "TOKENS", "SequenceParallel", "apart_draws"]
 
 TOKENS = -2
 """The dimension of activations that tokens lie on."""
@@ -31,7 +31,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 _APART = 0x9E3779B97F4A7C15
 
 
-class Stream:
+class SequenceParallel:
     """Whether the activations of a model are cut along their sequence now.
 
     In training they are. A forward without gradients over a number of tokens that the ranks do not divide, as in

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from shardfold.parallel.lengths import adapt_lengths, is_transposed
 from shardfold.torch_internals import DispatchMode, storage_key
 
-__all__ = ["Call", "Leaf", "Ref", "Run", "Step", "leaf_of", "mapped", "record", "tensors_in"]
+__all__ = ["Leaf", "Ref", "Step", "TracedCall", "TracedRun", "leaf_of", "mapped", "record", "tensors_in"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One call of PyTorch's by Python that gives tensors; see :class:`Step`."""
 
     name: str
@@ -90,7 +90,7 @@ class Call:
 
 
 @dataclass
-class Run:
+class TracedRun:
     """What one run did.
 
     Attributes:
@@ -101,7 +101,7 @@ class Run:
     """
 
     steps: list[Step] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
     differentiable: set[int] = field(default_factory=set)
@@ -137,7 +137,7 @@ def record(
     leaves: Mapping[str, Leaf] | None = None,
     words: Mapping[str, int] | None = None,
     rewrite: Rewrite | None = None,
-) -> Run:
+) -> TracedRun:
     """Runs a copy of ``module`` on meta tensors.
 
     Args:
@@ -234,9 +234,9 @@ class _Recorder(DispatchMode):
 
     def __init__(self, rewrite: Rewrite | None) -> None:
         super().__init__()
-        self.run, self.names = Run(), dict[int, str]()
+        self.run, self.names = TracedRun(), dict[int, str]()
         self.rewrite = rewrite
-        self.functions = _Functions(self)
+        self.functions = _CallRecorder(self)
         self.quiet = 0
         self._stack: list[Invocation] = []
         self._times: dict[str, int] = {}
@@ -308,7 +308,7 @@ class _Paused:
         self._recorder.quiet -= 1
 
 
-class _Functions(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     """Writes down calls."""
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -327,7 +327,7 @@ class _Functions(TorchFunctionMode):
             refs, named = mapped((tuple(args), kwargs), lambda t: Ref(recorder.number(t)))
             ins = tuple(recorder.number(tensor) for tensor in tensors_in((args, kwargs)))
             outs = tuple(recorder.number(tensor) for tensor in tensors_in(out))
-            recorder.run.calls.append(Call(name, refs, named, ins, outs, recorder.stack))
+            recorder.run.calls.append(TracedCall(name, refs, named, ins, outs, recorder.stack))
         return out
 
 

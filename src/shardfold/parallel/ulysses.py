@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.parallel.cut import Cut
+from shardfold.parallel.cut import CutBatch
 from shardfold.parallel.link import Link, OneRank
 from shardfold.parallel.ring import ring_attention
 from shardfold.torch_internals import untraced_from_call
@@ -27,7 +27,7 @@ from shardfold.torch_internals import untraced_from_call
 __all__ = ["across_heads", "check_heads", "ulysses_attention"]
 
 
-class _Way(NamedTuple):
+class _TokenExchange(NamedTuple):
     link: Link
     split: int
     concat: int
@@ -40,15 +40,15 @@ class _Way(NamedTuple):
         return self.link.all_to_all(tensor, 2, 1, split_sizes=self.sizes)
 
     @property
-    def back(self) -> _Way:
+    def back(self) -> _TokenExchange:
         return self._replace(split=self.concat, concat=self.split)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Its backward is the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, way: _TokenExchange) -> Tensor:
         ctx.way = way
         return way.send(tensor)
 
@@ -71,7 +71,7 @@ def check_heads(heads: int, ranks: int) -> None:
 
 @untraced_from_call
 def ulysses_attention(
-    query: Tensor, key: Tensor, value: Tensor, link: Link, cut: Cut, *, causal: bool, scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, link: Link, cut: CutBatch, *, causal: bool, scale: float | None = None,
     dropout: float = 0.0, window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """As :func:`ring_attention`, of tokens that are cut into one range for each rank; all ranks call it.
@@ -119,7 +119,7 @@ def across_heads(
     """
     check_heads(query.shape[1], link.size)
     key, value = (_for_ranks(each, link.size) for each in (key, value))
-    there = _Way(link, 1, 2, sizes)
+    there = _TokenExchange(link, 1, 2, sizes)
     query, key, value = _exchanged([query, key, value], there)
     return _sent(attend(query, key, value), there.back)
 
@@ -130,12 +130,12 @@ def _for_ranks(tensor: Tensor, ranks: int) -> Tensor:
     return tensor if own % ranks == 0 else tensor.repeat_interleave(lcm(own, ranks) // own, dim=1)
 
 
-def _sent(tensor: Tensor, way: _Way) -> Tensor:
-    apply: Any = _Exchange.apply
+def _sent(tensor: Tensor, way: _TokenExchange) -> Tensor:
+    apply: Any = _AllToAll.apply
     return apply(tensor, way)
 
 
-def _exchanged(tensors: Sequence[Tensor], way: _Way) -> list[Tensor]:
+def _exchanged(tensors: Sequence[Tensor], way: _TokenExchange) -> list[Tensor]:
     """Each by heads, in one exchange if it can be."""
     ranks = way.link.size
     if len({(tensor.dtype, tensor.shape[3]) for tensor in tensors}) > 1:

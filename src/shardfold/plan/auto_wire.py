@@ -41,7 +41,7 @@ __all__ = [
     "Codec",
     "LinkFigure",
     "Measured",
-    "Option",
+    "WireOption",
     "coding_seconds",
     "fastest",
     "lost",
@@ -203,7 +203,7 @@ class Measured:
     codecs: dict[str, Codec] = field(default_factory=dict[str, Codec])
 
 
-class Option(NamedTuple):
+class WireOption(NamedTuple):
     """A wire that a transfer may take.
 
     Attributes:
@@ -221,21 +221,21 @@ class Option(NamedTuple):
     working: float = 0.0
 
 
-def wires(table: Layout, purpose: str, auto: AutoWire) -> list[Option]:
+def wires(table: Layout, purpose: str, auto: AutoWire) -> list[WireOption]:
     """Those that a transfer of a table may take, the plain one first: its dtype, what the table names itself, and what
     is allowed, each in one hop and in two."""
     plain, own = PURPOSES[purpose], getattr(table, purpose).format
     keeps = () if purpose == "reduce" else [name for name in auto.allowed if not FORMATS[name].gathers]
     names: list[str] = [plain, *([own] if own not in ROLES else []), *auto.allowed]
     return [
-        Option(Wire(format=name, hops=hops), 0.0 if name == plain else lost(name))
+        WireOption(Wire(format=name, hops=hops), 0.0 if name == plain else lost(name))
         for name in dict.fromkeys(names)
         if name not in keeps
         for hops in (1, 2)
     ]
 
 
-def fastest(options: Sequence[Option]) -> Option:
+def fastest(options: Sequence[WireOption]) -> WireOption:
     """The one to take. The first is the plain one; see the module's docstring."""
     best = options[0]
     for group in ([o for o in options if not o.loses], [o for o in options if o.loses]):
@@ -327,7 +327,7 @@ def _coding(op: Op, whole: float, mesh: Sizes, codec: Codec) -> float:
     return whole * (own * codec.encode + (0.0 if op.target == "node" else codec.decode)) + codec.call
 
 
-def told(auto: AutoWire, measured: Measured, options: Mapping[str, Sequence[Option]]) -> list[str]:
+def told(auto: AutoWire, measured: Measured, options: Mapping[str, Sequence[WireOption]]) -> list[str]:
     """What was measured and chosen, in lines."""
     lines = [f"wires, chosen for the links that were measured ({auto}):"]
     lines += [f"  {'link':<31}{'MB/s sent by a rank':>22}{'latency, ms':>14}{'processors work':>17}"]

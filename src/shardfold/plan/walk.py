@@ -41,6 +41,10 @@ class Walk:
         self.position = 0
         self._complete.clear()
 
+    def move_to(self, position: int) -> None:
+        """Everything before that operation has been done."""
+        self.position = position
+
     def at_marker(self, verb: str, unit: str) -> bool:
         """Whether that marker is the last thing reached."""
         return self.position > 0 and self.ops[self.position - 1][:2] == (verb, unit)

@@ -14,7 +14,7 @@ from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.checks import described, is_flag, is_integer
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.lifetimes import CPU, GPU
-from shardfold.planner.candidate import Found
+from shardfold.planner.candidate import FittingCandidate
 from shardfold.planner.choice import largest_of
 from shardfold.planner.division import Division, division_of
 from shardfold.planner.hardware import cluster, host_bytes
@@ -42,7 +42,7 @@ def best(
     axes: Sequence[Mapping[str, Any]] = ({},),
     wire: str | AutoWire | None = None,
     real: bool | None = None,
-) -> Found:
+) -> FittingCandidate:
     """The fastest way to train a model that fits; nothing is run.
 
     Args:

@@ -13,7 +13,7 @@ from shardfold.plan.passes import Overlap
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.seconds import Seconds
 
-__all__ = ["ANY", "STAGES", "Candidate", "Found", "Refused", "sizes_to_show"]
+__all__ = ["ANY", "STAGES", "Candidate", "FittingCandidate", "Refused", "sizes_to_show"]
 
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3, "offload": 2, "infinity": 3}
 """What DeepSpeed calls them."""
@@ -140,7 +140,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class FittingCandidate:
     """A candidate that fits.
 
     Attributes:

@@ -20,7 +20,7 @@ from shardfold.plan.axes import Mesh
 from shardfold.plan.checks import described
 from shardfold.plan.sizes import parse_bytes
 
-__all__ = ["DEVICES", "RESERVE", "Cluster", "Device", "Link", "cluster", "known_device"]
+__all__ = ["DEVICES", "RESERVE", "Cluster", "Device", "Interconnect", "cluster", "known_device"]
 
 GIB = 1024**3
 RESERVE = 0.75 * GIB
@@ -33,7 +33,7 @@ LAUNCH = 20e-6
 was 15 to 26 us in steps of six models."""
 
 
-class Link(NamedTuple):
+class Interconnect(NamedTuple):
     """A way between ranks.
 
     Attributes:
@@ -45,7 +45,7 @@ class Link(NamedTuple):
     latency: float = 10e-6
 
 
-NODE, NETWORK = Link(25e9), Link(12.5e9)
+NODE, NETWORK = Interconnect(25e9), Interconnect(12.5e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ class Device:
     memory: float
     flops: Mapping[str, float]
     bandwidth: float
-    near: Link = NODE
-    far: Link = NETWORK
+    near: Interconnect = NODE
+    far: Interconnect = NETWORK
     host: float = 25e9
     disk: float = 3e9
     reached: float = MATH
@@ -133,8 +133,8 @@ def _gpu(
     """Rates in TFLOP/s and GB/s, memory in GiB."""
     flops = {"fp16": fp16 * 1e12, "fp32": fp32 * 1e12, "bf16": (fp16 if bf16 is None else bf16) * 1e12}
     return Device(
-        name=name, memory=memory * GIB, flops=flops, bandwidth=bandwidth * 1e9, near=Link(near * 1e9),
-        far=Link(far * 1e9), host=host * 1e9, source=source, **more,
+        name=name, memory=memory * GIB, flops=flops, bandwidth=bandwidth * 1e9, near=Interconnect(near * 1e9),
+        far=Interconnect(far * 1e9), host=host * 1e9, source=source, **more,
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ class Cluster:
         """Axes of data over all of them."""
         return {"inter": self.nodes, "intra": self.per_node}
 
-    def link(self, mesh: Mesh, axis: str) -> Link:
+    def link(self, mesh: Mesh, axis: str) -> Interconnect:
         """Between ranks that differ on an axis of a mesh of all of them only: ranks that follow each other are on one
         node."""
         names = list(mesh)
@@ -294,5 +294,5 @@ def read_device(path: Path) -> Device:
         )
     for side in ("near", "far"):
         if side in given:
-            given[side] = Link(*given[side])
+            given[side] = Interconnect(*given[side])
     return Device(**given)

@@ -29,7 +29,7 @@ from shardfold.plan.part import Part, of_part
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, ROUND, Op
 from shardfold.plan.walk import Walk
 from shardfold.planner.coding import coding_bytes
-from shardfold.planner.trace import SMALL, Event, Pass, Trace
+from shardfold.planner.trace import SMALL, Event, StagePass, Trace
 
 __all__ = ["MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]
 
@@ -273,7 +273,7 @@ def _held(trace: Trace, event: np.ndarray, level: np.ndarray) -> np.ndarray:
 class _Step:
     """One step of one rank: events of a trace along the program, as hooks move the engine."""
 
-    def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[Pass] = ()) -> None:
+    def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[StagePass] = ()) -> None:
         self._setting, self._events, self._passes = setting, events, passes
         self._layout, self._units, self._part = setting.bound.layout, setting.bound.by_name, ""
         self._lifetimes = Lifetimes(
@@ -358,7 +358,7 @@ class _Step:
     def _all(self, walk: Walk, due: range, number: int, section: str) -> Iterator[Point]:
         for i in due:
             yield from self._do(walk.ops[i], number, section)
-        walk.position = max(walk.position, due.stop)
+        walk.move_to(max(walk.position, due.stop))
 
     def _point(
         self, number: int, at: bool, section: str, more: float = 0.0, what: str = "", op: Op | None = None,

@@ -24,7 +24,7 @@ from torch import nn
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.planner.trace import Event, Trace
 
-__all__ = ["Blocks", "Folded", "fold", "fold_stage", "renumbered"]
+__all__ = ["Folded", "TracedBlocks", "fold", "fold_stage", "renumbered"]
 
 LEFT_OUT = 7
 """Blocks of a list that it is worth to leave out."""
@@ -39,23 +39,23 @@ SIMPLE = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldBytes:
     """Bytes that are held on the device, and that are away."""
 
     level: float = 0.0
     away: float = 0.0
 
-    def __add__(self, other: _Held) -> _Held:
-        return _Held(self.level + other.level, self.away + other.away)
+    def __add__(self, other: _HeldBytes) -> _HeldBytes:
+        return _HeldBytes(self.level + other.level, self.away + other.away)
 
-    def __sub__(self, other: _Held) -> _Held:
+    def __sub__(self, other: _HeldBytes) -> _HeldBytes:
         return self + other * -1
 
-    def __mul__(self, times: float) -> _Held:
-        return _Held(self.level * times, self.away * times)
+    def __mul__(self, times: float) -> _HeldBytes:
+        return _HeldBytes(self.level * times, self.away * times)
 
 
-class Blocks(NamedTuple):
+class TracedBlocks(NamedTuple):
     """Blocks of a list that are traced for.
 
     Attributes:
@@ -102,7 +102,7 @@ class Folded:
     """
 
     model: nn.Module
-    lists: Mapping[str, Blocks]
+    lists: Mapping[str, TracedBlocks]
     begins: Sequence[str] = ()
 
     def kept(self, name: str) -> str | None:
@@ -159,7 +159,7 @@ class Folded:
         number, _, here, kinds = self.lists[path]
         times, last = number // kinds - KEPT, number // kinds - 2
         found: list[Event] = []
-        begin, above = 0, _Held()  # of what is left, and how much higher it is
+        begin, above = 0, _HeldBytes()  # of what is left, and how much higher it is
         for n, way in enumerate(ways):
             first, second, third = (way[1], way[2], way[3]) if not n else (way[3], way[2], way[1])
             one, other = _span(events, first, second), _span(events, second, third)
@@ -170,7 +170,9 @@ class Folded:
                 again, events[begins[1]], path, here + anchors[1] * kinds
             ):
                 return None
-            changes = _Held(more[-1].level, more[-1].away) - _Held(events[begins[0]].level, events[begins[0]].away)
+            changes = _HeldBytes(more[-1].level, more[-1].away) - _HeldBytes(
+                events[begins[0]].level, events[begins[0]].away
+            )
             found += [self._named(_raised(e, above), path, None) for e in events[begin : first + 1]]
             if not n:
                 found += [self._named(e, path, (1, 1)) for e in again]
@@ -203,7 +205,7 @@ def fold(model: nn.Module, units: Sequence[str]) -> Folded | None:
         model: without memory; it stays as it is.
         units: paths of its units.
     """
-    lists: dict[str, Blocks] = {}
+    lists: dict[str, TracedBlocks] = {}
     keeps: dict[str, list[int]] = {}
     for path, blocks in _lists(model):
         if (found := _run(model, path, blocks, set(units))) is not None:
@@ -222,7 +224,7 @@ def fold_stage(model: nn.Module, units: Sequence[str], stages: Stages, stage: in
         stage: number of the one that is traced.
     """
     of = {piece.path: at for piece, at in zip(stages.pieces, stages.stage_of, strict=True)}
-    lists: dict[str, Blocks] = {}
+    lists: dict[str, TracedBlocks] = {}
     keeps: dict[str, list[int]] = {}
     for path, blocks in _lists(model):
         if len(blocks) < KEPT + LEFT_OUT or not _alike(blocks):
@@ -232,7 +234,7 @@ def fold_stage(model: nn.Module, units: Sequence[str], stages: Stages, stage: in
         if -1 in homes or not own or _under(units, path) != [f"{path}.{n}" for n in own]:
             continue
         firsts = sorted({homes.index(home) for home in homes if home != stage})
-        lists[path] = Blocks(len(own), own[0], sum(first < own[0] for first in firsts))
+        lists[path] = TracedBlocks(len(own), own[0], sum(first < own[0] for first in firsts))
         keeps[path] = sorted([*firsts, *lists[path].stay])
     if not lists:
         return None
@@ -269,7 +271,7 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
                 yield path, blocks
 
 
-def _run(model: nn.Module, path: str, blocks: Sequence[nn.Module], units: Set[str]) -> Blocks | None:
+def _run(model: nn.Module, path: str, blocks: Sequence[nn.Module], units: Set[str]) -> TracedBlocks | None:
     """The longest run of blocks that are alike, or of kinds that take turns; None: there is none that is long enough,
     or blocks have parameters that are not of units of their own."""
     if len(blocks) < KEPT + LEFT_OUT:
@@ -277,12 +279,12 @@ def _run(model: nn.Module, path: str, blocks: Sequence[nn.Module], units: Set[st
     own = [_path(path, n) in units for n in range(len(blocks))]
     if any(not one and next(block.parameters(), None) is not None for one, block in zip(own, blocks, strict=True)):
         return None
-    described, best = [_described(block) for block in blocks], Blocks(0)
+    described, best = [_described(block) for block in blocks], TracedBlocks(0)
     for kinds in range(1, KINDS + 1):
         for start, stop in _repeats(described, own, kinds):
             number = (stop - start) // kinds * kinds
             if number - KEPT * kinds >= max(LEFT_OUT, best.number - best.kept + 1):
-                best = Blocks(number, start, start, kinds)
+                best = TracedBlocks(number, start, start, kinds)
     return best if best.number and not _shared(model, blocks[best.there : best.there + best.number]) else None
 
 
@@ -362,7 +364,7 @@ def _span(events: list[Event], start: int, stop: int) -> list[Event]:
     return events[start + 1 : stop + 1]
 
 
-def _raised(event: Event, by: _Held) -> Event:
+def _raised(event: Event, by: _HeldBytes) -> Event:
     return event._replace(peak=event.peak + by.level, level=event.level + by.level, away=event.away + by.away)
 
 

@@ -25,7 +25,7 @@ from shardfold.planner.moved import MOVED
 from shardfold.planner.seconds import plan_seconds, ways_of
 from shardfold.planner.setting import LINE, Subject
 
-__all__ = ["MODES", "Chosen", "Place", "choose"]
+__all__ = ["MODES", "Chosen", "PlannedRank", "choose"]
 
 MODES = ("keep", "select", "recompute", *MOVED)
 """Of activations, what costs the least first."""
@@ -50,7 +50,7 @@ class Chosen(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PlannedRank:
     """A rank that is planned for, and what it is to run.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Tried(NamedTuple):
     largest: int  # micro-batch; 0: none fits, or it is not known
     loss: str = ""  # as of a trace
 
-    def fits(self, place: Place) -> bool:
+    def fits(self, place: PlannedRank) -> bool:
         return self.needed <= place.memory and (place.host is None or self.host <= place.host)
 
     def __str__(self) -> str:
@@ -98,7 +98,9 @@ class _Tried(NamedTuple):
         return f"{self.layout}, {self.mode}: {human(self.needed)}{seconds}"
 
 
-def choose(subjects: Sequence[Subject], tables: Mapping[str, Layout], modes: Sequence[str], place: Place) -> Chosen:
+def choose(
+    subjects: Sequence[Subject], tables: Mapping[str, Layout], modes: Sequence[str], place: PlannedRank
+) -> Chosen:
     """The fastest of these layouts and modes that fits.
 
     Args:
@@ -137,7 +139,7 @@ def _offloads(table: Layout) -> bool:
 
 
 def _planned(
-    subjects: Sequence[Subject], table: Layout, layout: str, mode: str, place: Place, *, timed: bool,
+    subjects: Sequence[Subject], table: Layout, layout: str, mode: str, place: PlannedRank, *, timed: bool,
     samples: int | None = None,
 ) -> _Tried:  # fmt: skip
     """One way; of stages that whose rank needs the most."""
@@ -171,7 +173,7 @@ def _planned(
     return found
 
 
-def _told(taken: _Tried, tried: Sequence[_Tried], place: Place, left: int) -> str:
+def _told(taken: _Tried, tried: Sequence[_Tried], place: PlannedRank, left: int) -> str:
     seconds = f", and takes {1000 * taken.seconds:.4g} ms by the rates of {_name(place)}" if taken.seconds else ""
     first = (
         f"layout={taken.layout!r} with activations={taken.mode!r} is taken for sample=: a step peaks at "
@@ -196,12 +198,12 @@ def _listed(ways: Sequence[_Tried]) -> str:
     return "; ".join(map(str, ways[:SHOWN])) + more
 
 
-def _name(place: Place) -> str:
+def _name(place: PlannedRank) -> str:
     return place.where.device.name if place.where is not None else ""
 
 
 def _refusal(
-    subjects: Sequence[Subject], tables: Mapping[str, Layout], tried: Sequence[_Tried], place: Place
+    subjects: Sequence[Subject], tables: Mapping[str, Layout], tried: Sequence[_Tried], place: PlannedRank
 ) -> str:  # fmt: skip
     """What would fit, in a sentence."""
     least = min(tried, key=lambda each: each.needed)

@@ -17,7 +17,7 @@ from typing import Any
 from shardfold.errors import ConfigError, LayoutError, ModelError
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Precision
-from shardfold.planner.candidate import ANY, Candidate, Found, Refused
+from shardfold.planner.candidate import ANY, Candidate, FittingCandidate, Refused
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.setting import Subject
@@ -48,12 +48,12 @@ class Search:
         looked_at: candidates whose peak and seconds were computed, or whose states alone do not fit.
     """
 
-    found: Sequence[Found]
+    found: Sequence[FittingCandidate]
     refused: Sequence[Refused]
     looked_at: int
 
     @property
-    def best(self) -> Found:
+    def best(self) -> FittingCandidate:
         """The fastest.
 
         Raises:
@@ -99,7 +99,7 @@ def search(
     """
     kind = StagedWalks if subject.division.pipeline > 1 else Walks
     walks = kind(subject, where, precision, moments)
-    found: list[Found] = []
+    found: list[FittingCandidate] = []
     refused: list[Refused] = []
     looked_at = 0
     chosen, ahead = list(modes), list(prefetches)
@@ -141,7 +141,7 @@ def search_divisions(
         tick: called with what is looked at next.
         how: the other arguments of :func:`search`.
     """
-    found: list[Found] = []
+    found: list[FittingCandidate] = []
     refused: list[Refused] = []
     looked_at, names, chosen = 0, list(layouts), list(modes)
     for division in divisions:

@@ -22,7 +22,7 @@ from shardfold.plan.cost import fetched_bytes, op_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op
-from shardfold.planner.hardware import Cluster, Device, Link
+from shardfold.planner.hardware import Cluster, Device, Interconnect
 from shardfold.planner.memory import MemoryPlan, Point, Setting
 from shardfold.planner.trace import Trace
 
@@ -87,7 +87,7 @@ class Way(NamedTuple):
         ranks: how many there are.
     """
 
-    link: Link
+    link: Interconnect
     ranks: int
 
 
@@ -380,6 +380,6 @@ class _Clocks:
         return most
 
 
-def _sending(num_bytes: float, ranks: int, link: Link, calls: int) -> float:
+def _sending(num_bytes: float, ranks: int, link: Interconnect, calls: int) -> float:
     """Alpha and beta: a ring of so many ranks sends ``num_bytes`` in as many messages."""
     return num_bytes / link.rate + calls * (ranks - 1) * link.latency if num_bytes else 0.0

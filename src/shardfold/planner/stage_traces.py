@@ -18,7 +18,7 @@ from shardfold.plan.rules import Rules
 from shardfold.planner.division import Division
 from shardfold.planner.given import not_run
 from shardfold.planner.hollow import hollow
-from shardfold.planner.repeats import Blocks, Folded, fold_stage, renumbered
+from shardfold.planner.repeats import Folded, TracedBlocks, fold_stage, renumbered
 from shardfold.planner.staged import stages_of
 from shardfold.planner.trace import Lane, Trace
 from shardfold.planner.tracing import Compute, Connect, trace_stage
@@ -122,7 +122,7 @@ class StageTraces:
             self._cuts[policy] = rules, cut(self._hollow, self._units, groups, rules, self._mesh)
         return self._cuts[policy]
 
-    def _only_blocks(self, policy: Precision) -> tuple[str, Blocks] | None:
+    def _only_blocks(self, policy: Precision) -> tuple[str, TracedBlocks] | None:
         """The list that all parameters of a stage in the middle are in, and its blocks; None: there are others."""
         if self._whole or not 0 < self.number < self._stages.count - 1:
             return None

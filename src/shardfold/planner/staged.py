@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.order import Action, choose_order, make_order
-from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
-from shardfold.parallel.pipeline.trace import Origin
+from shardfold.parallel.pipeline.stages import Borders, StageDone, StageForward, Stages
+from shardfold.parallel.pipeline.trace import TensorOrigin
 from shardfold.plan.part import Part
 from shardfold.planner.division import Division
-from shardfold.planner.trace import Event, Lane, Pass, Trace
+from shardfold.planner.trace import Event, Lane, StagePass, Trace
 
 __all__ = [
     "Stage",
@@ -121,19 +121,19 @@ class Stage:
         places = self._stages.places
         return self._number > 0 and places[self._number - 1] == places[self._number]
 
-    def receive(self) -> dict[Origin, Tensor]:
+    def receive(self) -> dict[TensorOrigin, Tensor]:
         """What comes over the border before it."""
-        borders, received = self._borders, dict[Origin, Tensor]()
+        borders, received = self._borders, dict[TensorOrigin, Tensor]()
         for origin in borders.crossing[self._number - 1] if self._number else []:
             made = borders.trace.made(origin)
             received[origin] = torch.empty(made.shape, dtype=made.dtype).requires_grad_(made.requires_grad)
         return received
 
     def forward(
-        self, received: Mapping[Origin, Tensor], compute: Callable[[], Tensor]
+        self, received: Mapping[TensorOrigin, Tensor], compute: Callable[[], Tensor]
     ) -> tuple[Tensor | None, list[Tensor]]:
         """The loss where it has it, and what it sends."""
-        run, loss = Run(self._number, self._borders, received), None
+        run, loss = StageForward(self._number, self._borders, received), None
         with self._stages.running(run):
             try:
                 loss = compute()
@@ -250,7 +250,7 @@ class _Action(NamedTuple):
     """
 
     verb: str
-    one: Pass
+    one: StagePass
     base: float
     begun: int
 
@@ -275,7 +275,7 @@ def in_order(trace_of: Callable[[Lane], Trace], division: Division, parts: Mappi
     spans = {lane: spans_of(trace) for lane, trace in traces.items()}
     bases = bases_of(order, places_of(division.order, ranks), here, spans)
     events: list[Event] = []
-    passes: list[Pass] = []
+    passes: list[StagePass] = []
     for action in _telling(_passes(order[here], bases, parts)):
         lane, begin = action.one.lane, len(events)
         span = spans[lane][action.verb]
@@ -303,7 +303,7 @@ def _passes(actions: Sequence[Action], bases: Sequence[float], parts: Mapping[in
         part = parts.get(stage)
         if part is not None and last:
             part = part._replace(last=True, final=action == final)
-        one = Pass(section, 0, 0, Lane(stage, (stage, batch) in split), part)
+        one = StagePass(section, 0, 0, Lane(stage, (stage, batch) in split), part)
         found.append(_Action(verb, one, base, len(begun)))
         begun |= {(stage, verb == "F")} if verb != "I" else set()
     return found
@@ -312,7 +312,7 @@ def _passes(actions: Sequence[Action], bases: Sequence[float], parts: Mapping[in
 def _telling(passes: Sequence[_Action]) -> list[_Action]:
     """Those in which a peak may lie: buffers of a stage's gradients are there from its first backward on, and what its
     first forward gathers for the step from that on."""
-    alike: dict[tuple[Pass, int], list[int]] = {}
+    alike: dict[tuple[StagePass, int], list[int]] = {}
     for number, one in enumerate(passes):
         alike.setdefault((one.one, one.begun), []).append(number)
     keep: set[int] = set()

@@ -23,7 +23,7 @@ from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.passes import Overlap
 from shardfold.plan.program import Op
 from shardfold.plan.sizes import human
-from shardfold.planner.candidate import Candidate, Found, sizes_to_show
+from shardfold.planner.candidate import Candidate, FittingCandidate, sizes_to_show
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import MemoryPlan, Setting, plan_memory
 from shardfold.planner.moved import MOVED
@@ -129,7 +129,7 @@ class StagedWalks:
 
     def fitting(
         self, plain: Candidate, limit: int, batch: int | None, room: float = inf
-    ) -> tuple[list[Found], str]:  # fmt: skip
+    ) -> tuple[list[FittingCandidate], str]:  # fmt: skip
         """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does. In the
         ``room`` of host memory there are states only, which :meth:`resting_too_much` looks at."""
         if plain.mode in MOVED:
@@ -171,7 +171,7 @@ class StagedWalks:
         fastest = int(samples[fits[rate[fits].argmax()]])
         wanted = {*sizes_to_show(int(samples[fits[-1]])), fastest}
         return [
-            Found(
+            FittingCandidate(
                 replace(
                     plain, micro_batch=int(samples[i]), accumulate=int(counts[i]),
                     division=replace(self._division, stage=0, micro_batches=int(counts[i])),

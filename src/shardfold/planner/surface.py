@@ -8,7 +8,6 @@ it is exact where operations need memory by tokens, as attention without a matri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,11 +62,6 @@ class Activity(NamedTuple):
     batch: list[float]
     names: list[str]
 
-    def at(self, which: Sequence[Sequence[float]], samples: float, length: float) -> np.ndarray:
-        """One of these for a micro-batch."""
-        a, b, c, d = (np.asarray(each) for each in which)
-        return a + b * samples + c * length + d * samples * length
-
 
 @dataclass(frozen=True)
 class Surface:
@@ -82,17 +76,6 @@ class Surface:
     one: Points
     many: Points
     activity: Activity
-
-    def over_time(self, ranks: int, samples: float, length: float = 0.0) -> np.ndarray:
-        """Bytes of the device at each point."""
-        points = self.one if ranks == 1 else self.many
-        a, b, c, d = self.activity.batch
-        batch = a + b * samples + c * length + d * samples * length
-        peak, level = (self.activity.at(which, samples, length) for which in (self.activity.peak, self.activity.level))
-        event, at = np.asarray(points.event), np.asarray(points.level, dtype=bool)
-        engine = np.asarray(points.whole) + np.asarray(points.divided) / ranks
-        always = points.rest[0] + points.rest[1] / ranks + points.workspace + batch
-        return always + engine + np.where(at, level[event], peak[event])
 
 
 def activity_of(

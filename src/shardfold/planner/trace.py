@@ -18,7 +18,7 @@ import numpy as np
 from shardfold.plan.layout import Tier
 from shardfold.plan.part import Part
 
-__all__ = ["Event", "Lane", "Moves", "Pass", "Sends", "Trace", "Work", "Works"]
+__all__ = ["Computation", "Event", "Lane", "Moves", "Sends", "StagePass", "Trace", "Works"]
 
 SMALL = 16 * 1024
 BATCH = 64 * 1024
@@ -56,7 +56,7 @@ class Moves(NamedTuple):
 STAYS = Moves()
 
 
-class Work(NamedTuple):
+class Computation(NamedTuple):
     """What was computed between two events.
 
     Attributes:
@@ -89,8 +89,8 @@ class Work(NamedTuple):
 
 
 class Works(NamedTuple):
-    """What was computed before each of some events, as :class:`Work` has it for one; attention and calls of products
-    are by the dtype that most of the event's products have; ``moves`` in three rows, None where nothing is."""
+    """What was computed before each of some events, as :class:`Computation` has it for one; attention and calls of
+    products are by the dtype that most of the event's products have; ``moves`` in three rows, None where nothing is."""
 
     products: dict[str, np.ndarray]
     attention: dict[str, np.ndarray]
@@ -126,7 +126,7 @@ class Event(NamedTuple):
     level: float = 0
     size: float = 0
     slot: str = ""
-    work: Work = Work()
+    work: Computation = Computation()
     tops: tuple[float, ...] = ()
     away: float = 0
 
@@ -143,7 +143,7 @@ class Lane(NamedTuple):
     split: bool = False
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """A pass of a pipeline's stage.
 
     Attributes:
@@ -183,7 +183,7 @@ class Trace:
     mode: str = "keep"
     tokens: float = 0
     touched: frozenset[str] = field(default_factory=frozenset[str])
-    passes: tuple[Pass, ...] = ()
+    passes: tuple[StagePass, ...] = ()
     zeros: str = ""
     loss: str = ""
 
@@ -306,12 +306,12 @@ class Trace:
         def on(a: float, b: float) -> float:
             return a + (b - a) * at
 
-        def mixed(a: Work, b: Work) -> Work:
+        def mixed(a: Computation, b: Computation) -> Computation:
             more = dict(b.products)
             products = tuple((dtype, on(flops, more.get(dtype, flops))) for dtype, flops in a.products)
             others = {sends.axis: sends.num_bytes for sends in b.sent}
             sent = tuple(s._replace(num_bytes=on(s.num_bytes, others.get(s.axis, s.num_bytes))) for s in a.sent)
-            return Work(
+            return Computation(
                 products, on(a.product_bytes, b.product_bytes), on(a.other_bytes, b.other_bytes), a.calls,
                 on(a.attention, b.attention), sent, a.product_calls, on(a.again, b.again),
                 on(a.attention_again, b.attention_again),

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from shardfold.activations.recompute import KEPT, without_filling
 from shardfold.activations.selective import Selection
 from shardfold.errors import ConfigError, ModelError, ShardfoldError
-from shardfold.parallel.pipeline.late import Late, Splits
+from shardfold.parallel.pipeline.late import DeferredWeightGrads, Splits
 from shardfold.parallel.pipeline.stages import Borders, Stages
 from shardfold.plan.layout import Precision
 from shardfold.planner.given import not_run
@@ -26,7 +26,7 @@ from shardfold.planner.hollow import fill, hollow, hollow_values
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.moved import MOVED, SMALLEST, PaperMovers
 from shardfold.planner.staged import Stage
-from shardfold.planner.trace import BATCH, SMALL, Event, Lane, Sends, Trace, Work
+from shardfold.planner.trace import BATCH, SMALL, Computation, Event, Lane, Sends, Trace
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.segment import TORCH_DTYPES, dtype_name
@@ -352,7 +352,7 @@ class _Listener:
         self._lossless = False  # the model's forward gave none
         self._waiting: list[Tensor] = []
         self._waiting_bytes = 0
-        self._late: Late | None = None  # of a backward in two parts: what the first leaves to the second
+        self._late: DeferredWeightGrads | None = None  # of a backward in two parts: what the first leaves to the second
         self._weights = False  # the second is under way
         self._units: dict[int, str] = {}  # of parameters, by ``id``
         self._movers: PaperMovers | None = None
@@ -366,7 +366,7 @@ class _Listener:
             for axis in dict.fromkeys(s.axis for s in self.sent)
         )
         self.sent.clear()
-        work = Work(
+        work = Computation(
             tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention, sent, self._products,
             *self._again, *(() if self._movers is None else (self._movers.taken(),)),
         )  # fmt: skip
@@ -443,7 +443,7 @@ class _Listener:
     def run_stage(self, stage: Stage, compute: Compute, batch: Any, *, split: bool) -> None:
         """A forward and a backward of one stage; ``split``: in two parts."""
         self._live.leave_out(batch)
-        self._late = Late() if split else None
+        self._late = DeferredWeightGrads() if split else None
         plain = next((type(parameter) for parameter in self._model.parameters()), nn.Parameter)
         splits = Splits(self._late, CPU, plain) if self._late is not None else nullcontext()
         with nullcontext() if stage.handed else self._live:
@@ -479,7 +479,7 @@ class _Listener:
         for tensor in tensors:
             tensor.register_hook(lambda grad: self._begin_backward())
 
-    def _run_weights(self, late: Late) -> None:
+    def _run_weights(self, late: DeferredWeightGrads) -> None:
         """The second part of a backward, as :meth:`~shardfold.engine.backward.Backward.run_weights` has it."""
         self._live.mark()
         self.note("inputs")

@@ -18,7 +18,7 @@ from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.passes import Overlap
 from shardfold.plan.program import COLLECTIVES, Program
 from shardfold.plan.sizes import human
-from shardfold.planner.candidate import Candidate, Found, sizes_to_show
+from shardfold.planner.candidate import Candidate, FittingCandidate, sizes_to_show
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import MemoryPlan, Setting, plan_memory
 from shardfold.planner.seconds import Schedule, Seconds, Work, row_seconds, schedule_of, ways_of
@@ -64,7 +64,7 @@ class Walks:
 
     def fitting(
         self, plain: Candidate, limit: int, batch: int | None, room: float = inf
-    ) -> tuple[list[Found], str]:  # fmt: skip
+    ) -> tuple[list[FittingCandidate], str]:  # fmt: skip
         """What fits of all micro-batches up to ``limit`` of a candidate that has one sample, with so many bytes of host
         memory for each rank; or why none does."""
         mode = plain.mode
@@ -105,7 +105,7 @@ class Walks:
         fastest = int(fits[rate[fits].argmax()]) + 1
         sizes = sorted({n for n in (*sizes_to_show(int(fits[-1]) + 1), fastest) if peaks[n - 1] <= self._budget})
         return [
-            Found(
+            FittingCandidate(
                 replace(plain, micro_batch=n, accumulate=int(accumulate[n - 1])),
                 float(peaks[n - 1]), float(host[n - 1]),
                 self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),

@@ -1,18 +1,44 @@
 """A model that is split over ranks: :class:`shardfold.sharding.model.ShardedModel` is what all else works on.
 
-    segment      parameters of one kind in one flat           model         the whole, its gate and its updater
-    shard        this rank's part of one state of these, wherever it rests
-    unit         segments that move together                  run_state     where training is
-    gradients    of a unit; gradient_buffer                   registry      which model holds a parameter
-    shown        what is in parameter.grad; hidden            ownership     one engine at a time
-    freed        parameters without memory; pickling          changes       whether the model is what it was; rebuild
-    partition    which are a unit; groups; boxes              gathered      whole values for a while; whole, loans
-    distinct     of which parameters each rank has others
-    materialize  first values; buffers                        whole_state   state dicts; whole_segments
-    room         of all that will rest on disk
-    sharded_init models that are split while they are built; partitioned    forwards  methods besides forward
-    tree, plain                                               values that hold tensors; such values as JSON
-    autograd                                                  what autograd is doing
+    added_groups     what users add to the groups of an optimizer that an engine drives, looked at when they add it
+    autograd         what autograd is doing at this moment, and what it could save of a value
+    buffers          buffers are rank 0's on every rank, as under DDP
+    changes          whether a model still is what its units were made of
+    compared         what every rank has to have alike of a model's units, as texts
+    forwards         methods of a model that begin a pass, besides ``forward``
+    freed            parameters without memory, which say so
+    gathered         whole values for a while: ``engine.gathered``
+    gradient_buffer  the flat that gradients are copied into and sent from
+    gradients        the gradients of one unit since the last step: where they lie, and how far they are summed
+    groups           what an optimizer says of how units are cut
+    hidden           ``parameter.grad`` where no rank could show the gradient itself
+    loans            while whole values are lent to the user, some things must not happen to them
+    lost             what the formats of reductions have lost and keep, over all ranks
+    materialize      models constructed without memory, made real unit by unit
+    model            a model that is split over ranks: what works on it is given this, and nothing of who trains it
+    ownership        who owns a model: one engine at a time, from when it is made until it is closed
+    partition        cuts a model into units: which parameters move together
+    partitioned      parameters that are split while no engine holds them
+    pickling         copies and pickles of a model under an engine
+    plain            values beside tensors, as JSON
+    rebuild          follows a model whose structure changed between steps
+    registry         which model holds a parameter
+    replicas         whether parameters replicated on an axis of tensor are equal to the bit
+    room             room on drives for all that will rest there
+    run_state        where a run is: what a checkpoint keeps beside the model, and the counters that everybody reads
+    segment          parameters of one kind, and the flat tensors they are views of
+    shard            this rank's part of one state of a segment, to be read and written by ranges wherever it rests
+    sharded_init     models that are split while they are built
+    shared           parameters that several stages of a pipeline have, as a tied embedding and head
+    shown            what users find in ``parameter.grad`` between a backward and the step, and what they do to it
+    slices           parameters that are a slice of a larger one
+    stand_ins        whole values in the places of parameters, for a model's own state dict code
+    together         what reads or writes the files of this rank's disk between steps: all ranks do it, or all raise
+    tree             values that hold tensors: the containers that a model's forward takes and gives
+    unit             parameters that move together, in segments
+    whole            whole parameters for a while, whoever holds them: engines, nobody yet, or this rank alone
+    whole_segments   all values of a state that is split: of whole segments, or of single parameters
+    whole_state      a model's whole values out of shards, and back: state dicts, and the names of what is in them
 
 It imports ``comm``, ``tiers`` and ``plan``.
 """

@@ -36,7 +36,7 @@ from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES, Segment, dtype_name
 from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.unit import Life, Unit
-from shardfold.sharding.whole_segments import Slice, gather_slices
+from shardfold.sharding.whole_segments import SegmentSlice, gather_slices
 
 __all__ = ["gathered"]
 
@@ -359,7 +359,7 @@ class _States:
         self._homes = [home for home, is_there in zip(homes, there, strict=True) if is_there]
         files = model.layout.cells().get(of, model.layout.moments).tier is Tier.DISK
         shards = together(model.comm, what, partial(self._shards, dtype), files=files)
-        slices = [Slice(home.segment, home.slot, shards[id(home.segment)]) for home in self._homes]
+        slices = [SegmentSlice(home.segment, home.slot, shards[id(home.segment)]) for home in self._homes]
         with torch.no_grad():
             whole = gather_slices(model.comm, slices, what)
         by_id = {id(home.parameter): value for home, value in zip(self._homes, whole, strict=True)}

@@ -34,7 +34,7 @@ from shardfold.plan.box import Box
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
 from shardfold.sharding.buffers import take_first_rank
-from shardfold.sharding.model import Whole
+from shardfold.sharding.model import StagedNames
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.replicas import differing_in
@@ -349,7 +349,7 @@ class Weights:
         ModelError: the path has no weights, or names are missing or unexpected; all are listed.
     """
 
-    def __init__(self, source: Any, model: nn.Module, whole: Whole | None = None) -> None:
+    def __init__(self, source: Any, model: nn.Module, whole: StagedNames | None = None) -> None:
         if not isinstance(source, Mapping | str | Path):
             raise ModelError(
                 f"weights= is of type {type(source).__name__}: give a state dict, or the path of safetensors files or "

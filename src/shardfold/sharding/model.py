@@ -28,7 +28,7 @@ from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
 
-__all__ = ["Gate", "Owner", "ShardedModel", "Updater", "Whole"]
+__all__ = ["Gate", "Owner", "ShardedModel", "StagedNames", "Updater"]
 
 
 class Gate(Protocol):
@@ -124,7 +124,7 @@ class Updater(Protocol):
 
 
 @dataclass(frozen=True)
-class Whole:
+class StagedNames:
     """Of a model whose stages are on several ranks, what each rank knows of all of it.
 
     Attributes:
@@ -176,7 +176,7 @@ class ShardedModel:
     rows: list[Callable[[], MemoryRow]] = field(default_factory=list[Callable[[], MemoryRow]])
     followed: int = 0
     closed: str = ""
-    whole: Whole | None = None
+    whole: StagedNames | None = None
     owner: Any = None
     _gate: Gate | None = None
 

@@ -311,7 +311,7 @@ def hand_over(parameters: Iterable[nn.Parameter]) -> None:
         vars(p).pop(_EARLY).ranks.handed_over()
 
 
-class _Elsewhere:
+class _OnAnotherStage:
     """What a parameter asks when it is touched that other ranks have."""
 
     way = "another stage of the pipeline has it: build the model anew"
@@ -338,7 +338,7 @@ def keep_mine(parameters: Iterable[nn.Parameter], mine: Container[int], comm: Co
                 EarlyShard(parameter, early.name, ranks, None, same=True)
             else:
                 parameter.data = early.nothing
-                seal(parameter, early.name, _Elsewhere())
+                seal(parameter, early.name, _OnAnotherStage())
             before.handed_over()
     ranks.complete()
 

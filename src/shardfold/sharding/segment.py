@@ -61,7 +61,7 @@ def dtype_name(dtype: torch.dtype) -> str | None:
     return next((name for name, value in TORCH_DTYPES.items() if value == dtype), None)
 
 
-class UnderWay(Protocol):
+class PendingUpdate(Protocol):
     """An update of a segment's shard on another thread, before its step is known or behind it.
 
     Attributes:
@@ -121,7 +121,9 @@ class Segment:
         self._gradient_flat: Tensor | None = None  # ``grads``, behind what is adopted
         self.sent_grads: Region | None = None  # the same, gone to where the update is
         self.updated: Tensor | None = None  # host: what the update made of ``params``, on its way to where they rest
-        self.under_way: UnderWay | None = None  # an update on another thread: whoever reads what it writes settles it
+        self.under_way: PendingUpdate | None = (
+            None  # an update on another thread: whoever reads what it writes settles it
+        )
         self.here: dict[str, Tensor] = {}  # by state: what came from its file to host memory
         self.noted: list[Tensor] | None = (
             None  # 0-d: what a step asks of gradients that went to a file; None: not known

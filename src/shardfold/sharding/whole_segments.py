@@ -16,10 +16,10 @@ from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard, values_of
 from shardfold.sharding.together import together
 
-__all__ = ["Slice", "gather_slices", "whole_segments"]
+__all__ = ["SegmentSlice", "gather_slices", "whole_segments"]
 
 
-class Slice(NamedTuple):
+class SegmentSlice(NamedTuple):
     """A parameter's part of a state of its segment: ``shard`` is this rank's range of it, ``(length / parts,)``."""
 
     segment: Segment
@@ -27,7 +27,7 @@ class Slice(NamedTuple):
     shard: Tensor
 
 
-def gather_slices(comm: Comm, slices: Sequence[Slice], what: str) -> list[Tensor]:
+def gather_slices(comm: Comm, slices: Sequence[SegmentSlice], what: str) -> list[Tensor]:
     """New tensors with all values of parameters' states that are split as master is, in their shapes and dtypes."""
     whole: dict[int, Tensor] = {}
     for over in dict.fromkeys(one.segment.table.master.over for one in slices):
@@ -37,7 +37,7 @@ def gather_slices(comm: Comm, slices: Sequence[Slice], what: str) -> list[Tensor
     return [whole[i] for i in range(len(slices))]
 
 
-def _gather_slices(comm: Comm, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
+def _gather_slices(comm: Comm, slices: Sequence[SegmentSlice], over: Axes, what: str) -> list[Tensor]:
     sizes, parts = comm.mesh.sizes, comm.mesh.parts(over)
     me = shard_index(over, sizes, comm.mesh.coords)
     whole: list[Tensor] = []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.layout import Axes
 from shardfold.sharding.loans import Loan, refuse_during
-from shardfold.sharding.model import ShardedModel, Whole
+from shardfold.sharding.model import ShardedModel, StagedNames
 from shardfold.sharding.plain import StrangeValue, from_text, to_text
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
@@ -63,7 +63,7 @@ def _whole_values(model: ShardedModel, segments: Sequence[Segment], what: str) -
     return whole
 
 
-def _of_all_stages(model: ShardedModel, whole: Whole, values: Mapping[int, Tensor]) -> OrderedDict[str, Any]:
+def _of_all_stages(model: ShardedModel, whole: StagedNames, values: Mapping[int, Tensor]) -> OrderedDict[str, Any]:
     """The state dicts of all stages in one, on every rank.
 
     Raises:

@@ -13,6 +13,14 @@
 exactly as plain PyTorch does. When a rank fails, `RanksFailed` shows the traceback of every rank that failed, and
 when ranks hang it shows where each one stood. With ``device="sim"`` ranks have a simulated accelerator
 (:mod:`shardfold.testing.simulated`), on which stream code is tested without a GPU.
+
+    held       what autograd holds for backward, watched from outside
+    late       a transport that delays and drops: a slow or broken link on any machine, without root
+    links      nodes on this machine, with links between them that are really slow, counted and cut
+    ranks      ranks for a test, as warm processes
+    simulated  a simulated asynchronous accelerator
+    training   a layout trains as plain PyTorch does
+    worker     the life of one worker process
 """
 
 from shardfold.testing.ranks import RankFailure, Ranks, RanksFailed, run_ranks

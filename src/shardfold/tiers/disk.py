@@ -72,9 +72,15 @@ class DiskTier:
     """
 
     def __init__(
-        self, device: torch.device, folders: str | Sequence[str] | None = None, *, threads: int = 2,
-        chunk: int = CHUNK, staging: int = STAGING, direct: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        device: torch.device,
+        folders: str | Sequence[str] | None = None,
+        *,
+        threads: int = 2,
+        chunk: int = CHUNK,
+        staging: int = STAGING,
+        direct: bool = True,
+    ) -> None:
         self.device, self.chunk = device, chunk
         names = (folders,) if isinstance(folders, str) else tuple(folders or (_temporary(),))
         self.drives: list[Drive] = []

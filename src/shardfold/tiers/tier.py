@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Region", "Tier", "is_same"]
+__all__ = ["MemoryTier", "Region", "is_same"]
 
 
 class Region(Protocol):
@@ -104,7 +104,7 @@ class Region(Protocol):
         ...
 
 
-class Tier(Protocol):
+class MemoryTier(Protocol):
     """Memory of one kind, of one device."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> Region:

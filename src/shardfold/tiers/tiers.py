@@ -12,7 +12,7 @@ from shardfold.plan.folders import Folders, on_this_rank
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.disk import DiskTier
 from shardfold.tiers.host import HostTier
-from shardfold.tiers.tier import Region, Tier
+from shardfold.tiers.tier import MemoryTier, Region
 
 __all__ = ["Tiers"]
 
@@ -34,7 +34,7 @@ class Tiers:
         self.device = device
         self._made: dict[tuple[str, Folders], HostTier | DiskTier] = {}
 
-    def named(self, tier: str, folder: Folders = None) -> Tier:
+    def named(self, tier: str, folder: Folders = None) -> MemoryTier:
         """The tier of that name; ``folder``: of a disk, or one of each drive, as a cell has it, None for the
         system's folder for temporary files.
 

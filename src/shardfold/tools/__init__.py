@@ -1,4 +1,20 @@
-"""Commands, and what they are made of: ``cli``, recipes, the benchmark, and what is printed and drawn.
+"""Commands, and what they are made of.
+
+    bench         the benchmark: layouts and peers that take turns
+    cli           the command `shardfold`
+    cli_ckpt      the commands `shardfold ckpt`: look into checkpoints, check them, carry them out and in
+    cli_plan      the command `shardfold plan`
+    cli_run       the command `shardfold run`: its options are those of :class:`shardfold.launch.options.Options`
+    doctor        what is wrong with an installation, and what this machine can do
+    effects       options that would do nothing under the others
+    entry         where the command begins; says what is not installed
+    explained     what ``shardfold explain --config`` prints
+    extras        what is installed only on request
+    interruption  Ctrl-C of the command, from its start on
+    observe       what a run shows and leaves behind: metrics as data, progress on the terminal, pictures
+    packages      models of other packages by a name
+    planning      the command `shardfold plan`: models by name, what fits where, as text
+    recipes       complete trainings to run, read and copy: `lm` trains a byte-level GPT on any text
 
 It may import anything but ``testing``.
 """

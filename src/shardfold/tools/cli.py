@@ -22,7 +22,7 @@ from shardfold.plan.offload import offloaded
 from shardfold.tools import cli_ckpt, cli_plan, cli_run, extras
 from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
-from shardfold.tools.recipes.config import Settings, TrainConfig, read_settings, resumed_settings
+from shardfold.tools.recipes.config import RecipeSettings, TrainConfig, read_settings, resumed_settings
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.folder import claimed
 
@@ -160,7 +160,7 @@ def off_name(field: str) -> str:
     return "--no-" + field.replace("_", "-")
 
 
-def with_settings(command: Any, settings: type[Settings] = TrainConfig) -> Any:
+def with_settings(command: Any, settings: type[RecipeSettings] = TrainConfig) -> Any:
     """Give the command one option per field of the settings, so that each is written down once, beside its meaning."""
     signature = inspect.signature(command, eval_str=True)
     parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
@@ -336,10 +336,24 @@ def bench(
     if precision is None:
         precision = command.usual_precision(job, device)
     settings = Settings(
-        job=job, params=params, rows=rows, context=context, ranks=ranks, threads=threads,
-        precision=precision, optimizer=optimizer, clip_norm=clip_norm, folder=folder, device=device, rounds=rounds,
-        steps=steps, warm=warm, timeout=timeout, within=within, link=link,
-    )  # fmt: skip
+        job=job,
+        params=params,
+        rows=rows,
+        context=context,
+        ranks=ranks,
+        threads=threads,
+        precision=precision,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        folder=folder,
+        device=device,
+        rounds=rounds,
+        steps=steps,
+        warm=warm,
+        timeout=timeout,
+        within=within,
+        link=link,
+    )
     chosen, others = command.words(only), command.words(without)
     if timeline is not None:
         command.draw_timeline(settings, chosen, timeline)

@@ -35,18 +35,22 @@ EFFECTS = (
         for name in ("precision", "batch", "host", "accumulate", "layout", "activations", "wire", "price", "html")
     ),
     Effect(
-        "accumulate", lambda plan: plan.micro_batch is not None,
+        "accumulate",
+        lambda plan: plan.micro_batch is not None,
         "a search counts the micro-batches of a step by --batch, unless --micro-batch is given",
     ),
     Effect("batch", lambda plan: plan.micro_batch is None, "with --micro-batch, --accumulate says how many a step has"),
     Effect(
-        "price", lambda plan: plan.micro_batch is None,
+        "price",
+        lambda plan: plan.micro_batch is None,
         "what tokens cost is said of the fastest way, for which --micro-batch is left out",
     ),
     Effect(
-        "order", lambda plan: max(plan.pipeline or [1]) > 1, "an order is of stages, which --pipeline 2 or more makes",
+        "order",
+        lambda plan: max(plan.pipeline or [1]) > 1,
+        "an order is of stages, which --pipeline 2 or more makes",
     ),
-)  # fmt: skip
+)
 """What options need that do nothing by themselves."""
 APART = {"--inference": ("sequence", "pipeline")}
 """Axes that these options do not go with."""
@@ -187,9 +191,13 @@ def plan(
 
 
 def _checked(
-    activations: list[str] | None, layout: list[str] | None, precision: str, wire: str | None, micro_batch: str | None,
+    activations: list[str] | None,
+    layout: list[str] | None,
+    precision: str,
+    wire: str | None,
+    micro_batch: str | None,
     gpus: str,
-) -> tuple[dict[str, Layout], AutoWire | None, int | str | None]:  # fmt: skip
+) -> tuple[dict[str, Layout], AutoWire | None, int | str | None]:
     """Tables by name, wires, and samples of a micro-batch, of options that name something.
 
     Raises:
@@ -224,9 +232,17 @@ def _samples(given: str | None) -> int | str | None:
 
 
 def _divisions(
-    tensors: Iterable[int], sequences: Iterable[int], experts: Iterable[int], pipelines: Iterable[int],
-    orders: Iterable[str], accumulate: int, micro_batch: int | str | None, *, sequence_parallel: bool, alone: str,
-) -> list[Division]:  # fmt: skip
+    tensors: Iterable[int],
+    sequences: Iterable[int],
+    experts: Iterable[int],
+    pipelines: Iterable[int],
+    orders: Iterable[str],
+    accumulate: int,
+    micro_batch: int | str | None,
+    *,
+    sequence_parallel: bool,
+    alone: str,
+) -> list[Division]:
     """How ranks share the model, by sizes of axes; ``alone``: an option that does not go with all.
 
     Raises:
@@ -246,9 +262,14 @@ def _divisions(
                 said = said.replace(f"{name}, ", "")
             raise ConfigError(said) from error
         one = Division(
-            tensor=t, sequence_parallel=sequence_parallel and t > 1, sequence=n, expert=e, pipeline=p,
-            order=order if p > 1 else "1f1b", micro_batches=accumulate if p > 1 and micro_batch is not None else 1,
-        )  # fmt: skip
+            tensor=t,
+            sequence_parallel=sequence_parallel and t > 1,
+            sequence=n,
+            expert=e,
+            pipeline=p,
+            order=order if p > 1 else "1f1b",
+            micro_batches=accumulate if p > 1 and micro_batch is not None else 1,
+        )
         if one not in divisions:
             divisions.append(one)
     if len(divisions) > 1 and micro_batch is not None:

@@ -8,9 +8,15 @@ from __future__ import annotations
 __all__ = ["EXTRAS", "sentence"]
 
 EXTRAS = {
-    "typer": "cli", "rich": "cli", "pydantic": "cli", "matplotlib": "report", "pillow": "face", "pyarrow": "face",
-    "torchvision": "vision", "timm": "vision",
-}  # fmt: skip
+    "typer": "cli",
+    "rich": "cli",
+    "pydantic": "cli",
+    "matplotlib": "report",
+    "pillow": "face",
+    "pyarrow": "face",
+    "torchvision": "vision",
+    "timm": "vision",
+}
 """Packages that come with an extra, and its name."""
 
 MODULES = {"PIL": "pillow"}

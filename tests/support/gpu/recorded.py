@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfold.planner.allocator import Allocator
+from tests.support.gpu.allocator import CachingAllocator
 
 __all__ = ["LOOPS", "Trace", "record", "record_all", "replayed"]
 
@@ -121,7 +121,7 @@ def _told(events: Sequence[dict[str, Any]]) -> tuple[Trace, int]:
 
 def replayed(trace: Trace, *, expandable: bool) -> list[int]:
     """The bytes that the simulated allocator has from the device behind each event."""
-    allocator, blocks, found = Allocator(expandable=expandable), list[int](), list[int]()
+    allocator, blocks, found = CachingAllocator(expandable=expandable), list[int](), list[int]()
     for size, _ in trace:
         if size < 0:
             allocator.free(blocks[-size - 1])

@@ -35,7 +35,7 @@ from shardfold.tools.recipes.face.findings import batch_orders
 from shardfold.tools.recipes.face.images import Batches, EpochSampler, sources, unchanged
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
 from shardfold.tools.recipes.face.remarks import here, remarks
-from shardfold.tools.recipes.face.row import Row
+from shardfold.tools.recipes.face.row import StudyRow
 from shardfold.tools.recipes.face.train import FaceRun, pca, report, steps, train
 from shardfold.tools.recipes.face.transforms import change_of
 from shardfold.tools.recipes.face.vit import FaceModel
@@ -694,8 +694,8 @@ def test_remarks_have_this_machines_figures() -> None:
     assert "share of 0.39, 1.10" in said["R6"] and "would be 10% overall" in said["R6"]
 
 
-def _row(setting: str, head: str, rate: float) -> Row:
-    return Row(
+def _row(setting: str, head: str, rate: float) -> StudyRow:
+    return StudyRow(
         setting=setting, head=head, budget="large", allowed=1, used=1, at_base=1, host=0, measured=0, batch=1,
         images_per_s=rate, steps=1, seconds=1.0, loss=1.0, losses=[], precision={"kept apart": {"0.1": 0.5}}, curve=[],
         command="",

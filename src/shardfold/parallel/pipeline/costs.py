@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from shardfold import accelerator
 from shardfold.errors import ConfigError, ModelError
 from shardfold.parallel.pipeline.batch import default_compute
-from shardfold.parallel.pipeline.pieces import Piece, find_pieces
-from shardfold.parallel.pipeline.trace import Skeleton, Trace
+from shardfold.parallel.pipeline.pieces import PipelinePiece, find_pieces
+from shardfold.parallel.pipeline.trace import PieceTrace, Skeleton
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import is_integer
 from shardfold.torch_internals import tree_flatten, tree_unflatten
@@ -58,7 +58,7 @@ class PieceCosts:
 
     pieces: tuple[PieceCost, ...]
 
-    def of(self, pieces: Sequence[Piece]) -> list[float]:
+    def of(self, pieces: Sequence[PipelinePiece]) -> list[float]:
         """Seconds of each.
 
         Raises:
@@ -126,7 +126,7 @@ def measure_pieces(
         tail.begin()
 
     skeleton.heard = heard
-    trace = Trace()
+    trace = PieceTrace()
     with torch.enable_grad():
         for _ in range(1 + repeats):
             trace = skeleton.run(tail, training=model.training)
@@ -179,7 +179,7 @@ def _kind(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return type(module), repr(module), tuple(own), tuple(given)
 
 
-def _measure(piece: Piece, args: Any, kwargs: Any, device: torch.device, repeats: int) -> tuple[float, float]:
+def _measure(piece: PipelinePiece, args: Any, kwargs: Any, device: torch.device, repeats: int) -> tuple[float, float]:
     """Seconds of a forward and of a backward."""
     module = copy.deepcopy(piece.module)
     if any(p.is_meta for p in module.parameters()):

@@ -1,9 +1,10 @@
 """Gradients of weights that are computed apart from those of inputs, and later.
 
 Inside of :class:`Splits` a linear layer, a convolution or an embedding computes in backward the gradients of its
-inputs, and leaves with a :class:`Late` what it takes to compute those of its weights: its input, and the gradient of
-its output. Nothing is computed twice, and the rest of what autograd saved is freed with the first part, as ever.
-Weights of other operations (norms, most of all) get their gradients in the first part, which are kept until the second.
+inputs, and leaves with a :class:`DeferredWeightGrads` what it takes to compute those of its weights: its input, and
+the gradient of its output. Nothing is computed twice, and the rest of what autograd saved is freed with the first part,
+as ever. Weights of other operations (norms, most of all) get their gradients in the first part, which are kept until
+the second.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardfold.sharding.autograd import inside_checkpoint
 
-__all__ = ["Late", "Splits"]
+__all__ = ["DeferredWeightGrads", "Splits"]
 
 
-class Late:
+class DeferredWeightGrads:
     """What is left to compute of one micro-batch of one stage.
 
     Attributes:
@@ -50,7 +51,7 @@ class Splits(TorchFunctionMode):
     """Inside, operations on parameters leave the gradients of these to ``late``; those that are recomputed do not, nor
     those on parameters of other classes than ``plain``."""
 
-    def __init__(self, late: Late, device: torch.device, plain: type[Tensor] = nn.Parameter) -> None:
+    def __init__(self, late: DeferredWeightGrads, device: torch.device, plain: type[Tensor] = nn.Parameter) -> None:
         super().__init__()
         self._late, self._plain = late, plain
         self._anchor = torch.zeros((), device=device, requires_grad=True)  # what is apart from weights has a backward
@@ -87,7 +88,9 @@ class _Linear(torch.autograd.Function):
     """``F.linear``; ``across``: the weight lies as that of ``addmm``."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, late: Late, weight: Any, bias: Any, across: bool) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, late: DeferredWeightGrads, weight: Any, bias: Any, across: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.late, ctx.weight, ctx.bias, ctx.across = late, weight, bias, across
         return torch.addmm(bias, x, weight) if across else F.linear(x, weight, bias)
@@ -115,7 +118,9 @@ class _Convolution(torch.autograd.Function):
     """``F.conv1d``, ``conv2d`` and ``conv3d``."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, late: Late, weight: Any, bias: Any, how: Any, call: Any) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, late: DeferredWeightGrads, weight: Any, bias: Any, how: Any, call: Any
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.late, ctx.weight, ctx.bias, ctx.how = late, weight, bias, how
         return call(x, weight, bias, *how)
@@ -150,7 +155,9 @@ class _Embedding(torch.autograd.Function):
     """``F.embedding``."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, at: Tensor, late: Late, weight: Any, padding: int, scale: bool) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, at: Tensor, late: DeferredWeightGrads, weight: Any, padding: int, scale: bool
+    ) -> Tensor:
         ctx.save_for_backward(at)
         ctx.late, ctx.weight, ctx.how = late, weight, (padding, scale)
         return F.embedding(at, weight, padding if padding >= 0 else None, scale_grad_by_freq=scale)

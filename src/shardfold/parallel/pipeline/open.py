@@ -13,8 +13,8 @@ from shardfold.comm.agreement import Agreement
 from shardfold.comm.mesh import DataMesh
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.costs import PieceCosts
-from shardfold.parallel.pipeline.order import Choice
-from shardfold.parallel.pipeline.pieces import Piece, cut_by_cost, find_pieces
+from shardfold.parallel.pipeline.order import OrderChoice
+from shardfold.parallel.pipeline.pieces import PipelinePiece, cut_by_cost, find_pieces
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Activations
@@ -82,7 +82,7 @@ def open_stages(
     optimizer: Any,
     mesh: DataMesh,
     given: Sequence[str] | PieceCosts | None,
-    choice: Choice,
+    choice: OrderChoice,
     job: Agreement,
 ) -> Stages | None:
     """The stages along the mesh's axis of pipeline; None: it has none. An optimizer that was made of the whole model
@@ -115,7 +115,7 @@ def open_stages(
     return stages
 
 
-def _names(pieces: Sequence[Piece], costs: PieceCosts, stages: int, ranks: int, job: Agreement) -> list[str]:
+def _names(pieces: Sequence[PipelinePiece], costs: PieceCosts, stages: int, ranks: int, job: Agreement) -> list[str]:
     """The first piece of each stage but the first, such that the slowest is as fast as can be, by the mean of what all
     ranks have measured."""
     mine = costs.of(pieces)

@@ -31,13 +31,13 @@ from shardfold.parallel.pipeline.simulate import batches_before, check
 from shardfold.parallel.pipeline.text import parse, render
 from shardfold.parallel.pipeline.vshape import V_SHAPED, v_place, v_shaped
 
-__all__ = ["ORDERS", "Action", "Choice", "choose_order", "forwards", "lower", "make_order"]
+__all__ = ["ORDERS", "Action", "OrderChoice", "choose_order", "forwards", "lower", "make_order"]
 
 LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")
 ORDERS = ("gpipe", "1f1b", "zb-h1", *LOOPED, *V_SHAPED, *AHEAD)
 
 
-class Choice(NamedTuple):
+class OrderChoice(NamedTuple):
     """An order by name, and how many stages each rank has.
 
     Attributes:
@@ -78,7 +78,7 @@ class Choice(NamedTuple):
         return 1 + max((action.batch for row in self.rows or () for action in row), default=-1)
 
 
-def choose_order(given: Any) -> Choice:
+def choose_order(given: Any) -> OrderChoice:
     """What ``pipeline=`` says: a name; of those with several stages on a rank followed by how many, as in
     ``"interleaved:2"``; or an order of the user's own: its text, or the path of a file that has it.
 
@@ -102,23 +102,23 @@ def choose_order(given: Any) -> Choice:
         if count:
             has = "two stages" if name in V_SHAPED else "one stage"
             raise ConfigError(f"pipeline={given!r}: {name} has {has} on each rank: leave {':' + count!r} out.")
-        return Choice(name, 2 if name in V_SHAPED else 1)
+        return OrderChoice(name, 2 if name in V_SHAPED else 1)
     if count and not (count.isdecimal() and int(count) > 1):
         raise ConfigError(f"pipeline={given!r}: after {name}: give how many stages each rank has, 2 or more.")
-    return Choice(name, int(count or 2))
+    return OrderChoice(name, int(count or 2))
 
 
-def _own(text: str, name: str) -> Choice:
+def _own(text: str, name: str) -> OrderChoice:
     rows = tuple(map(tuple, parse(text)))
     if not rows:
         raise ConfigError("pipeline= is given the text of an order that has no line of actions.")
     chunks = max(len({action.stage for action in row}) for row in rows)
-    choice = Choice(name, chunks, rows)
+    choice = OrderChoice(name, chunks, rows)
     _ = choice.places(len(rows))
     return choice
 
 
-def make_order(choice: Choice, ranks: int, batches: int) -> list[list[Action]]:
+def make_order(choice: OrderChoice, ranks: int, batches: int) -> list[list[Action]]:
     """Forwards and backwards by place.
 
     Raises:
@@ -147,7 +147,7 @@ def _all_forwards_first(stages: Sequence[int], batches: int) -> list[Action]:
     return fronts + [Action("B", stage, i) for stage in stages[::-1] for i in back]
 
 
-def forwards(choice: Choice, ranks: int, batches: int) -> list[list[Action]]:
+def forwards(choice: OrderChoice, ranks: int, batches: int) -> list[list[Action]]:
     """An order of forwards alone, of any number of micro-batches."""
     places = choice.places(ranks)
     return [

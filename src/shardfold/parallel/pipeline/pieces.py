@@ -16,26 +16,26 @@ from torch import nn
 
 from shardfold.errors import ConfigError, ModelError, did_you_mean
 
-__all__ = ["Piece", "cost_of", "cut_by_cost", "cut_by_names", "find_pieces"]
+__all__ = ["PipelinePiece", "cost_of", "cut_by_cost", "cut_by_names", "find_pieces"]
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 SAID = "pipeline_pieces"
 
 
-class Piece(NamedTuple):
+class PipelinePiece(NamedTuple):
     """One piece: its path in the model, which is the first of several, and the module."""
 
     path: str
     module: nn.Module
 
 
-def find_pieces(model: nn.Module) -> list[Piece]:
+def find_pieces(model: nn.Module) -> list[PipelinePiece]:
     """The pieces in definition order; a module that is registered twice is one.
 
     Raises:
         ModelError: a parameter belongs to a module around the pieces, so no stage could be the one that has it.
     """
-    found: dict[int, Piece] = {}
+    found: dict[int, PipelinePiece] = {}
     for piece in _said(model) if hasattr(model, SAID) else _below(model, ""):
         found.setdefault(id(piece.module), piece)
     inside = {id(p) for piece in found.values() for p in piece.module.parameters()}
@@ -48,29 +48,29 @@ def find_pieces(model: nn.Module) -> list[Piece]:
     return list(found.values())
 
 
-def _said(model: nn.Module) -> list[Piece]:
+def _said(model: nn.Module) -> list[PipelinePiece]:
     """
     Raises:
         ModelError: the model names what is no module of it.
     """
     paths: Any = getattr(model, SAID)()
     try:
-        return [Piece(path, model.get_submodule(path)) for path in paths]
+        return [PipelinePiece(path, model.get_submodule(path)) for path in paths]
     except (AttributeError, TypeError) as error:
         raise ModelError(f"{type(model).__name__}.{SAID}() gives paths of modules of the model: {error}.") from error
 
 
-def _below(module: nn.Module, path: str) -> Iterator[Piece]:
+def _below(module: nn.Module, path: str) -> Iterator[PipelinePiece]:
     kinds = Counter(type(child) for child in module.children())
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
         inner = isinstance(child, LISTS) and len(child) and kinds[type(child)] == 1
         if isinstance(module, LISTS) and not inner:
-            yield Piece(where, child)
+            yield PipelinePiece(where, child)
         elif not _is_single(child):
             yield from _below(child, where)
         elif any(True for _ in child.parameters()) or any(True for _ in child.buffers() if _keeps_state(child)):
-            yield Piece(where, child)
+            yield PipelinePiece(where, child)
 
 
 def _is_single(module: nn.Module) -> bool:
@@ -87,7 +87,7 @@ def _keeps_state(module: nn.Module) -> bool:
     return any(set(part._buffers) - part._non_persistent_buffers_set for part in module.modules())
 
 
-def cost_of(piece: Piece) -> float:
+def cost_of(piece: PipelinePiece) -> float:
     """What a piece is taken to cost: the elements of its parameters, without tables that are only looked up."""
     tables = {id(p) for m in piece.module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return float(sum(p.numel() for p in piece.module.parameters() if id(p) not in tables))
@@ -132,7 +132,7 @@ def cut_by_cost(costs: Sequence[float], stages: int, ranks: int = 0) -> list[int
     return found
 
 
-def cut_by_names(pieces: Sequence[Piece], names: Sequence[str], stages: int) -> list[int]:
+def cut_by_names(pieces: Sequence[PipelinePiece], names: Sequence[str], stages: int) -> list[int]:
     """The stage of each piece, where ``names`` has the first piece of each stage but the first.
 
     Raises:

@@ -17,14 +17,14 @@ from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.parallel.pipeline.around import Around
 from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.pipeline.pieces import cost_of, cut_by_cost, cut_by_names, find_pieces
-from shardfold.parallel.pipeline.trace import Constant, Made, Origin, Passed, Skeleton, Trace, placeholder
-from shardfold.sharding.model import Whole
+from shardfold.parallel.pipeline.trace import Constant, Made, Passed, PieceTrace, Skeleton, TensorOrigin, placeholder
+from shardfold.sharding.model import StagedNames
 from shardfold.sharding.partitioned import early_shard, keep_mine
 from shardfold.sharding.slices import mark_shared
 from shardfold.sharding.whole_state import every_buffer, names_of
 from shardfold.torch_internals import call_instead, in_backward, tree_flatten, tree_unflatten
 
-__all__ = ["Borders", "Run", "StageDone", "Stages", "check_stages"]
+__all__ = ["Borders", "StageDone", "StageForward", "Stages", "check_stages"]
 
 TRACES = 64  # signatures of inputs that are kept in mind
 
@@ -44,8 +44,8 @@ class Borders:
         saved: by stage the bytes that its pieces keep of a micro-batch for their backward.
     """
 
-    trace: Trace
-    crossing: list[list[Origin]]
+    trace: PieceTrace
+    crossing: list[list[TensorOrigin]]
     last: list[int]
     saved: list[int]
 
@@ -56,7 +56,7 @@ class Borders:
 
 
 @dataclass
-class Run:
+class StageForward:
     """One forward of one stage on one micro-batch.
 
     Attributes:
@@ -69,8 +69,8 @@ class Run:
 
     stage: int
     borders: Borders
-    received: Mapping[Origin, Tensor]
-    made: dict[Origin, Tensor] = field(default_factory=dict[Origin, Tensor])
+    received: Mapping[TensorOrigin, Tensor]
+    made: dict[TensorOrigin, Tensor] = field(default_factory=dict[TensorOrigin, Tensor])
     at: int = 0
 
     def sent(self) -> list[Tensor]:
@@ -125,7 +125,7 @@ class Stages:
         self.names = [{*names, *self._buffers_of(stage)} for stage, names in enumerate(by_stage)]
         self.places = list(range(count) if places is None else places)
         names = frozenset([*parameters, *every_buffer(model)])
-        self.whole = Whole(names, names_of(model), self._untold(model), self._hollow(model))
+        self.whole = StagedNames(names, names_of(model), self._untold(model), self._hollow(model))
         self.shared = self._shared(model, by_stage)
         parameters = {name: p for names in by_stage for name, p in names.items()}
         self.mine = {id(p): p for stage in self.own for p in by_stage[stage].values()}
@@ -135,7 +135,7 @@ class Stages:
         self.skeleton = Skeleton(model, self.pieces, device)
         self._traces: dict[Any, Borders] = {}
         self.latest: Borders | None = None
-        self._run: Run | None = None
+        self._run: StageForward | None = None
         self.around = Around(model, self.own)
         self._closers: list[Callable[[], object]] = []
         self._dropped: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
@@ -274,9 +274,9 @@ class Stages:
         self.latest = self._traces[key]
         return self.latest
 
-    def _cut(self, trace: Trace) -> Borders:
+    def _cut(self, trace: PieceTrace) -> Borders:
         stages = [self.stage_of[call.piece] for call in trace.calls]
-        reach: dict[Origin, int] = {}  # the last stage that needs it
+        reach: dict[TensorOrigin, int] = {}  # the last stage that needs it
         for call, stage in zip(trace.calls, stages, strict=True):
             for origin in self._not_parameters(call.reads, stage):
                 if stages[origin.call] > stage:
@@ -299,7 +299,7 @@ class Stages:
             saved[stage] += call.saved
         return Borders(trace, crossing, last, saved)
 
-    def _not_parameters(self, origins: Iterable[Origin], stage: int) -> Iterator[Origin]:
+    def _not_parameters(self, origins: Iterable[TensorOrigin], stage: int) -> Iterator[TensorOrigin]:
         """Those that are what pieces give.
 
         Raises:
@@ -321,7 +321,7 @@ class Stages:
         return self._run is not None
 
     @contextmanager
-    def running(self, run: Run) -> Any:
+    def running(self, run: StageForward) -> Any:
         """Inside, a forward of the model is that of one stage; pieces of other stages of this rank stand in, too, and
         code around the pieces reads of all others what :meth:`_read_in` says."""
         idle = [
@@ -368,7 +368,7 @@ class Stages:
             self._read[stage] = found
         return self._read[stage]
 
-    def _next(self, number: int) -> tuple[Run, int]:
+    def _next(self, number: int) -> tuple[StageForward, int]:
         """The run under way, and the number of this call of a piece.
 
         Raises:
@@ -408,7 +408,7 @@ class Stages:
         if at == run.borders.last[run.stage]:
             raise StageDone
 
-    def _take(self, run: Run, number: int, at: int, output: Any) -> None:
+    def _take(self, run: StageForward, number: int, at: int, output: Any) -> None:
         """What crosses the border of what a piece gave.
 
         Raises:
@@ -440,7 +440,7 @@ class Stages:
                 leaves.append(given[known.number])
             elif isinstance(known, Constant):
                 leaves.append(known.value)
-            elif (came := run.received.get(Origin(at, leaf))) is not None:
+            elif (came := run.received.get(TensorOrigin(at, leaf))) is not None:
                 leaves.append(came.clone() if writes else came)
             else:
                 assert isinstance(known, Made)

@@ -43,7 +43,7 @@ class Version:
         return sum(copy.nbytes for copy in self.copies.values())
 
 
-class Place(NamedTuple):
+class StashedWeight(NamedTuple):
     """Where a weight is that was saved for backward."""
 
     version: Version
@@ -88,17 +88,17 @@ class Stash:
         version = self._now
         version.readers += 1
 
-        def pack(tensor: Tensor) -> Kept | Place:
+        def pack(tensor: Tensor) -> Kept | StashedWeight:
             key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
             flat = self._flats.get(key)
             if flat is None or tensor.dtype is not flat.dtype:
                 return keep(tensor)
             at = int(tensor.storage_offset() - flat.storage_offset())
-            return Place(version, key, at, tuple(tensor.shape), tensor.stride())
+            return StashedWeight(version, key, at, tuple(tensor.shape), tensor.stride())
 
         return version, saved_tensors_hooks(pack, self._unpack)
 
-    def _unpack(self, saved: Kept | Place) -> Tensor:
+    def _unpack(self, saved: Kept | StashedWeight) -> Tensor:
         if isinstance(saved, Kept):
             return saved.get()
         base = saved.version.copies.get(saved.key)

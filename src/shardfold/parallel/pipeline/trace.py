@@ -24,19 +24,19 @@ from torch.overrides import TorchFunctionMode
 
 from shardfold.errors import ModelError
 from shardfold.parallel.experts import give_shapes
-from shardfold.parallel.pipeline.pieces import Piece
+from shardfold.parallel.pipeline.pieces import PipelinePiece
 from shardfold.sharding.autograd import outside_inference
 from shardfold.torch_internals import DispatchMode, storage_key, tree_flatten, tree_unflatten, version_of
 
 __all__ = [
-    "Call",
     "Constant",
     "Made",
-    "Origin",
     "Passed",
-    "Result",
+    "PieceCall",
+    "PieceTrace",
     "Skeleton",
-    "Trace",
+    "TensorOrigin",
+    "TracedResult",
     "is_plain",
     "placeholder",
     "signature",
@@ -49,7 +49,7 @@ _WRITTEN = ("refers to a single memory location", "a leaf Variable that requires
 """What PyTorch says of a placeholder that is written into."""
 
 
-class Origin(NamedTuple):
+class TensorOrigin(NamedTuple):
     """A tensor that a piece made: the number of the call, and that of the tensor among what it gave. Or, with a call of
     -1, a parameter or a buffer that is read outside of its piece, by its number in ``Skeleton.names``."""
 
@@ -81,7 +81,7 @@ class Constant:
 
 
 @dataclass
-class Call:
+class PieceCall:
     """One call of a piece.
 
     Attributes:
@@ -93,14 +93,14 @@ class Call:
     """
 
     piece: int
-    reads: frozenset[Origin]
+    reads: frozenset[TensorOrigin]
     spec: Any
     leaves: tuple[Made | Passed | Constant, ...]
     saved: int = 0
 
 
 @dataclass(frozen=True)
-class Result:
+class TracedResult:
     """What a model gives.
 
     Attributes:
@@ -113,7 +113,7 @@ class Result:
 
 
 @dataclass
-class Trace:
+class PieceTrace:
     """The calls of pieces in one run.
 
     Attributes:
@@ -124,13 +124,13 @@ class Trace:
         written: names of the buffers around the pieces that are written.
     """
 
-    calls: list[Call] = field(default_factory=list[Call])
-    result: Result | None = None
-    end: frozenset[Origin] = frozenset()
+    calls: list[PieceCall] = field(default_factory=list[PieceCall])
+    result: TracedResult | None = None
+    end: frozenset[TensorOrigin] = frozenset()
     writes: bool = False
     written: tuple[str, ...] = ()
 
-    def made(self, origin: Origin) -> Made:
+    def made(self, origin: TensorOrigin) -> Made:
         leaf = self.calls[origin.call].leaves[origin.leaf]
         assert isinstance(leaf, Made)
         return leaf
@@ -168,7 +168,7 @@ class Skeleton:
         ModelError: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, pieces: Sequence[PipelinePiece], device: torch.device) -> None:
         self._pieces, self._device = pieces, device
         inside = {id(b) for piece in pieces for b in piece.module.buffers()}
         memo: dict[int, Any] = {}
@@ -193,7 +193,7 @@ class Skeleton:
         self.names = [*(name for name, _ in model.named_parameters()), *buffers]
         self.around = [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
         self.heard: Callable[[int, Any, Any], object] = lambda number, args, kwargs: None
-        self._trace = Trace()
+        self._trace = PieceTrace()
         self._origins = _Origins()
         self._inside = False
 
@@ -202,7 +202,7 @@ class Skeleton:
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(flags.get(name, parameter.requires_grad))
 
-    def run(self, call: Callable[[nn.Module], Any], *, training: bool) -> Trace:
+    def run(self, call: Callable[[nn.Module], Any], *, training: bool) -> PieceTrace:
         """What ``call`` of the model makes pieces do.
 
         Raises:
@@ -213,10 +213,10 @@ class Skeleton:
         around = self._buffers_around()
         try:
             for writes in (False, True):
-                self._trace, self._origins = Trace(writes=writes), _Origins()
+                self._trace, self._origins = PieceTrace(writes=writes), _Origins()
                 held = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
                 for number, name in enumerate(self.names):
-                    self._origins.begin(held[name], Origin(-1, number))
+                    self._origins.begin(held[name], TensorOrigin(-1, number))
                 try:
                     with outside_inference(), self._origins, _Reads(self._origins):
                         made = call(self.module)
@@ -236,7 +236,7 @@ class Skeleton:
         finally:
             self._trace.written = self._put_back(around)
         self._trace.end, self._trace.result = self._origins.of(_tensors(made)), _result(made)
-        trace, self._trace, self._origins = self._trace, Trace(), _Origins()
+        trace, self._trace, self._origins = self._trace, PieceTrace(), _Origins()
         return trace
 
     def _buffers_around(self) -> list[tuple[str, Any, Tensor, Tensor, int | None]]:
@@ -271,7 +271,7 @@ class Skeleton:
         args, kwargs = tree_unflatten([hollow[id(x)] for x in given], spec)
         self._inside = self._origins.off = True
         try:
-            saved = _Saved()
+            saved = _SavedBytes()
             with _on_meta(self.module.get_submodule(path)), saved:
                 out = forward(*args, **kwargs)
         finally:
@@ -291,25 +291,25 @@ class Skeleton:
                 stands = placeholder(made, self._device, writes=self._trace.writes)
                 stands.requires_grad_(made.requires_grad)
                 outputs.append(stands.clone() if self._trace.writes else stands)  # a leaf is not written into
-                self._origins.begin(outputs[-1], Origin(call, leaf))
+                self._origins.begin(outputs[-1], TensorOrigin(call, leaf))
             elif is_plain(value):
                 found.append(Constant(value))
                 outputs.append(value)
             else:
                 raise ModelError(f"the piece {path!r} gives a {type(value).__name__}, which no stage can send.")
-        self._trace.calls.append(Call(number, reads, spec, tuple(found), saved.nbytes))
+        self._trace.calls.append(PieceCall(number, reads, spec, tuple(found), saved.nbytes))
         self.heard(number, args, kwargs)
         return tree_unflatten(outputs, spec)
 
 
-def _result(given: Any) -> Result:
+def _result(given: Any) -> TracedResult:
     leaves, spec = tree_flatten(given)
-    return Result(spec, tuple(
+    return TracedResult(spec, tuple(
         Made(tuple(x.shape), x.dtype, False) if isinstance(x, Tensor) else Constant(x) for x in leaves
     ))  # fmt: skip
 
 
-class _Saved(saved_tensors_hooks):
+class _SavedBytes(saved_tensors_hooks):
     """Counts bytes of what autograd saves inside, each storage once."""
 
     def __init__(self) -> None:
@@ -371,17 +371,17 @@ class _Origins(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.off = False
-        self._of: dict[int, frozenset[Origin]] = {}
+        self._of: dict[int, frozenset[TensorOrigin]] = {}
         self._kept: list[Any] = []  # so that no memory is used twice
 
-    def begin(self, tensor: Tensor, origin: Origin) -> None:
+    def begin(self, tensor: Tensor, origin: TensorOrigin) -> None:
         """A piece has made it."""
         self._note(tensor, frozenset((origin,)))
 
-    def of(self, tensors: Any) -> frozenset[Origin]:
+    def of(self, tensors: Any) -> frozenset[TensorOrigin]:
         return frozenset().union(*(self._of.get(storage_key(tensor.untyped_storage()), ()) for tensor in tensors))
 
-    def _note(self, tensor: Tensor, found: frozenset[Origin]) -> None:
+    def _note(self, tensor: Tensor, found: frozenset[TensorOrigin]) -> None:
         key = storage_key(tensor.untyped_storage())
         self._of[key] = self._of.get(key, frozenset()) | found
         self._kept.append(tensor.untyped_storage())

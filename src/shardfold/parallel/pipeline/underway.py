@@ -11,17 +11,17 @@ from shardfold.parallel.batch import Sharded
 from shardfold.parallel.pipeline.action import Action
 from shardfold.parallel.pipeline.stages import Borders
 from shardfold.parallel.pipeline.stash import Stash, Version
-from shardfold.parallel.pipeline.trace import Origin
+from shardfold.parallel.pipeline.trace import TensorOrigin
 from shardfold.parallel.pipeline.wire import Parcel
 
-__all__ = ["Kept", "UnderWay"]
+__all__ = ["StageActivations", "UnderWay"]
 
 
-class Kept(NamedTuple):
+class StageActivations(NamedTuple):
     """What a forward leaves for its backward: what it received and what it sent, or the loss; how it was cut, and of
     which version the weights were that it read."""
 
-    received: Mapping[Origin, Tensor]
+    received: Mapping[TensorOrigin, Tensor]
     sent: Sequence[Tensor]
     loss: Tensor | None
     cut: Sharded | None
@@ -43,7 +43,7 @@ class UnderWay:
 
     def __init__(self, stash: Stash | None) -> None:
         self.stash = stash
-        self.kept: dict[tuple[int, int], Kept] = {}
+        self.kept: dict[tuple[int, int], StageActivations] = {}
         self.parcels: dict[Parcel, list[Tensor]] = {}
         self.borders: dict[int, Borders] = {}
         self._before = self._count = 0  # micro-batches of batches before that may be under way, and of the last
@@ -68,11 +68,11 @@ class UnderWay:
         needed = {batch for _, batch in self.kept}
         self.borders = {batch - count: each for batch, each in self.borders.items() if batch - count in needed}
 
-    def take(self, stage: int, batch: int) -> Kept:
+    def take(self, stage: int, batch: int) -> StageActivations:
         """For its backward."""
         return self.kept.pop((stage, batch))
 
-    def done(self, kept: Kept) -> None:
+    def done(self, kept: StageActivations) -> None:
         """Its backward is over."""
         if self.stash is not None and kept.version is not None:
             self.stash.done(kept.version)

@@ -50,7 +50,7 @@ class PipelineStats:
     kept: int
 
 
-class Lap(NamedTuple):
+class BatchTimes(NamedTuple):
     """One batch: seconds, those of waiting, and of the actions by what they are."""
 
     seconds: float
@@ -69,7 +69,7 @@ class Watch:
     def __init__(self) -> None:
         self.clock: Callable[[], float] = perf_counter
         self.kept = 0
-        self._laps: deque[Lap] = deque(maxlen=WINDOW)
+        self._laps: deque[BatchTimes] = deque(maxlen=WINDOW)
         self._begun = self._from = self._last = self._waited = 0.0
         self._now = 0
         self._seconds: Counter[str] = Counter()
@@ -102,7 +102,7 @@ class Watch:
     def stop(self) -> None:
         """The batch is trained."""
         took = {verb: seconds / self._counts[verb] for verb, seconds in self._seconds.items()}
-        self._laps.append(Lap(self._last - self._begun, self._waited, took))
+        self._laps.append(BatchTimes(self._last - self._begun, self._waited, took))
 
     def stats(self, order: str, stages: Sequence[str], planned: float, *, sees: bool) -> PipelineStats:
         """``planned``: the bubble in slots; ``sees``: whether waiting takes the host's time."""

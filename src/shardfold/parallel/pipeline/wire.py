@@ -19,7 +19,7 @@ from shardfold.comm.meter import LAYERS
 from shardfold.parallel.pipeline.trace import Made
 from shardfold.plan.cost import Sent
 
-__all__ = ["Parcel", "Wire"]
+__all__ = ["Parcel", "PointToPoint"]
 
 
 class Parcel(NamedTuple):
@@ -39,7 +39,7 @@ class Parcel(NamedTuple):
         return f"{self.kind} of micro-batch {self.batch} between the stages {self.border} and {self.border + 1}"
 
 
-class Wire:
+class PointToPoint:
     """One rank's way to its neighbours along the stages.
 
     Args:

@@ -19,7 +19,7 @@ Begin = Callable[[], tuple[list[Any], Callable[[], object] | None]]
 """Starts a collective on the CPU; gives Gloo's works, and what is to be done when they are over."""
 
 
-class Owner(Protocol):
+class CollectiveOwner(Protocol):
     """A process group."""
 
     aborted: bool
@@ -44,7 +44,7 @@ class Collective:
 
     moment: Moment
 
-    def __init__(self, device: SimulatedDevice, group: Owner, name: str, begin: Begin) -> None:
+    def __init__(self, device: SimulatedDevice, group: CollectiveOwner, name: str, begin: Begin) -> None:
         self._device, self._group, self._name, self._begin = device, group, name, begin
         self._works: list[Any] = []
         self._end: Callable[[], object] | None = None

@@ -31,7 +31,7 @@ from shardfold.torch_internals import in_backward
 __all__ = ["PROCESS", "SimulatedDevice", "the_device"]
 
 
-class UnderWay(Protocol):
+class PendingCollective(Protocol):
     """A collective under way, of a process group (group.py)."""
 
     moment: Moment
@@ -63,7 +63,7 @@ class SimulatedDevice:
         self._error: BaseException | None = None
         self._threads = threading.local()
         self._backwards: list[tuple[torch.Stream, Site]] = []
-        self._collectives: list[UnderWay] = []
+        self._collectives: list[PendingCollective] = []
 
     # -- where and when
 
@@ -163,7 +163,7 @@ class SimulatedDevice:
             self.clocks.host_waited(moment)
         return True
 
-    def _before(self, moment: Moment) -> list[UnderWay]:
+    def _before(self, moment: Moment) -> list[PendingCollective]:
         return [each for each in list(self._collectives) if is_over(each.moment, moment)]
 
     def synchronize(self, streams: Iterable[int] | None = None) -> None:
@@ -211,13 +211,13 @@ class SimulatedDevice:
                 block.finish()
         self.queues.run(stream, call)
 
-    def under_way(self, collective: UnderWay, blocks: Iterable[Allocation]) -> None:
+    def under_way(self, collective: PendingCollective, blocks: Iterable[Allocation]) -> None:
         """A collective runs beside the host: whoever uses its memory, or waits for its stream, finishes it."""
         self._collectives.append(collective)
         for block in blocks:
             block.pending.append(collective)
 
-    def over(self, collective: UnderWay) -> None:
+    def over(self, collective: PendingCollective) -> None:
         """It is over."""
         if collective in self._collectives:
             self._collectives.remove(collective)
@@ -305,7 +305,7 @@ class SimulatedDevice:
         return Lagging(seed, lag, self.failed)
 
 
-class _Process:
+class _DeviceProcess:
     """Attributes:
     device: that of this process: PyTorch has one place for a device of this kind, which is given once.
     refused: why it cannot be used, if it cannot.
@@ -317,7 +317,7 @@ class _Process:
     forked = False
 
 
-PROCESS = _Process()
+PROCESS = _DeviceProcess()
 
 
 def the_device() -> SimulatedDevice:

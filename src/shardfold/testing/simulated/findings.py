@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from shardfold.testing.simulated.regions import Region
+from shardfold.testing.simulated.regions import ByteRange
 from shardfold.testing.simulated.sites import Site
 
 __all__ = ["Access", "Findings", "Found", "Race"]
@@ -37,7 +37,7 @@ class Access(NamedTuple):
 
     stream: int
     time: int
-    region: Region
+    region: ByteRange
     write: bool
     what: str
     site: Site

@@ -102,11 +102,11 @@ def _register() -> None:
     from shardfold.testing.simulated.module import device_module
     from shardfold.testing.simulated.operations import fallback
     from shardfold.testing.simulated.special import to_copy
-    from shardfold.testing.simulated.unwinding import Guard
+    from shardfold.testing.simulated.unwinding import SimulatedDeviceGuard
     from shardfold.torch_internals import CPU_KEYS, register_device
 
     try:
-        register_device(NAME, backend_module=device_module(), device_guard=Guard())
+        register_device(NAME, backend_module=device_module(), device_guard=SimulatedDeviceGuard())
     except RuntimeError as error:
         raise UsageError(
             f"The simulated device cannot be installed beside another one of its kind (PrivateUse1): {error}"

@@ -21,7 +21,7 @@ from shardfold.testing.simulated.operation import Operation
 from shardfold.testing.simulated.regions import span
 from shardfold.torch_internals import below_autograd
 
-__all__ = ["Late", "put_off"]
+__all__ = ["LateResult", "put_off"]
 
 _agree: dict[Hashable, bool | None] = {}
 """By operation, dtypes and modes: whether the meta device gives what the CPU does; None: it refuses both."""
@@ -29,7 +29,7 @@ _tried: dict[Hashable, Any] = {}
 """By operation and all arguments: what the CPU gives."""
 
 
-class Late(NamedTuple):
+class LateResult(NamedTuple):
     """Attributes:
     value: the operation's result.
     """
@@ -37,16 +37,16 @@ class Late(NamedTuple):
     value: Any
 
 
-def put_off(operation: Operation) -> Late | None:
+def put_off(operation: Operation) -> LateResult | None:
     """Queues the operation; None: it has to run now."""
     known = operation.known
     if known.stops_host or operation.hides_generator or _resizes(operation):
         return None
     if known.random and not operation.reads:
         _fill(operation)
-        return Late(operation.result if known.aliased else None)
+        return LateResult(operation.result if known.aliased else None)
     shapes = _shapes(operation)
-    return None if shapes is None else Late(_queue(operation, shapes))
+    return None if shapes is None else LateResult(_queue(operation, shapes))
 
 
 # -- shapes

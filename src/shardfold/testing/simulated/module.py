@@ -15,7 +15,7 @@ from shardfold.errors import UsageError
 from shardfold.testing.simulated.arena import Arena
 from shardfold.testing.simulated.device import PROCESS, the_device
 from shardfold.testing.simulated.memory import NAME
-from shardfold.testing.simulated.streams import Event, Stream, a_stream
+from shardfold.testing.simulated.streams import SimulatedEvent, Stream, a_stream
 
 __all__ = ["device_module"]
 
@@ -41,7 +41,7 @@ def _check(device: Any) -> None:
 
 
 class _Functions:
-    Stream, Event = Stream, Event
+    Stream, Event = Stream, SimulatedEvent
     _initialized = True
     """As torch.utils.checkpoint asks, before it keeps the state of random numbers for a recomputation."""
 

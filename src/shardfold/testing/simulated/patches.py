@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardfold.testing.simulated.device import PROCESS, the_device
 from shardfold.testing.simulated.memory import NAME, Allocation
-from shardfold.testing.simulated.replaced import Replaced
-from shardfold.testing.simulated.streams import Event, Stream
+from shardfold.testing.simulated.replaced import ReplacedFunction
+from shardfold.testing.simulated.streams import SimulatedEvent, Stream
 from shardfold.testing.simulated.unwinding import HELD
 from shardfold.torch_internals import replace_backward, replace_data_check, swap_impl
 
@@ -98,9 +98,9 @@ def _pinned_memory() -> None:
         return the_device().allocator.pin(tensor)
 
     for name in PINNABLE:
-        Replaced.put(torch, name, pinning(getattr(torch, name)), of_tensor=name.endswith("_like"))
+        ReplacedFunction.put(torch, name, pinning(getattr(torch, name)), of_tensor=name.endswith("_like"))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
-        Replaced.put(Tensor, name, pinning(getattr(Tensor, name)), of_tensor=True)
+        ReplacedFunction.put(Tensor, name, pinning(getattr(Tensor, name)), of_tensor=True)
 
     def is_pinned(self: Tensor, device: Any = None) -> bool:
         return self.device.type == "cpu" and not PROCESS.forked and the_device().allocator.is_pinned(self)
@@ -167,7 +167,7 @@ def _backward() -> None:
 
 def _accelerators() -> None:
     replaced = cast(Any, torch)
-    for kind, ours in ((torch.Stream, Stream), (torch.Event, Event)):
+    for kind, ours in ((torch.Stream, Stream), (torch.Event, SimulatedEvent)):
         setattr(replaced, kind.__name__, _standing_for(kind, partial(_made, kind, ours)))
     module, accelerator = torch.get_device_module(NAME), torch.accelerator
     same = ("synchronize", "current_stream", "set_stream", "memory_allocated", "max_memory_allocated",

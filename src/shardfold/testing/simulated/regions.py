@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Region", "region_of", "span"]
+__all__ = ["ByteRange", "region_of", "span"]
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:
@@ -16,7 +16,7 @@ def span(size: Sequence[int], stride: Sequence[int]) -> int:
     return 0 if 0 in size else sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
 
 
-class Region(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes ``[start, stop)``, all of them or some.
 
     Attributes:
@@ -28,7 +28,7 @@ class Region(NamedTuple):
     stop: int
     elements: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
 
-    def overlaps(self, other: Region) -> bool:
+    def overlaps(self, other: ByteRange) -> bool:
         """Whether both have a byte."""
         if not (self.start < other.stop and other.start < self.stop):
             return False
@@ -39,7 +39,7 @@ class Region(NamedTuple):
         self._in(bytes_of, first).fill_(True)
         return bool(other._in(bytes_of, first).any())
 
-    def covers(self, other: Region) -> bool:
+    def covers(self, other: ByteRange) -> bool:
         """Whether it is known to have all of the other's."""
         if self.elements is not None:
             return self == other
@@ -52,9 +52,9 @@ class Region(NamedTuple):
         return bytes_of.as_strided((*size, itemsize), (*(n * itemsize for n in stride), 1), self.start - first)
 
 
-def region_of(tensor: Tensor) -> Region:
+def region_of(tensor: Tensor) -> ByteRange:
     """Of a tensor that has elements, within its storage."""
     size, stride, itemsize = tuple(tensor.shape), tensor.stride(), tensor.itemsize
     start, extent = int(tensor.storage_offset()) * itemsize, span(size, stride)
     elements = None if extent == tensor.numel() else (size, stride, itemsize)
-    return Region(start, start + extent * itemsize, elements)
+    return ByteRange(start, start + extent * itemsize, elements)

@@ -17,10 +17,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfold.torch_internals import function_modes_are_on, register_in_torchscript
 
-__all__ = ["Replaced"]
+__all__ = ["ReplacedFunction"]
 
 
-class Replaced:
+class ReplacedFunction:
     """Calls ``run`` in the place of ``plain``.
 
     Args:

@@ -12,7 +12,7 @@ from shardfold.testing.simulated.clocks import Moment
 from shardfold.testing.simulated.device import the_device
 from shardfold.torch_internals import PRIVATE_DEVICE
 
-__all__ = ["Event", "Stream", "a_stream"]
+__all__ = ["SimulatedEvent", "Stream", "a_stream"]
 
 
 class Stream(torch.Stream):
@@ -33,7 +33,7 @@ class Stream(torch.Stream):
 
     def wait_event(self, event: Any) -> None:
         """What is queued here from now on runs behind ``event``, if that was recorded."""
-        if not isinstance(event, Event):
+        if not isinstance(event, SimulatedEvent):
             raise UsageError(f"wait_event({event!r}): it takes an event of the simulated device, as torch.sim.Event().")
         if event.moment is not None:
             the_device().wait(self.stream_id, event.moment)
@@ -43,9 +43,9 @@ class Stream(torch.Stream):
         sim = the_device()
         sim.wait(self.stream_id, sim.record(a_stream(other, "wait_stream").stream_id))
 
-    def record_event(self, event: Any = None) -> Event:
+    def record_event(self, event: Any = None) -> SimulatedEvent:
         """An event behind what is queued here now."""
-        event = event if event is not None else Event()
+        event = event if event is not None else SimulatedEvent()
         event.record(self)
         return event
 
@@ -78,7 +78,7 @@ def a_stream(value: Any, what: str) -> Any:
     return value
 
 
-class Event(torch.Event):
+class SimulatedEvent(torch.Event):
     """A place in a stream that others, and the host, can wait for.
 
     Args:
@@ -89,7 +89,7 @@ class Event(torch.Event):
         moment: what the last :meth:`record` saw; None before.
     """
 
-    def __new__(cls, device: Any = None, *, enable_timing: bool = False, **_: Any) -> Event:
+    def __new__(cls, device: Any = None, *, enable_timing: bool = False, **_: Any) -> SimulatedEvent:
         return super().__new__(cls, device=the_device().default.device)
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **_: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardfold.torch_internals import PRIVATE_DEVICE, DeviceGuard
 
-__all__ = ["HELD", "Guard"]
+__all__ = ["HELD", "SimulatedDeviceGuard"]
 
 # Without `argtypes`: to convert an argument by them, ctypes calls Python.
 _fetch = ctypes.PYFUNCTYPE(None)(("PyErr_Fetch", ctypes.pythonapi))
@@ -76,7 +76,7 @@ class _Held:
 HELD = _Held()
 
 
-class Guard(DeviceGuard):
+class SimulatedDeviceGuard(DeviceGuard):
     """The device guard."""
 
     def type_(self) -> Any:

@@ -1,14 +1,19 @@
 """The benchmark: one job under each layout and under each peer that is installed, in rounds in which they take turns.
 
-settings    what is run, and how often                                          (values; no torch)
-contenders  who runs it, by name, and who cannot, with the reason              (values; no torch)
-models      the jobs: models and batches                                        in the ranks' processes
-sides       the contenders: forward and backward, and the optimizer step        in the ranks' processes
-measure     storages, resident sets, page faults                                in the ranks' processes
-rank        a process that is one rank of one contender: it waits for orders    in the ranks' processes
-teams       the ranks of one contender, seen from outside
-rounds      who runs when
-results     medians, ratios, losses compared                                    (pure functions)
-show        tables and progress
-timeline    one step of two contenders as a picture
+    command     what `shardfold bench` does: choose, run, report
+    contenders  who can run a job: bare loops, PyTorch's own, DeepSpeed, and the layouts of this library
+    measure     what this process holds: storages of tensors, resident sets, page faults
+    models      the jobs: a model whose forward gives the loss, and each rank's batches
+    planned     peaks as planned beside peaks as measured: live storages of real steps, on real ranks
+    rank        a process that is one rank of one contender: ``python -m shardfold.tools.bench.rank NAME RANK``
+    results     what was measured, and what follows from it: medians, ratios, losses compared
+    rounds      who runs when
+    settings    what is run, how large and how often
+    show        the benchmark on a terminal: interim medians while it runs, tables at its end, in Markdown too
+    sides       the contenders: what each makes of the model, as forward and backward and as an optimizer step
+    teams       the ranks of one contender, seen from outside: started, given orders, given up
+    timeline    one step of two contenders as a picture: lanes of one time axis
+    traces      one step under PyTorch's profiler, sorted into lanes
+
+``settings`` and ``contenders`` import no torch; ``models``, ``sides``, ``measure`` and ``rank`` run in the ranks.
 """

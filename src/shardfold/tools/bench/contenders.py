@@ -99,9 +99,14 @@ def _deepspeed(stage: str, offload: str = "", moved: float = 0.0) -> Contender:
     away = {"": "", "cpu": ", optimizer in host memory", "nvme": ", optimizer on disk"}[offload]
     return Contender(
         name=f"deepspeed-{stage}{'-' * bool(offload)}{'host' if offload == 'cpu' else offload}",
-        says=f"DeepSpeed, ZeRO stage {stage}{away}", kind="deepspeed", option=stage, package="deepspeed",
-        jobs=OFFLOAD if offload else ON_DEVICE, offload=offload, moved=moved,
-    )  # fmt: skip
+        says=f"DeepSpeed, ZeRO stage {stage}{away}",
+        kind="deepspeed",
+        option=stage,
+        package="deepspeed",
+        jobs=OFFLOAD if offload else ON_DEVICE,
+        offload=offload,
+        moved=moved,
+    )
 
 
 def _bare(name: str, says: str, option: str = "", **environment: str) -> Contender:
@@ -118,7 +123,10 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender(name="torch-zero1", says="DDP with ZeroRedundancyOptimizer", kind="ddp", option="zero", ranks=SEVERAL),
     Contender(name="torch-fsdp2", says="PyTorch's fully_shard", kind="fully_shard"),
     Contender(
-        name="torch-fsdp2-keep", says="fully_shard, reshard_after_forward=False", kind="fully_shard", option="keep",
+        name="torch-fsdp2-keep",
+        says="fully_shard, reshard_after_forward=False",
+        kind="fully_shard",
+        option="keep",
         ranks=SEVERAL,
     ),
     *(_deepspeed(stage) for stage in "123"),
@@ -142,10 +150,15 @@ CONTENDERS: tuple[Contender, ...] = (
     _deepspeed("3", "nvme", 4 + 2),
     # fp32 shards come up in forward and in backward, to be cast there, and fp32 gradients go down.
     Contender(
-        name="torch-fsdp2-host", says="PyTorch's fully_shard with CPUOffloadPolicy", kind="fully_shard",
-        option="reshard", jobs=OFFLOAD, offload="cpu", moved=4 + 4 + 4,
+        name="torch-fsdp2-host",
+        says="PyTorch's fully_shard with CPUOffloadPolicy",
+        kind="fully_shard",
+        option="reshard",
+        jobs=OFFLOAD,
+        offload="cpu",
+        moved=4 + 4 + 4,
     ),
-)  # fmt: skip
+)
 
 
 def find(name: str) -> Contender:

@@ -26,7 +26,7 @@ from shardfold.planner.trace import SMALL
 from shardfold.planner.tracing import Compute, loss_of
 from shardfold.torch_internals import no_subclass_functions, storage_key, tree_iter
 
-__all__ = ["Comparison", "Watched", "compare", "inside_hooks", "measured_peak"]
+__all__ = ["Comparison", "WatchedBytes", "compare", "inside_hooks", "measured_peak"]
 
 
 class Comparison(NamedTuple):
@@ -48,7 +48,7 @@ class Comparison(NamedTuple):
         return self.planned / self.measured - 1
 
 
-class Watched(LiveBytes):
+class WatchedBytes(LiveBytes):
     """With what lives between steps, and flats, whose memory comes and goes; ``apart``: tensors that do not count."""
 
     def __init__(self, engine: Engine, batch: Any, apart: Iterable[Tensor] = ()) -> None:
@@ -126,7 +126,7 @@ def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) 
     for _ in range(3):  # orders are found, and what is made once is made
         step()
     gc.collect()
-    watched = Watched(engine, batch)
+    watched = WatchedBytes(engine, batch)
     peaks: list[int] = []
     with watched, inside_hooks():
         for _ in range(steps):
@@ -137,10 +137,20 @@ def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) 
 
 
 def compare(
-    build: Callable[[], nn.Module], batch: Any, *, layout: str | Layout, precision: str | Precision, mode: str = "keep",
-    compute: Compute = loss_of, accumulate: int = 1, clip_norm: float | None = None, real: bool | None = None,
-    division: Division | None = None, subject: Callable[[Division], Subject] | None = None, **more: Any,
-) -> Comparison:  # fmt: skip
+    build: Callable[[], nn.Module],
+    batch: Any,
+    *,
+    layout: str | Layout,
+    precision: str | Precision,
+    mode: str = "keep",
+    compute: Compute = loss_of,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    real: bool | None = None,
+    division: Division | None = None,
+    subject: Callable[[Division], Subject] | None = None,
+    **more: Any,
+) -> Comparison:
     """On every rank: plans the model, then trains it for some steps.
 
     ``division``: how ranks share the model, as ``more`` says it to the engine. ``subject``: gives that of a division,
@@ -148,9 +158,15 @@ def compare(
     """
     model = build()
     engine = Engine(
-        model, optimizer=partial(torch.optim.AdamW, lr=1e-4), layout=layout, precision=precision, activations=mode,
-        accumulate=accumulate, clip_norm=clip_norm, **more,
-    )  # fmt: skip
+        model,
+        optimizer=partial(torch.optim.AdamW, lr=1e-4),
+        layout=layout,
+        precision=precision,
+        activations=mode,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        **more,
+    )
     try:
         measured = measured_peak(engine, batch, compute)
         mesh, coords = engine.mesh.sizes, engine.mesh.coords
@@ -161,8 +177,13 @@ def compare(
     planned = subject(division) if subject else Subject(build(), batch, compute, real=real, division=division)
     trace = planned.trace(precision, mode)
     setting = planned.setting(
-        trace, layout=layout, precision=precision, mesh=mesh.axes, micro_batches=accumulate,
-        clip=clip_norm is not None, behaviour=CPU,
-    )  # fmt: skip
+        trace,
+        layout=layout,
+        precision=precision,
+        mesh=mesh.axes,
+        micro_batches=accumulate,
+        clip=clip_norm is not None,
+        behaviour=CPU,
+    )
     plan = plan_memory(setting, trace)
     return Comparison(plan.peak + plan.tiers.get(Tier.HOST, 0.0), measured, plan)

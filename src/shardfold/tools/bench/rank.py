@@ -30,10 +30,10 @@ from shardfold.tools.bench.measure import (
 from shardfold.tools.bench.settings import Settings
 from shardfold.tools.bench.traces import profiled
 
-__all__ = ["Rank", "main"]
+__all__ = ["BenchRank", "main"]
 
 
-class Rank:
+class BenchRank:
     """The model under one contender, warmed up; what it does on order is a method.
 
     Memory is in bytes above what was resident before the model was built.
@@ -146,7 +146,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        rank = Rank(sys.argv[1], int(sys.argv[2]), Settings(**json.loads(sys.stdin.readline())))
+        rank = BenchRank(sys.argv[1], int(sys.argv[2]), Settings(**json.loads(sys.stdin.readline())))
     except ShardfoldError as error:  # a refusal, which says all there is to say
         raise SystemExit(str(error)) from None
     print(json.dumps(rank.ready()), file=answers)

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 from shardfold.tools.bench.contenders import Contender, default_reference, find
 from shardfold.tools.bench.settings import UNITS, Settings, gpt_shape
 
-__all__ = ["Failure", "Measured", "Row", "Turn", "UnitRow", "as_json", "loss_difference", "rows", "unit_rows"]
+__all__ = [
+    "ContenderRow",
+    "Failure",
+    "MeasuredRounds",
+    "Turn",
+    "UnitRow",
+    "as_json",
+    "loss_difference",
+    "rows",
+    "unit_rows",
+]
 
 EVENTS = 4  # of a unit in a step: its forward begins and ends, its backward begins, its gradients are complete
 
@@ -56,7 +66,7 @@ class Turn:
 
 
 @dataclass(kw_only=True)
-class Measured:
+class MeasuredRounds:
     """All turns so far, of ``rounds`` that were begun. ``restarted`` are those that did not fit into memory beside the
     others, ``not_started`` those for which there was no time."""
 
@@ -87,7 +97,7 @@ class Measured:
         return min(usual, key=lambda name: median(turn.seconds for turn in complete[name]), default=None)
 
 
-class Row(NamedTuple):
+class ContenderRow(NamedTuple):
     """One contender: medians over rounds. Seconds; bytes of the rank that has most; ``sent`` per rank and step.
 
     ``cpu`` are seconds that all threads of a rank computed in a step, whatever else the machine did.
@@ -135,7 +145,7 @@ def middle_half(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def rows(measured: Measured, reference: str) -> list[Row]:
+def rows(measured: MeasuredRounds, reference: str) -> list[ContenderRow]:
     """A row per contender that has not failed; ratios are taken round by round, and their median is given."""
     complete = measured.complete()
     base = {turn.round: turn.seconds for turn in complete[reference]}
@@ -144,7 +154,7 @@ def rows(measured: Measured, reference: str) -> list[Row]:
         seconds = [turn.seconds for turn in turns]
         ratios = [turn.seconds / base[turn.round] for turn in turns if turn.round in base]
         found.append(
-            Row(
+            ContenderRow(
                 name=name,
                 step=median(seconds),
                 low=middle_half(seconds)[0],
@@ -169,7 +179,7 @@ def rows(measured: Measured, reference: str) -> list[Row]:
     return found
 
 
-def _by_source(measured: Measured, name: str) -> float | None:
+def _by_source(measured: MeasuredRounds, name: str) -> float | None:
     """Bytes that a peer moves between device and host in a step on one rank, as its source has it."""
     settings = measured.settings
     contender = next(each for each in measured.contenders if each.name == name)
@@ -190,7 +200,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def unit_rows(measured: Measured, reference: str) -> list[UnitRow]:
+def unit_rows(measured: MeasuredRounds, reference: str) -> list[UnitRow]:
     """What a step takes above the reference, divided by the events of its units."""
     complete = measured.complete()
     parts = {
@@ -208,7 +218,7 @@ def unit_rows(measured: Measured, reference: str) -> list[UnitRow]:
     return found
 
 
-def loss_difference(measured: Measured) -> tuple[int, float, tuple[str, str]] | None:
+def loss_difference(measured: MeasuredRounds) -> tuple[int, float, tuple[str, str]] | None:
     """The last step that all have made, the largest relative difference of its losses, and between whom.
 
     None where there are no two contenders whose losses are to be the same.
@@ -228,7 +238,7 @@ def loss_difference(measured: Measured) -> tuple[int, float, tuple[str, str]] | 
     return step, (high - low) / max(abs(high), abs(low), 1e-30), (one, other)
 
 
-def as_json(measured: Measured, reference: str | None) -> dict[str, Any]:
+def as_json(measured: MeasuredRounds, reference: str | None) -> dict[str, Any]:
     """Everything, raw: each rank's seconds of each step of each round, and the rows that follow."""
     difference = loss_difference(measured)
     return {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardfold.tools.bench.contenders import Contender
-from shardfold.tools.bench.results import Failure, Measured, Turn
+from shardfold.tools.bench.results import Failure, MeasuredRounds, Turn
 from shardfold.tools.bench.settings import Settings
 from shardfold.tools.bench.teams import ContenderFailed, Team
 
@@ -32,7 +32,7 @@ class Callbacks(NamedTuple):
     """Called before something that takes a while, and after each turn."""
 
     doing: Callable[[str], object] = lambda _: None
-    turned: Callable[[Measured], object] = lambda _: None
+    turned: Callable[[MeasuredRounds], object] = lambda _: None
 
 
 def available_bytes() -> float:
@@ -54,7 +54,7 @@ def loopback_bytes() -> int | None:
 class _Teams:
     """The contenders that are alive."""
 
-    def __init__(self, settings: Settings, measured: Measured) -> None:
+    def __init__(self, settings: Settings, measured: MeasuredRounds) -> None:
         self._settings, self._measured = settings, measured
         self._alive: dict[str, Team] = {}
         self._most = 0.0  # bytes that the largest contender takes
@@ -94,10 +94,10 @@ class _Teams:
         self._alive.clear()
 
 
-def compare(settings: Settings, contenders: Sequence[Contender], watch: Callbacks | None = None) -> Measured:
+def compare(settings: Settings, contenders: Sequence[Contender], watch: Callbacks | None = None) -> MeasuredRounds:
     """Runs the rounds. A contender that fails is noted with what it said, and the others go on."""
     watch = watch or Callbacks()
-    measured = Measured(settings=settings, contenders=list(contenders))
+    measured = MeasuredRounds(settings=settings, contenders=list(contenders))
     teams = _Teams(settings, measured)
     begun = time.monotonic()
 

@@ -38,9 +38,17 @@ CHOICES = {
     "optimizer": ("adamw", "sgd"),
 }
 AT_LEAST = {
-    "rows": 1, "context": 1, "ranks": 1, "threads": 1, "rounds": 1, "steps": 1, "warm": 1, "timeout": 1, "within": 1,
+    "rows": 1,
+    "context": 1,
+    "ranks": 1,
+    "threads": 1,
+    "rounds": 1,
+    "steps": 1,
+    "warm": 1,
+    "timeout": 1,
+    "within": 1,
     "clip_norm": 0,
-}  # fmt: skip
+}
 
 #: (layers, d_model, heads) of the GPT, from a fifth of a million to half a billion parameters.
 SHAPES = (

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardfold.launch import num_cores
-from shardfold.tools.bench.results import Measured, loss_difference, rows, unit_rows
+from shardfold.tools.bench.results import MeasuredRounds, loss_difference, rows, unit_rows
 from shardfold.tools.bench.rounds import Callbacks
 from shardfold.tools.observe.formats import format_bytes
 
@@ -23,7 +23,7 @@ __all__ = ["Show", "environment", "markdown", "print_report", "table"]
 MILLI = 1e3
 
 
-def environment(measured: Measured) -> dict[str, Any]:
+def environment(measured: MeasuredRounds) -> dict[str, Any]:
     """Where and when."""
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -41,7 +41,7 @@ def _bytes(number: float | None) -> str:
     return "" if number is None else format_bytes(number)
 
 
-def cells(measured: Measured, asked: str | None) -> tuple[list[str], list[list[str]]]:
+def cells(measured: MeasuredRounds, asked: str | None) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of the table, as text."""
     reference = measured.reference(asked)
     if reference is None:
@@ -89,7 +89,7 @@ def cells(measured: Measured, asked: str | None) -> tuple[list[str], list[list[s
     ]
 
 
-def _offload_cells(measured: Measured, reference: str) -> tuple[list[str], list[list[str]]]:
+def _offload_cells(measured: MeasuredRounds, reference: str) -> tuple[list[str], list[list[str]]]:
     """What moving states to slower tiers costs and gives."""
     head = [
         "",
@@ -124,7 +124,7 @@ def _offload_cells(measured: Measured, reference: str) -> tuple[list[str], list[
     ]
 
 
-def table(measured: Measured, asked: str | None) -> Table:
+def table(measured: MeasuredRounds, asked: str | None) -> Table:
     head, lines = cells(measured, asked)
     drawn = Table(title=measured.settings.title(), title_justify="left", box=None, pad_edge=False)
     for place, name in enumerate(head):
@@ -134,7 +134,7 @@ def table(measured: Measured, asked: str | None) -> Table:
     return drawn
 
 
-def markdown(measured: Measured, asked: str | None) -> str:
+def markdown(measured: MeasuredRounds, asked: str | None) -> str:
     head, lines = cells(measured, asked)
     ours = {each.name for each in measured.contenders if each.ours}
     text = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
@@ -166,7 +166,7 @@ class Show:
         self._doing = doing
         self._draw()
 
-    def _turned(self, measured: Measured) -> None:
+    def _turned(self, measured: MeasuredRounds) -> None:
         self._measured = measured
         self._draw()
 
@@ -177,7 +177,7 @@ class Show:
 
 
 def print_report(
-    measured: Measured, asked: str | None, left_out: Mapping[str, str], *, as_markdown: bool, tolerance: float
+    measured: MeasuredRounds, asked: str | None, left_out: Mapping[str, str], *, as_markdown: bool, tolerance: float
 ) -> bool:
     """Prints the table and what has to be said about it; False if the result is not to be trusted."""
     console = Console(highlight=False)
@@ -194,7 +194,7 @@ def print_report(
 
 
 def _notes(
-    measured: Measured, asked: str | None, left_out: Mapping[str, str], tolerance: float
+    measured: MeasuredRounds, asked: str | None, left_out: Mapping[str, str], tolerance: float
 ) -> tuple[Sequence[str], bool]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():

@@ -117,9 +117,12 @@ def _autocast(settings: Settings, device: torch.device) -> AbstractContextManage
 
 
 def _loop(
-    model: nn.Module, optimizer: Any, forward: Callable[[], AbstractContextManager[Any]], clip_norm: float,
+    model: nn.Module,
+    optimizer: Any,
+    forward: Callable[[], AbstractContextManager[Any]],
+    clip_norm: float,
     **clear: bool,
-) -> Side:  # fmt: skip
+) -> Side:
     def compute(batch: Batch) -> Tensor:
         with forward():
             loss = model(*batch)
@@ -234,9 +237,15 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
     nodes = contender.nodes if settings.link is None else NODES
     mesh = {"inter": nodes, "intra": settings.ranks // nodes}
     own = Engine(
-        model, optimizer=optimizer_of(settings), layout=contender.option, precision=settings.precision, mesh=mesh,
-        device=device, offload=contender.offload or None, clip_norm=settings.clip_norm or None,
-    )  # fmt: skip
+        model,
+        optimizer=optimizer_of(settings),
+        layout=contender.option,
+        precision=settings.precision,
+        mesh=mesh,
+        device=device,
+        offload=contender.offload or None,
+        clip_norm=settings.clip_norm or None,
+    )
 
     def compute(batch: Batch) -> Tensor:
         loss = own(*batch)
@@ -252,9 +261,13 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
         return sum(row.program for row in rows), sum(row.moved for row in rows)
 
     return Side(
-        compute=compute, update=own.step, optimizer=own.optimizer, traffic=traffic, moved=moved,
+        compute=compute,
+        update=own.step,
+        optimizer=own.optimizer,
+        traffic=traffic,
+        moved=moved,
         master=TORCH_DTYPES[own.layout.master.dtype],
-    )  # fmt: skip
+    )
 
 
 BUILDERS: dict[str, Callable[[Contender, Settings, nn.Module, torch.device], Side]] = {

@@ -35,11 +35,12 @@ class ContenderFailed(Exception):
         self.reason, self.said = reason, said
 
 
-class _Process:
+class _RankProcess:
     """One rank: its process and what it has answered so far."""
 
-    def __init__(self, contender: Contender, settings: Settings, rank: int, port: int, folder: str,
-                 nodes: Namespaces | None) -> None:  # fmt: skip
+    def __init__(
+        self, contender: Contender, settings: Settings, rank: int, port: int, folder: str, nodes: Namespaces | None
+    ) -> None:
         self.rank = rank
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         environment = {
@@ -53,9 +54,11 @@ class _Process:
             each = settings.ranks // nodes.nodes
             before = ["ip", "netns", "exec", nodes.spaces[rank // each]]
             environment |= {
-                "MASTER_ADDR": nodes.address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "LOCAL_RANK": str(rank % each),
+                "MASTER_ADDR": nodes.address(0),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "LOCAL_RANK": str(rank % each),
                 "LOCAL_WORLD_SIZE": str(each),
-            }  # fmt: skip
+            }
         if contender.kind == "deepspeed" and settings.device == "cpu":
             environment["DS_ACCELERATOR"] = "cpu"
         self.process = subprocess.Popen(
@@ -142,7 +145,8 @@ class Team:
         )
         self._nodes = Namespaces(NODES, settings.link) if settings.link is not None else None
         self._processes = [
-            _Process(contender, settings, rank, port, self._folder.name, self._nodes) for rank in range(settings.ranks)
+            _RankProcess(contender, settings, rank, port, self._folder.name, self._nodes)
+            for rank in range(settings.ranks)
         ]
         for each in self._processes:
             each.tell(settings.as_json())
@@ -192,7 +196,7 @@ class Team:
                     late = next(each for each in self._processes if each.rank not in answers)
                     self._fail(late, f"rank {late.rank} did not answer {doing!r} in {self._settings.timeout:g} s")
                 for key, _ in ready:
-                    each: _Process = key.data
+                    each: _RankProcess = key.data
                     try:
                         answer = each.read()
                     except EOFError:
@@ -203,7 +207,7 @@ class Team:
                         selector.unregister(each.answers)
         return [answers[rank] for rank in sorted(answers)]
 
-    def _culprit(self, first: _Process) -> _Process:
+    def _culprit(self, first: _RankProcess) -> _RankProcess:
         """Of the ranks that end within a moment, one that does not blame another."""
         deadline = time.monotonic() + SETTLE
         ended = []
@@ -213,7 +217,7 @@ class Team:
                 ended.append(each)
         return next((each for each in ended if "by peer" not in each.said()), first)
 
-    def _fail(self, rank: _Process, reason: str) -> NoReturn:
+    def _fail(self, rank: _RankProcess, reason: str) -> NoReturn:
         said = rank.said()
         self.close(patience=0.0)
         raise ContenderFailed(reason, said)

@@ -90,16 +90,28 @@ def _draw_step(axes: Axes, name: str, trace: dict[str, Any], of: Lanes) -> None:
         total = sum(end - begin for begin, end in spans) / 1e3
         said = f"{total:.{0 if total >= 10 else 1}f} ms" if spans else ""
         axes.annotate(
-            said, (length, place), (6, 0), textcoords="offset points", va="center", fontsize=9.5, color=COLORS[lane],
-        )  # fmt: skip
+            said,
+            (length, place),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9.5,
+            color=COLORS[lane],
+        )
     axes.axhline(of.own - 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)))  # below: other threads
     for number, (phase, (begin, end)) in enumerate(phases(trace).items()):
         if number:
             axes.axvline(begin / 1e3, color=INK, linewidth=0.9)
         axes.annotate(
-            phase, ((begin + end) / 2e3, 1), (0, 4), xycoords=("data", "axes fraction"), textcoords="offset points",
-            ha="center", fontsize=9.5, color=MUTED,
-        )  # fmt: skip
+            phase,
+            ((begin + end) / 2e3, 1),
+            (0, 4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9.5,
+            color=MUTED,
+        )
     axes.set_yticks(range(len(of.names)), of.names)
     for label, lane in zip(axes.get_yticklabels(), of.names, strict=True):
         label.set_color(COLORS[lane])

@@ -13,7 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["LANES", "LAYOUTS", "MOVES", "Event", "Lanes", "Span", "lanes", "merged", "moves", "phases", "profiled"]
+__all__ = [
+    "LANES",
+    "LAYOUTS",
+    "MOVES",
+    "Lanes",
+    "ProfiledEvent",
+    "Span",
+    "lanes",
+    "merged",
+    "moves",
+    "phases",
+    "profiled",
+]
 
 Span = tuple[float, float]
 """Begin and end."""
@@ -50,7 +62,7 @@ VERBS = {
 DRIVES = {"disk:read": "disk reads", "disk:written": "disk writes"}
 
 
-class Event(NamedTuple):
+class ProfiledEvent(NamedTuple):
     """An operation on a thread, in microseconds since the step began."""
 
     name: str
@@ -72,7 +84,7 @@ def profiled(compute: Callable[[], object], update: Callable[[], object]) -> dic
             compute()
         with record_function(UPDATE):
             update()
-    events = [Event(e.name, e.thread, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
+    events = [ProfiledEvent(e.name, e.thread, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
     first = next(event for event in events if event.name == COMPUTE)
     last = next(event for event in events if event.name == UPDATE)
     moved = [e._replace(begin=e.begin - first.begin, end=e.end - first.begin) for e in events if e.begin < last.end]
@@ -91,9 +103,9 @@ def kind(names: tuple[str, ...]) -> str | None:
     return "copies" if name.endswith(COPIES) else "compute"
 
 
-def innermost(events: Iterable[Event], length: float) -> Iterator[tuple[float, float, tuple[str, ...]]]:
+def innermost(events: Iterable[ProfiledEvent], length: float) -> Iterator[tuple[float, float, tuple[str, ...]]]:
     """Begin, end, and the names of the operations that one thread is in, the innermost last."""
-    stack: list[Event] = []
+    stack: list[ProfiledEvent] = []
     at = 0.0
 
     def until(moment: float) -> Iterator[tuple[float, float, tuple[str, ...]]]:
@@ -115,7 +127,7 @@ def innermost(events: Iterable[Event], length: float) -> Iterator[tuple[float, f
 
 def lanes(trace: dict[str, Any]) -> dict[str, list[Span]]:
     """Spans by lane; those of one lane do not overlap."""
-    events = [Event(*each) for each in trace["events"]]
+    events = [ProfiledEvent(*each) for each in trace["events"]]
     found: dict[str, list[Span]] = {name: [] for name in LANES}
     for event in events:
         if event.name.startswith(SENDS):
@@ -139,7 +151,7 @@ def lanes(trace: dict[str, Any]) -> dict[str, list[Span]]:
 
 def moves(trace: dict[str, Any]) -> dict[str, list[Span]]:
     """Spans by lane of a step whose states rest in slower tiers; those of one lane do not overlap."""
-    events = [Event(*each) for each in trace["events"]]
+    events = [ProfiledEvent(*each) for each in trace["events"]]
     found: dict[str, list[Span]] = {name: [] for name in MOVES.names}
     for event in events:
         if lane := DRIVES.get(event.name):
@@ -173,7 +185,7 @@ def merged(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
 
 def phases(trace: dict[str, Any]) -> dict[str, Span]:
     """When forward, backward and the optimizer step run."""
-    events = [Event(*each) for each in trace["events"]]
+    events = [ProfiledEvent(*each) for each in trace["events"]]
     backward = min((e.begin for e in events if e.name.startswith("autograd::engine")), default=0.0)
     update = next(event.begin for event in events if event.name == UPDATE)
     return {"forward": (0.0, backward), "backward": (backward, update), "step": (update, trace["length"])}

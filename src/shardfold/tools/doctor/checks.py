@@ -97,8 +97,12 @@ def _devices() -> Iterator[Check]:
             if not dist.is_backend_available(backend):
                 yield Check("bad", backend, "this PyTorch was built without it", f"install a build for {device.type}")
         if torch.get_float32_matmul_precision() == "highest":
-            yield Check("slow", "TF32", "is off for products of fp32 tensors, as PyTorch leaves it",
-                        "sf.Precision(tf32=True) if 10 bits are enough, or precision='bf16'")  # fmt: skip
+            yield Check(
+                "slow",
+                "TF32",
+                "is off for products of fp32 tensors, as PyTorch leaves it",
+                "sf.Precision(tf32=True) if 10 bits are enough, or precision='bf16'",
+            )
     if not dist.is_gloo_available():
         yield Check("bad", "Gloo", "this PyTorch was built without it", "install a build that has it")
 
@@ -121,8 +125,12 @@ def _processes() -> Iterator[Check]:
         )
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     if scope not in ("", "0") and os.geteuid() != 0:
-        yield Check("slow", "memory of other ranks", f"kernel.yama.ptrace_scope is {scope}: ranks here send by sockets",
-                    "sysctl kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE")  # fmt: skip
+        yield Check(
+            "slow",
+            "memory of other ranks",
+            f"kernel.yama.ptrace_scope is {scope}: ranks here send by sockets",
+            "sysctl kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE",
+        )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files < FEW_FILES:
         yield Check("bad", "open files", f"at most {files} per process", f"ulimit -n {4 * FEW_FILES}")
@@ -172,8 +180,12 @@ def _cpu() -> Iterator[Check]:
         )
     pages = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     if "[never]" in pages:
-        yield Check("slow", "huge pages", "are off: memory that comes and goes costs page faults",
-                    "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")  # fmt: skip
+        yield Check(
+            "slow",
+            "huge pages",
+            "are off: memory that comes and goes costs page faults",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
 
 
 def _read(path: str) -> str:

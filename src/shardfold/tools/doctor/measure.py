@@ -35,7 +35,7 @@ from shardfold.errors import ShardfoldError
 from shardfold.plan.auto_wire import LOSSY
 from shardfold.plan.formats import format_named
 from shardfold.plan.program import COLLECTIVES
-from shardfold.planner.hardware import Device, Link
+from shardfold.planner.hardware import Device, Interconnect
 from shardfold.planner.memory import plan_memory
 from shardfold.planner.seconds import MEETS, Work, plan_seconds
 from shardfold.planner.setting import Subject
@@ -43,7 +43,7 @@ from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
-__all__ = ["Measured", "measure"]
+__all__ = ["MeasuredMachine", "measure"]
 
 SIZE, ON_CPU = 2048, (128, 384)  # of the matrices: CPUs may have no instructions for a dtype
 ROWS, TOKENS, HEADS, PER_HEAD = 8, 128, 4, 32  # of attention, and of a model of two blocks
@@ -56,14 +56,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VERBS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-class Measured(NamedTuple):
+class MeasuredMachine(NamedTuple):
     """The profile, and seconds of each collective by bytes of its whole tensor."""
 
     device: Device
     collectives: dict[str, dict[int, float]]
 
 
-def measure(folder: Path) -> Measured:
+def measure(folder: Path) -> MeasuredMachine:
     """Takes about a minute; files of the disk's part are in ``folder``.
 
     Raises:
@@ -74,7 +74,7 @@ def measure(folder: Path) -> Measured:
     found = {verb: {int(size): t for size, t in row.items()} for verb, row in ranks["collectives"].items()}
     computes = ranks["computes"] or computed(device)
     memory = accelerator.total_memory(device) or (memory_limit() or 0) / RANKS
-    link = Link(*ranks["link"]) if ranks["link"] else _link(found)
+    link = Interconnect(*ranks["link"]) if ranks["link"] else _link(found)
     profile = Device(
         name=f"{os.uname().nodename}-{device.type}",
         memory=memory,
@@ -89,7 +89,7 @@ def measure(folder: Path) -> Measured:
         **ranks["host"],
         **computes,
     )
-    return Measured(profile, found)
+    return MeasuredMachine(profile, found)
 
 
 def computed(device: torch.device) -> dict[str, Any]:
@@ -192,12 +192,12 @@ def _disk(folder: Path) -> float:
         return 4 * len(block) / (time.perf_counter() - began)
 
 
-def _link(found: dict[str, dict[int, float]]) -> Link:
+def _link(found: dict[str, dict[int, float]]) -> Interconnect:
     """Latency and rate from the smallest and the largest all-gather: each rank sends half of it to the other."""
     gathers = found["all_gather"]
     small, large = min(gathers), max(gathers)
     rate = (large - small) * (RANKS - 1) / RANKS / max(gathers[large] - gathers[small], 1e-9)
-    return Link(rate, gathers[small])
+    return Interconnect(rate, gathers[small])
 
 
 def _ranks(device: torch.device) -> dict[str, Any]:
@@ -209,11 +209,14 @@ def _ranks(device: torch.device) -> dict[str, Any]:
         command = [sys.executable, "-m", __name__, folder]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), device.type], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                [*command, str(rank), device.type],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
                 env=environment,
             )
             for rank in range(RANKS)
-        ]  # fmt: skip
+        ]
         said = [rank.communicate() for rank in ranks]
         for number, rank in enumerate(ranks):
             if rank.returncode:
@@ -265,7 +268,7 @@ def _transport() -> dict[str, Any]:
     rate, latency = len(links) / sum(1 / link.rate for link in links), statistics.mean(link.latency for link in links)
     engine.close()
     codecs = {name: list(codec) for name, codec in found.codecs.items()}
-    return {"link": [rate, latency], "codecs": codecs, "host": _hosting(Link(rate, latency))}
+    return {"link": [rate, latency], "codecs": codecs, "host": _hosting(Interconnect(rate, latency))}
 
 
 FEW_LAYERS, MANY_LAYERS = 2, 6
@@ -277,7 +280,7 @@ def _small(layers: int) -> GPT:
     return GPT(GPTConfig(d_model=64, layers=layers, heads=2, context=FEW_TOKENS[1]))
 
 
-def _hosting(link: Link) -> dict[str, float]:
+def _hosting(link: Interconnect) -> dict[str, float]:
     """Seconds of an operation, of what a collective takes besides ``link``, and of a meeting: those with which steps of
     few and of many units, in layouts that send little and much, take as long as they were seen to take."""
     adam, sizes = partial(torch.optim.AdamW, lr=0.0), (FEW_LAYERS, MANY_LAYERS)
@@ -300,15 +303,16 @@ def _hosting(link: Link) -> dict[str, float]:
     return dict(zip(("operation", "collective", "meeting"), at_least_zero(counts, left), strict=True))
 
 
-def _sent(model: GPT, layout: str, link: Link) -> float:
+def _sent(model: GPT, layout: str, link: Interconnect) -> float:
     """Seconds of what a step sends."""
     tokens = torch.zeros(FEW_TOKENS, dtype=torch.int64)
     subject = Subject(model, (tokens, tokens))
     trace = subject.trace("fp32", exact=True)
     setting = subject.setting(trace, layout=layout, mesh={"intra": RANKS})
     free = float("inf")
-    device = Device(name="", memory=free, flops={"fp32": free}, bandwidth=free, near=link, host=free, launch=0.0,
-                    streams=False)  # fmt: skip
+    device = Device(
+        name="", memory=free, flops={"fp32": free}, bandwidth=free, near=link, host=free, launch=0.0, streams=False
+    )
     return plan_seconds(setting, plan_memory(setting, trace), device).step
 
 

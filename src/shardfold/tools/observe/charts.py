@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Line", "line_chart"]
+__all__ = ["ChartLine", "line_chart"]
 
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 92, 10, 26
@@ -16,7 +16,7 @@ MOST_POINTS = 800  # of a line: more are not seen
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line of a chart.
 
     Attributes:
@@ -30,13 +30,13 @@ class Line:
     kind: str = "train"
 
 
-def line_chart(lines: Sequence[Line], *, label: str) -> str:
+def line_chart(lines: Sequence[ChartLine], *, label: str) -> str:
     """A chart of these lines over one x axis, as an ``<svg>`` element; without a finite point, a sentence.
 
     Args:
         label: what a screen reader says of it.
     """
-    finite = [Line(each.name, _finite(each.points), each.kind) for each in lines]
+    finite = [ChartLine(each.name, _finite(each.points), each.kind) for each in lines]
     points = [point for line in finite for point in line.points]
     if not points:
         return "<p>There is nothing to draw.</p>"

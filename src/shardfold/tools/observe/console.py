@@ -64,8 +64,12 @@ def working(doing: str, console: Console) -> Iterator[Callable[[str], None]]:
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False,
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
         redirect_stderr=False,
-    ) as progress:  # fmt: skip
+    ) as progress:
         task = progress.add_task(escape(doing), total=None)
         yield lambda what: progress.update(task, description=escape(f"{doing}: {what}"))

@@ -11,34 +11,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from shardfold.checkpoint.inspect import Row
 from shardfold.tools.observe.formats import format_bytes, format_count
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.tables import headed, new_table
 
 __all__ = ["Tick", "contents_table", "reading", "run_table", "states_table"]
-
-
-class Row(Protocol):
-    """A line of the tree: a module, siblings that are alike (``num`` of them), or a tensor, which has a shape."""
-
-    @property
-    def depth(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def num(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def state_bytes(self) -> int: ...
-    @property
-    def dtypes(self) -> tuple[str, ...]: ...
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
 
 
 def contents_table(rows: Sequence[Row]) -> Group:
@@ -114,8 +92,13 @@ class Tick(Protocol):
 @contextmanager
 def reading(title: str, console: Console) -> Iterator[Tick]:
     """A bar of bytes read, on a terminal; nothing elsewhere."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-               TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.errors import ConfigError
-from shardfold.tools.observe.charts import Line, line_chart
+from shardfold.tools.observe.charts import ChartLine, line_chart
 from shardfold.tools.observe.formats import format_bytes, format_count, format_duration
 from shardfold.tools.observe.printable import printable
 
@@ -155,10 +155,14 @@ def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequenc
         tiles.insert(1, ("parameters", format_count(summary["num_parameters"])))
     if last.get("skipped"):
         tiles.append(("steps skipped by the loss scale", str(last["skipped"])))
-    return '<div class="tiles">' + "".join(
-        f'<div class="tile"><span class="muted">{html.escape(name)}</span><b>{html.escape(value)}</b></div>'
-        for name, value in tiles
-    ) + "</div>"  # fmt: skip
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile"><span class="muted">{html.escape(name)}</span><b>{html.escape(value)}</b></div>'
+            for name, value in tiles
+        )
+        + "</div>"
+    )
 
 
 def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -168,14 +172,24 @@ def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> l
     held_out = [*_series(steps, "held_out_bits_per_byte")]
     if "model" in counted:
         held_out.append((last, counted["model"]))
-    lines = [Line("", loss, "faint"), Line("training", _smooth(loss)), Line("held out", held_out, "held")]
-    lines += [Line(name, [(1, value), (last, value)], "other") for name, value in counted.items() if name != "model"]
+    lines = [
+        ChartLine("", loss, "faint"),
+        ChartLine("training", _smooth(loss)),
+        ChartLine("held out", held_out, "held"),
+    ]
+    lines += [
+        ChartLine(name, [(1, value), (last, value)], "other") for name, value in counted.items() if name != "model"
+    ]
     found = ["<h2>Loss, bits per byte</h2>", _scroll(line_chart(lines, label="bits per byte over steps"))]
-    small = (("tokens_per_s", "Tokens per second"), ("lr", "Learning rate"), ("grad_norm", "Gradient norm"),
-             ("loss_scale", "Loss scale"))  # fmt: skip
+    small = (
+        ("tokens_per_s", "Tokens per second"),
+        ("lr", "Learning rate"),
+        ("grad_norm", "Gradient norm"),
+        ("loss_scale", "Loss scale"),
+    )
     charts = [
         f"<div><h2>{title}</h2>"
-        f"{_scroll(line_chart([Line('', points, 'faint'), Line('', _smooth(points))], label=title))}</div>"
+        f"{_scroll(line_chart([ChartLine('', points, 'faint'), ChartLine('', _smooth(points))], label=title))}</div>"
         for name, title in small
         if (points := _series(steps, name))
     ]
@@ -241,5 +255,9 @@ def _texts(folder: Path, config: Mapping[str, Any]) -> list[str]:
     options = {name: value for name, value in config.items() if name not in NOT_OPTIONS}
     words = ["shardfold", "train", "--config", "config.json"]
     settings = _table(["setting", "value"], [[name, str(value)] for name, value in options.items()])
-    return [*found, "<h2>The same run again</h2>", f"<pre>{html.escape(shlex.join(words))}</pre>",
-            f"<details><summary>all settings</summary>{settings}</details>"]  # fmt: skip
+    return [
+        *found,
+        "<h2>The same run again</h2>",
+        f"<pre>{html.escape(shlex.join(words))}</pre>",
+        f"<details><summary>all settings</summary>{settings}</details>",
+    ]

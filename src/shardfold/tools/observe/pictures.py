@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from shardfold.plan.report import MemoryRow
 from shardfold.tools.observe.formats import format_bytes
-from shardfold.tools.observe.tables import MemoryRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,9 +112,15 @@ def place_labels(
     heights = spread([value for value, *_ in names], LINE * (high - low))
     for (value, note, color, bold), height in zip(names, heights, strict=True):
         axes.annotate(
-            note, (last, value), (last * 1.03, height), annotation_clip=False, va="center", fontsize=9.5, color=color,
+            note,
+            (last, value),
+            (last * 1.03, height),
+            annotation_clip=False,
+            va="center",
+            fontsize=9.5,
+            color=color,
             weight="bold" if bold else "normal",
-        )  # fmt: skip
+        )
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Protocol
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.measure import Measurement
@@ -12,13 +11,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardfold.plan.report import MemoryRow, MovedRow, TrafficRow
 from shardfold.tools.observe.formats import format_bytes
 from shardfold.tools.observe.printable import printable
 
 __all__ = [
-    "MemoryRow",
-    "MovedRow",
-    "TrafficRow",
     "memory_table",
     "moved_table",
     "print_whole",
@@ -31,58 +28,11 @@ BAR_WIDTH = 24
 WIDEST = 10_000  # columns; no table comes near it
 
 
-class MemoryRow(Protocol):
-    """Bytes of one state on this rank: by the formula, the padding on top of it, and what is really held."""
-
-    @property
-    def state(self) -> str: ...
-    @property
-    def tier(self) -> str: ...
-    @property
-    def table(self) -> float: ...
-    @property
-    def padding(self) -> float: ...
-    @property
-    def held(self) -> int: ...
-
-
-class TrafficRow(Protocol):
-    """Bytes that one kind of collective sent from this rank in a step, by the program and counted."""
-
-    @property
-    def purpose(self) -> str: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def program(self) -> float: ...
-    @property
-    def sent(self) -> int: ...
-
-
-class MovedRow(Protocol):
-    """Bytes that this rank moved between the device and a slower tier in a step, by the program and counted."""
-
-    @property
-    def tier(self) -> str: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def program(self) -> float: ...
-    @property
-    def moved(self) -> int: ...
-
-
 def new_table() -> Table:
     return Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
 
 
-class Whole:
+class FullWidthTable:
     """A table at its own width, whatever the console's: a narrow terminal then wraps its lines, and cuts no figure."""
 
     def __init__(self, table: Table) -> None:
@@ -96,7 +46,7 @@ class Whole:
 def headed(title: str, table: Table) -> Group:
     """A table under its title; to be printed by :func:`print_whole`."""
     # A table's own title is wrapped to the table's width, which may be narrow.
-    return Group("", Text(title, style="bold"), Whole(table))
+    return Group("", Text(title, style="bold"), FullWidthTable(table))
 
 
 def print_whole(console: Console, *groups: Group) -> None:

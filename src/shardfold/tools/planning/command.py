@@ -125,7 +125,7 @@ def _by_command(said: str, planned: Planned) -> str:
         GIVE,
         "The command made it by what the model's class and configuration say: give your own by --model "
         "module:function, whose function gives (model, micro-batch)",
-    )  # fmt: skip
+    )
 
 
 def _print_notes(notes: str) -> None:
@@ -134,9 +134,15 @@ def _print_notes(notes: str) -> None:
 
 
 def print_inference(
-    model: str, gpus: str, *, memory: str | None, length: int | None, sequences: int, division: Division = UNDIVIDED,
+    model: str,
+    gpus: str,
+    *,
+    memory: str | None,
+    length: int | None,
+    sequences: int,
+    division: Division = UNDIVIDED,
     real: bool | None = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Prints what serving a model needs, on all devices or on each of those that share it, and training it, by
     dtype; returns whether any dtype fits."""
     where = cluster(gpus, memory=memory)
@@ -153,10 +159,20 @@ def print_inference(
 
 
 def write_plan_page(
-    path: Path, model: str, gpus: str, *, memory: str | None, precision: str, length: int | None,
-    layouts: Sequence[str], modes: Sequence[str], samples: int, divisions: Sequence[Division] = (UNDIVIDED,),
-    real: bool | None = None, accumulate: int | None = None,
-) -> None:  # fmt: skip
+    path: Path,
+    model: str,
+    gpus: str,
+    *,
+    memory: str | None,
+    precision: str,
+    length: int | None,
+    layouts: Sequence[str],
+    modes: Sequence[str],
+    samples: int,
+    divisions: Sequence[Division] = (UNDIVIDED,),
+    real: bool | None = None,
+    accumulate: int | None = None,
+) -> None:
     """Writes the page of a plan; ``accumulate``: micro-batches of a step that goes through stages.
 
     Raises:

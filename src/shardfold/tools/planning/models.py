@@ -28,27 +28,56 @@ __all__ = ["KNOWN", "Planned", "planned_model"]
 LENGTH = 2048  # tokens, where a model does not say how many it takes
 
 SIZES_OF_CONFIGS = (
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "hidden_size", "n_embd", "d_model",
-    "num_attention_heads", "n_head", "vocab_size",
-)  # fmt: skip
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "num_attention_heads",
+    "n_head",
+    "vocab_size",
+)
 """Settings of transformers that are numbers of 1 or more."""
 
 #: Configurations of transformers, by the name of what they are shaped like.
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-7b": ("llama", {"vocab_size": 32000, "max_position_embeddings": 4096}),
-    "llama-13b": ("llama", {"vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,
-                            "num_hidden_layers": 40, "num_attention_heads": 40, "max_position_embeddings": 4096}),
-    "llama-70b": ("llama", {"vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 28672,
-                            "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-                            "max_position_embeddings": 4096}),
+    "llama-13b": (
+        "llama",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "max_position_embeddings": 4096,
+        },
+    ),
+    "llama-70b": (
+        "llama",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096,
+        },
+    ),
     "gpt2": ("gpt2", {}),
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "bert-base": ("bert", {"vocab_size": 28996}),
-    "bert-large": ("bert", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
-                            "intermediate_size": 4096}),
+    "bert-large": (
+        "bert",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    ),
     "vit-base": ("vit", {}),
     "t5-base": ("t5", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -71,9 +100,13 @@ class Planned:
 
 
 def planned_model(
-    given: str, *, length: int | None = None, samples: int = 1, division: Division | None = None,
+    given: str,
+    *,
+    length: int | None = None,
+    samples: int = 1,
+    division: Division | None = None,
     real: bool | None = None,
-) -> Planned:  # fmt: skip
+) -> Planned:
     """The model that a name, a path of a config.json, ``timm:NAME``, ``transformers:TYPE``, or ``module:function``
     gives; the function gives a model, or a model and a micro-batch. ``division``: how ranks share it; ``real``: as of a
     subject.

@@ -110,9 +110,10 @@ def plan_values(
 
     apart = {mode: points(each, mode) for mode, each in activities.items() if each.names != first.names}
     return {
-        "layouts": points(first, modes[0]), "apart": apart,
+        "layouts": points(first, modes[0]),
+        "apart": apart,
         "modes": {mode: _short(each)._asdict() for mode, each in activities.items()},
-    }  # fmt: skip
+    }
 
 
 def _short(activity: Activity) -> Activity:
@@ -125,9 +126,14 @@ def _short(activity: Activity) -> Activity:
 
 
 def plan_page(
-    models: Mapping[str, tuple[Planned, Subject | None]], where: Cluster, *, layouts: Sequence[str],
-    modes: Sequence[str], precision: str, samples: int,
-) -> str:  # fmt: skip
+    models: Mapping[str, tuple[Planned, Subject | None]],
+    where: Cluster,
+    *,
+    layouts: Sequence[str],
+    modes: Sequence[str],
+    precision: str,
+    samples: int,
+) -> str:
     """The page as text.
 
     Args:
@@ -146,19 +152,26 @@ def plan_page(
     ranks = max((where.size // planned.subject.division.ranks).bit_length() - 1, 0)
     memory = where.device.usable / 2**30
     sliders = [
-        _choice("layout", "layout", layouts), _choice("mode", "activations", modes),
-        _choice("axes", "axes", list(models)), _slider("ranks", "ranks of data", 0, max(10, ranks), 1, ranks),
+        _choice("layout", "layout", layouts),
+        _choice("mode", "activations", modes),
+        _choice("axes", "axes", list(models)),
+        _slider("ranks", "ranks of data", 0, max(10, ranks), 1, ranks),
         _slider("samples", "samples of a micro-batch", 1, max(64, 2 * samples), 1, samples),
         _slider("memory", "memory of a device", 0.25, max(192.0, memory), 0.25, memory),
-    ]  # fmt: skip
+    ]
     if shorter is not None:
         step = max(1, planned.length // 64)
         sliders.insert(5, _slider("length", "tokens of a sample", step, 2 * planned.length, step, planned.length))
     tiles = "".join(
         f'<div class="tile"><span class="muted">{name}</span><b id="{key}"></b></div>'
-        for key, name in (("peak", "peak of each device"), ("fits", "this device"), ("where", "the peak is near"),
-                          ("rest", "at rest"), ("host", "in host memory"))
-    )  # fmt: skip
+        for key, name in (
+            ("peak", "peak of each device"),
+            ("fits", "this device"),
+            ("where", "the peak is near"),
+            ("rest", "at rest"),
+            ("host", "in host memory"),
+        )
+    )
     kinds = (
         ("other", "at rest"),
         ("train", "the engine's buffers, workspaces"),

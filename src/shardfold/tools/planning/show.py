@@ -12,7 +12,7 @@ from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Precision, Tier
 from shardfold.plan.sizes import human
-from shardfold.planner.candidate import STAGES, Candidate, Found
+from shardfold.planner.candidate import STAGES, Candidate, FittingCandidate
 from shardfold.planner.choice import Option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
@@ -135,9 +135,7 @@ def _whose(options: Sequence[Option]) -> str:
     return f"of {sizes.pop()}" if len(sizes) == 1 else "of the largest" if sizes else ""
 
 
-def ranking(
-    found: Search, where: Cluster, precision: str, recipe: str = "", price: float | None = None
-) -> str:  # fmt: skip
+def ranking(found: Search, where: Cluster, precision: str, recipe: str = "", price: float | None = None) -> str:
     """The fastest micro-batch of each layout, axes and mode, the fastest of all first; then what does not fit, and
     why. ``recipe``: what `shardfold train` calls the model; empty: it does not train it. ``price``: of a device for an
     hour."""
@@ -215,7 +213,7 @@ def _option(name: str, value: object) -> str:
     return option if value is True else f"{option} {quote(str(value))}"
 
 
-def _costs(found: Found, rate: float, price: float | None) -> list[str]:
+def _costs(found: FittingCandidate, rate: float, price: float | None) -> list[str]:
     """What the model's operations reach, and what a billion tokens take."""
     seconds = found.seconds
     reached = (
@@ -244,9 +242,11 @@ def serving(model: Planned, where: Cluster, sizes: Sequence[Size], served: Serve
     each, sequences, budget = served
     one, wide = ("sequence", 12) if what == "cache" else ("sample", 18)
     many = f"{sequences:,} {one}s" if sequences > 1 else f"1 {one}"
-    keeps = f"with {human(each)} of keys and values in 16 bits" if what == "cache" else (
-        f"with {human(each)} of activations in 16 bits in its forward, as the model keeps no keys and values"
-    )  # fmt: skip
+    keeps = (
+        f"with {human(each)} of keys and values in 16 bits"
+        if what == "cache"
+        else (f"with {human(each)} of activations in 16 bits in its forward, as the model keeps no keys and values")
+    )
     length = f" of {model.length:,} tokens" if model.length else ""
     devices = " on all devices together" if where.size > 1 else ""
     room = (

@@ -33,7 +33,7 @@ from shardfold.plan.offload import offloaded
 from shardfold.plan.sizes import parse_bytes
 from shardfold.tools.effects import Effect, idle, without_effect
 
-Chosen = TypeVar("Chosen", bound="Settings")
+Chosen = TypeVar("Chosen", bound="RecipeSettings")
 
 SHAPE = ("d_model", "layers", "heads", "context", "experts", "top_k")
 
@@ -160,7 +160,7 @@ def flops_or_file(given: str) -> float | Path:
     )
 
 
-class Settings(BaseModel):
+class RecipeSettings(BaseModel):
     """Of a recipe; unknown names and wrong values are told in one sentence."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -208,48 +208,68 @@ def _gathers(settings: TrainConfig) -> bool:
 
 TRAIN_EFFECTS = (
     Effect(
-        "top_k", lambda run: bool(run.experts) or run.top_k == GPTConfig.top_k,
-        "it says through how many experts tokens go, and there are none", "give --experts",
+        "top_k",
+        lambda run: bool(run.experts) or run.top_k == GPTConfig.top_k,
+        "it says through how many experts tokens go, and there are none",
+        "give --experts",
     ),
     Effect("gather", _gathers, "the layout gathers nothing, as each rank has all parameters", "give another --layout"),
     Effect(
-        "sequence_parallel", lambda run: run.tensor > 1,
+        "sequence_parallel",
+        lambda run: run.tensor > 1,
         "it divides activations over the ranks of --tensor, of which there is 1 (--sequence cuts sequences over ranks "
-        "of their own)", "give --tensor 2",
+        "of their own)",
+        "give --tensor 2",
     ),
     Effect(
-        "attention", lambda run: run.sequence > 1,
-        "it says how attention crosses the ranks of --sequence, of which there is 1", "give --sequence 2",
+        "attention",
+        lambda run: run.sequence > 1,
+        "it says how attention crosses the ranks of --sequence, of which there is 1",
+        "give --sequence 2",
     ),
     Effect(
-        "order", lambda run: run.pipeline > 1, "it is an order of stages, of which there is 1", "give --pipeline 2",
+        "order",
+        lambda run: run.pipeline > 1,
+        "it is an order of stages, of which there is 1",
+        "give --pipeline 2",
     ),
     Effect(
-        "memory", lambda run: not run.micro_batch, "it is what --micro-batch max plans for", "give --micro-batch max",
+        "memory",
+        lambda run: not run.micro_batch,
+        "it is what --micro-batch max plans for",
+        "give --micro-batch max",
     ),
     Effect(
-        "matrix_lr", lambda run: run.optimizer == "muon", "it is a rate of Muon's, and the optimizer is adamw",
+        "matrix_lr",
+        lambda run: run.optimizer == "muon",
+        "it is a rate of Muon's, and the optimizer is adamw",
         "give --optimizer muon, or --lr in its place",
     ),
     Effect("warmup", lambda run: run.warmup < run.steps, "the run ends before it is over", "warm up for fewer steps"),
     Effect(
-        "nonfinite", lambda run: not run.precision.startswith("fp16"),
-        "under a loss scale, which fp16 has, steps that are not finite are skipped", "give another --precision",
+        "nonfinite",
+        lambda run: not run.precision.startswith("fp16"),
+        "under a loss scale, which fp16 has, steps that are not finite are skipped",
+        "give another --precision",
     ),
     Effect("sample", lambda run: run.pipeline == 1, "stages of --pipeline generate no text"),
     Effect("temperature", lambda run: run.pipeline == 1, "stages of --pipeline generate no text"),
     Effect(
-        "temperature", lambda run: run.sample > 0, "no text is generated with --sample 0", "give --sample another "
-        "number",
+        "temperature",
+        lambda run: run.sample > 0,
+        "no text is generated with --sample 0",
+        "give --sample another number",
     ),
     Effect(
-        "keep", lambda run: run.save_every > 0, "it says how many checkpoints stay, and none are written",
+        "keep",
+        lambda run: run.save_every > 0,
+        "it says how many checkpoints stay, and none are written",
         "give --save-every",
     ),
-)  # fmt: skip
+)
 
 
-class TrainConfig(Settings):
+class TrainConfig(RecipeSettings):
     """Everything that decides a run. Field descriptions are the command line's help."""
 
     effects: ClassVar[tuple[Effect, ...]] = TRAIN_EFFECTS
@@ -406,8 +426,11 @@ class TrainConfig(Settings):
     def axes(self) -> dict[str, int]:
         """Return how many processes there are on each axis but those of data."""
         return {
-            "pipeline": self.pipeline, "expert": self.expert, "sequence": self.sequence, "tensor": self.tensor,
-        }  # fmt: skip
+            "pipeline": self.pipeline,
+            "expert": self.expert,
+            "sequence": self.sequence,
+            "tensor": self.tensor,
+        }
 
     def warmup_steps(self) -> int:
         """Return `warmup`, or a tenth of a run that is too short for the default."""

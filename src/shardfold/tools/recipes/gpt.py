@@ -85,7 +85,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class Attention(nn.Module):
+class CausalSelfAttention(nn.Module):
     """Causal self-attention over `heads` heads."""
 
     def __init__(self, config: GPTConfig, residual_std: float) -> None:
@@ -124,7 +124,7 @@ class Block(nn.Module):
         # 2 * layers projections add to the residual stream: scaled so that its variance does not grow with depth.
         residual_std = INIT_STD / (2 * config.layers) ** 0.5
         self.attention_norm = RMSNorm(config.d_model)
-        self.attention = Attention(config, residual_std)
+        self.attention = CausalSelfAttention(config, residual_std)
         self.feed_forward_norm = RMSNorm(config.d_model)
         self.feed_forward = SwiGLU(config, residual_std)
 
@@ -140,12 +140,17 @@ class MixtureBlock(nn.Module):
         super().__init__()
         residual_std = INIT_STD / (2 * config.layers) ** 0.5
         self.attention_norm = RMSNorm(config.d_model)
-        self.attention = Attention(config, residual_std)
+        self.attention = CausalSelfAttention(config, residual_std)
         self.feed_forward_norm = RMSNorm(config.d_model)
         self.feed_forward = MoE(
-            config.d_model, config.d_ff, config.experts, top_k=config.top_k, balance=config.balance, std=INIT_STD,
+            config.d_model,
+            config.d_ff,
+            config.experts,
+            top_k=config.top_k,
+            balance=config.balance,
+            std=INIT_STD,
             down_std=residual_std,
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor, loss: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x), cos, sin)

@@ -52,11 +52,16 @@ def with_most_samples(config: TrainConfig, engine: Engine, windows: int) -> Trai
 
 def _largest(config: TrainConfig, engine: Engine, budget: float) -> Option:
     return largest_of(
-        subjects_of(config, streams=accelerator.has_streams(engine.device)), layout=config.table(),
-        mode=config.activations, precision=config.precision, mesh=engine.mesh.sizes.axes,
-        micro_batches=config.accumulate, budget=budget, behaviour=behaviour_on(engine.device),
+        subjects_of(config, streams=accelerator.has_streams(engine.device)),
+        layout=config.table(),
+        mode=config.activations,
+        precision=config.precision,
+        mesh=engine.mesh.sizes.axes,
+        micro_batches=config.accumulate,
+        budget=budget,
+        behaviour=behaviour_on(engine.device),
         clip=bool(config.clip_norm),
-    )  # fmt: skip
+    )
 
 
 def _budget(config: TrainConfig, device: torch.device) -> float:
@@ -79,13 +84,20 @@ def subjects_of(config: TrainConfig, *, streams: bool) -> list[Subject]:
         model = GPT(shape)
     return [
         Subject(
-            model, {"tokens": tokens, "targets": tokens},
+            model,
+            {"tokens": tokens, "targets": tokens},
             division=Division(
-                tensor=config.tensor, sequence_parallel=config.sequence_parallel, sequence=config.sequence,
-                expert=config.expert, pipeline=config.pipeline, order=config.order,
-                micro_batches=config.accumulate if config.pipeline > 1 else 1, stage=stage, streams=streams,
+                tensor=config.tensor,
+                sequence_parallel=config.sequence_parallel,
+                sequence=config.sequence,
+                expert=config.expert,
+                pipeline=config.pipeline,
+                order=config.order,
+                micro_batches=config.accumulate if config.pipeline > 1 else 1,
+                stage=stage,
+                streams=streams,
                 attention=None if config.attention == "auto" else config.attention,
             ),
         )
         for stage in range(config.pipeline)
-    ]  # fmt: skip
+    ]

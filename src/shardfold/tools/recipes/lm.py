@@ -610,5 +610,6 @@ def show(run: Run, out: Path, bits: Mapping[str, float], seconds: float, sample:
         console.print("\n[bold]A sample[/bold]")
         console.print(Text(tables.printable(sample)), soft_wrap=True)
     names = [each.name + "/" * each.is_dir() for each in sorted(out.iterdir(), key=lambda each: (each.is_dir(), each))]
-    console.print("\n".join(["", *said, f"Written to {out}: {', '.join(names)}"]), highlight=False, markup=False,
-                  soft_wrap=True)  # fmt: skip
+    console.print(
+        "\n".join(["", *said, f"Written to {out}: {', '.join(names)}"]), highlight=False, markup=False, soft_wrap=True
+    )

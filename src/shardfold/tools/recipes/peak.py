@@ -12,7 +12,7 @@ from shardfold.engine.engine import Engine
 from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
 from shardfold.planner.memory import MemoryPlan, plan_memory
-from shardfold.tools.bench.planned import Watched, inside_hooks
+from shardfold.tools.bench.planned import WatchedBytes, inside_hooks
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.largest import behaviour_on, subjects_of
 
@@ -51,7 +51,7 @@ class Peak:
             yield
             self.measured = accelerator.peak(self._engine.device) or 0
             return
-        live = Watched(self._engine, (), [self._data])
+        live = WatchedBytes(self._engine, (), [self._data])
         with live, inside_hooks():
             yield
         self.measured = live.most
@@ -62,9 +62,14 @@ class Peak:
         (subject,) = subjects_of(config, streams=accelerator.has_streams(engine.device))
         trace = subject.trace(config.precision, config.activations, config.micro_batch)
         setting = subject.setting(
-            trace, layout=config.table(), precision=config.precision, mesh=engine.mesh.sizes.axes,
-            micro_batches=config.accumulate, clip=bool(config.clip_norm), behaviour=behaviour_on(engine.device),
-        )  # fmt: skip
+            trace,
+            layout=config.table(),
+            precision=config.precision,
+            mesh=engine.mesh.sizes.axes,
+            micro_batches=config.accumulate,
+            clip=bool(config.clip_norm),
+            behaviour=behaviour_on(engine.device),
+        )
         return plan_memory(setting, trace)
 
     def told(self) -> list[str]:

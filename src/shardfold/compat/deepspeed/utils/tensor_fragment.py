@@ -20,7 +20,7 @@ from shardfold.errors import ModelError
 from shardfold.plan.layout import DATA_AXES
 from shardfold.sharding.gradients import Sums
 from shardfold.sharding.registry import name_in
-from shardfold.sharding.whole_segments import Slice, gather_slices
+from shardfold.sharding.whole_segments import SegmentSlice, gather_slices
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -95,7 +95,7 @@ def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
     with torch.no_grad():
         if values.numel() < segment.spec.length:
             shard = values.float() * segment.unscale
-            whole = gather_slices(engine.sharded.comm, [Slice(segment, slot, shard)], what)[0]
+            whole = gather_slices(engine.sharded.comm, [SegmentSlice(segment, slot, shard)], what)[0]
         else:
             whole = segment.views_of(values)[slot].float() * segment.unscale
             if unit.gradients.sums is Sums.OWN and engine.world_size > 1:

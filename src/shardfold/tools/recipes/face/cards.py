@@ -8,7 +8,7 @@ from shardfold.planner.hardware import DEVICES
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.needs import SETTINGS, Needs
 
-__all__ = ["ALLOWED", "CARDS", "PUBLISHED", "Published", "Setting", "on_cards"]
+__all__ = ["ALLOWED", "CARDS", "PUBLISHED", "CardSetting", "Published", "on_cards"]
 
 
 class Published(NamedTuple):
@@ -33,14 +33,23 @@ CARDS, ALLOWED = 10, 16150  # MB of each
 
 CLASSES = 159_000
 MODEL = FaceConfig.load(
-    {"size": "96", "patch": 8, "width": 512, "layers": 12, "heads": 8, "embedding": 512, "precision": "fp16",
-     "identities": CLASSES, "procs": 1}
-)  # fmt: skip
+    {
+        "size": "96",
+        "patch": 8,
+        "width": 512,
+        "layers": 12,
+        "heads": 8,
+        "embedding": 512,
+        "precision": "fp16",
+        "identities": CLASSES,
+        "procs": 1,
+    }
+)
 """121.5 million parameters, as the report's file of 243 MB in fp16 has, of which over two thirds are the head's. It
 names neither its ViT nor the size of its images: this one's take 32 MB of activations each, as its batches do."""
 
 
-class Setting(NamedTuple):
+class CardSetting(NamedTuple):
     """What is computed of one: MB at its published batch, the most images that fit, and images/s of a card with them;
     0 where none fit."""
 
@@ -50,14 +59,14 @@ class Setting(NamedTuple):
     rate: float
 
 
-def on_cards(head: str = "replicated") -> tuple[int, list[Setting]]:
+def on_cards(head: str = "replicated") -> tuple[int, list[CardSetting]]:
     """Parameters that one card computes with, and the five settings on 10 V100."""
     config = FaceConfig.load({**MODEL.model_dump(exclude_unset=True), "head": head})
     needs = Needs(config, CLASSES, CARDS, streams=True)
-    found: list[Setting] = []
+    found: list[CardSetting] = []
     for name in SETTINGS:
         need = needs.of(name)
         batch = need.largest(ALLOWED * 1e6, most=4096)
         rate = batch / needs.seconds(name, batch, DEVICES["V100-16G"]) if batch else 0.0
-        found.append(Setting(name, need.of(PUBLISHED[name].batch) / 1e6, batch, rate))
+        found.append(CardSetting(name, need.of(PUBLISHED[name].batch) / 1e6, batch, rate))
     return needs.parameters, found

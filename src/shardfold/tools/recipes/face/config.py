@@ -13,7 +13,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.packages import package_of
-from shardfold.tools.recipes.config import Settings
+from shardfold.tools.recipes.config import RecipeSettings
 
 __all__ = ["DEFAULT_WARMUP", "STUDY_CHOOSES", "FaceConfig"]
 
@@ -35,7 +35,7 @@ FACE_EFFECTS = (
 )
 
 
-class FaceConfig(Settings):
+class FaceConfig(RecipeSettings):
     """Everything that decides a run. Field descriptions are the command line's help."""
 
     effects: ClassVar[tuple[Effect, ...]] = FACE_EFFECTS

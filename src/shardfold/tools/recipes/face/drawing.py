@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shardfold.tools.recipes.face.images import Source
 
-__all__ = ["STYLE", "Axis", "bars", "curves", "faces", "key", "png"]
+__all__ = ["STYLE", "ChartAxis", "bars", "curves", "faces", "key", "png"]
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 440, 270, 50, 40, 12, 12
 HUES = 5
@@ -41,7 +41,7 @@ STYLE = """
 """
 
 
-class Axis(NamedTuple):
+class ChartAxis(NamedTuple):
     """Of a chart: what it is of, from where to where, and whether by powers of ten."""
 
     title: str
@@ -69,7 +69,7 @@ class Axis(NamedTuple):
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def curves(lines: Sequence[Sequence[tuple[float, float]]], x: Axis, y: Axis, *, label: str) -> str:
+def curves(lines: Sequence[Sequence[tuple[float, float]]], x: ChartAxis, y: ChartAxis, *, label: str) -> str:
     """Lines in one chart, each in its hue.
 
     Args:
@@ -90,15 +90,20 @@ def curves(lines: Sequence[Sequence[tuple[float, float]]], x: Axis, y: Axis, *, 
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     for tick in x.ticks():
         at = across(tick)
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
-                     f"{_number(tick)}</text>")  # fmt: skip
+        parts.append(
+            f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{_number(tick)}</text>'
+        )
     for number, line in enumerate(lines):
         points = " ".join(f"{across(a):.1f},{down(b):.1f}" for a, b in line if math.isfinite(b))
         parts.append(f'<polyline class="curve hue-{number % HUES}" points="{points}"/>')
-    parts.append(f'<text class="axis" x="{LEFT + wide / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
-                 f"{html.escape(x.title)}</text>")  # fmt: skip
-    parts.append(f'<text class="axis" transform="translate(12 {TOP + high / 2:.0f}) rotate(-90)" text-anchor="middle">'
-                 f"{html.escape(y.title)}</text></svg>")  # fmt: skip
+    parts.append(
+        f'<text class="axis" x="{LEFT + wide / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
+        f"{html.escape(x.title)}</text>"
+    )
+    parts.append(
+        f'<text class="axis" transform="translate(12 {TOP + high / 2:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{html.escape(y.title)}</text></svg>"
+    )
     return "".join(parts)
 
 
@@ -127,8 +132,10 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], most: float) -
         parts.append(f'<div class="what">{html.escape(what)}</div><div class="track">')
         for n, (value, words) in enumerate(pair):
             strong = ' class="strong"' if n else ""
-            parts.append(f'<div class="bar"><i{strong} style="width:{62 * value / most:.1f}%"></i>'
-                         f"<span>{html.escape(words)}</span></div>")  # fmt: skip
+            parts.append(
+                f'<div class="bar"><i{strong} style="width:{62 * value / most:.1f}%"></i>'
+                f"<span>{html.escape(words)}</span></div>"
+            )
         parts.append("</div>")
     return "".join([*parts, "</div>"])
 

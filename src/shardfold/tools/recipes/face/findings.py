@@ -7,9 +7,9 @@ from itertools import permutations
 from typing import NamedTuple
 
 from shardfold.tools.recipes.face.cards import PUBLISHED, RATES
-from shardfold.tools.recipes.face.row import Row
+from shardfold.tools.recipes.face.row import StudyRow
 
-__all__ = ["Finding", "batch_orders", "findings"]
+__all__ = ["StudyFinding", "batch_orders", "findings"]
 
 NEAR = 0.03
 """Rates that differ by less count as equal."""
@@ -41,14 +41,14 @@ Batches = Mapping[tuple[str, str], Mapping[str, int]]
 """By (budget, head): of each setting its batch."""
 
 
-class Finding(NamedTuple):
+class StudyFinding(NamedTuple):
     """A title, and what there is to say."""
 
     title: str
     text: str
 
 
-def findings(rows: Sequence[Row], ten: Sequence[tuple[str, str, int]]) -> list[Finding]:
+def findings(rows: Sequence[StudyRow], ten: Sequence[tuple[str, str, int]]) -> list[StudyFinding]:
     """What the rows say of the report's order."""
     batches: dict[tuple[str, str], dict[str, int]] = {}
     for row in rows:
@@ -56,7 +56,7 @@ def findings(rows: Sequence[Row], ten: Sequence[tuple[str, str, int]]) -> list[F
     return [*batch_orders(batches, ten), *rate_orders(rows), head_ratios(rows)]
 
 
-def batch_orders(batches: Batches, ten: Sequence[tuple[str, str, int]]) -> list[Finding]:
+def batch_orders(batches: Batches, ten: Sequence[tuple[str, str, int]]) -> list[StudyFinding]:
     """Whether the report's order of batches is here, else what is not, and why."""
     wrong: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for place, mine in batches.items():
@@ -65,7 +65,7 @@ def batch_orders(batches: Batches, ten: Sequence[tuple[str, str, int]]) -> list[
                 wrong.setdefault((a, b), []).append(place)
     text = "In the report base = stage 2 < stage 2 + offload < stage 3 < stage 3 + offload. "
     text += "Here " + ("it is so but for what follows." if wrong else "no two settings are in the other order.")
-    found = [Finding("Largest batches", text)]
+    found = [StudyFinding("Largest batches", text)]
     for (a, b), places in wrong.items():
         where = "; ".join(f"{budget} budget, {HEADS[head]}" for budget, head in places)
         text = "Under no budget, with neither head" if len(places) == len(batches) else f"Not so: {where}"
@@ -75,11 +75,11 @@ def batch_orders(batches: Batches, ten: Sequence[tuple[str, str, int]]) -> list[
             if computed:
                 there = "so it would be there" if computed[a] <= computed[b] else "nor would it be there"
                 text += f" On 10 ranks, computed, {HEADS[head]}: {a} {computed[a]}, {b} {computed[b]}; {there}."
-        found.append(Finding(f"Not reproduced: {b} above {a}", text))
+        found.append(StudyFinding(f"Not reproduced: {b} above {a}", text))
     return found
 
 
-def rate_orders(rows: Sequence[Row]) -> list[Finding]:
+def rate_orders(rows: Sequence[StudyRow]) -> list[StudyFinding]:
     """Whether the report's order of images/s is here, else what is not, and why."""
     lines: list[str] = []
     wrong: dict[str, list[str]] = {}
@@ -93,11 +93,11 @@ def rate_orders(rows: Sequence[Row]) -> list[Finding]:
     text = f"By the base's, the head on every rank. Report: {theirs}. Here, {'; '.join(lines)}. "
     if not wrong:
         text += f"No two settings that the report has more than {NEAR:.0%} apart are in the other order."
-        return [Finding("Images/s", text)]
+        return [StudyFinding("Images/s", text)]
     listed = "; ".join(f"{pair} ({' and '.join(budgets)})" for pair, budgets in wrong.items())
     return [
-        Finding("Images/s", text),
-        Finding(
+        StudyFinding("Images/s", text),
+        StudyFinding(
             "Not reproduced in images/s",
             f"{listed}. Ranks of one CPU share its memory and its cores: an offload copies nothing, and what a step "
             "sends takes time of the cores that compute, while a card sends beside computing. A larger batch saves the "
@@ -106,7 +106,7 @@ def rate_orders(rows: Sequence[Row]) -> list[Finding]:
     ]
 
 
-def head_ratios(rows: Sequence[Row]) -> Finding:
+def head_ratios(rows: Sequence[StudyRow]) -> StudyFinding:
     """What splitting the classes gives."""
     pairs = {(row.budget, row.setting, row.head): row for row in rows}
     lines: list[str] = []
@@ -116,4 +116,4 @@ def head_ratios(rows: Sequence[Row]) -> Finding:
             n: pairs[budget, n, "sharded"].images_per_s / pairs[budget, n, "replicated"].images_per_s for n in names
         }
         lines.append(f"{budget} budget: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
-    return Finding("Classes split", f"Images/s by those with the head on every rank, {'; '.join(lines)}.")
+    return StudyFinding("Classes split", f"Images/s by those with the head on every rank, {'; '.join(lines)}.")

@@ -104,9 +104,14 @@ class Needs:
     def _setting(self, name: str, batch: int, overlap: Overlap | None = None) -> Setting:
         trace = self._subject.trace(self._precision, "keep", batch)
         return self._subject.setting(
-            trace, layout=table_of(name), precision=self._precision, mesh={"intra": self.ranks}, clip=True,
-            behaviour=self._behaviour, overlap=overlap,
-        )  # fmt: skip
+            trace,
+            layout=table_of(name),
+            precision=self._precision,
+            mesh={"intra": self.ranks},
+            clip=True,
+            behaviour=self._behaviour,
+            overlap=overlap,
+        )
 
     def _plan(self, name: str, batch: int, overlap: Overlap | None = None) -> MemoryPlan:
         return plan_memory(self._setting(name, batch, overlap), self._subject.trace(self._precision, "keep", batch))

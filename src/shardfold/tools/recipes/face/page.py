@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from shardfold.tools.observe.page import STYLE
 from shardfold.tools.recipes.face import drawing
-from shardfold.tools.recipes.face.cards import ALLOWED, CARDS, PUBLISHED, RATES, Setting
+from shardfold.tools.recipes.face.cards import ALLOWED, CARDS, PUBLISHED, RATES, CardSetting
 from shardfold.tools.recipes.face.config import FaceConfig
-from shardfold.tools.recipes.face.drawing import Axis
-from shardfold.tools.recipes.face.findings import Finding, findings
+from shardfold.tools.recipes.face.drawing import ChartAxis
+from shardfold.tools.recipes.face.findings import StudyFinding, findings
 from shardfold.tools.recipes.face.images import Source
 from shardfold.tools.recipes.face.remarks import Here, remarks
-from shardfold.tools.recipes.face.row import Row
+from shardfold.tools.recipes.face.row import StudyRow
 
 __all__ = ["Study", "Table", "write_page"]
 
@@ -58,10 +58,10 @@ class Study(NamedTuple):
         here: figures of this machine for the report's remarks; None: not all is trained yet.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[StudyRow]
     baselines: Mapping[str, Mapping[str, float]]
     ten: Sequence[tuple[str, str, int]]
-    cards: Mapping[str, tuple[int, Sequence[Setting]]]
+    cards: Mapping[str, tuple[int, Sequence[CardSetting]]]
     ranks: int
     here: Here | None = None
 
@@ -93,29 +93,48 @@ class Table(NamedTuple):
     def page(self) -> str:
         def row(cells: list[str], tag: str) -> str:
             words = 2 if self.heads[1:2] == ["head"] else 1
-            return "<tr>" + "".join(
-                f"<{tag}{' class=number' * (n >= words)}>{html.escape(cell)}</{tag}>" for n, cell in enumerate(cells)
-            ) + "</tr>"  # fmt: skip
+            return (
+                "<tr>"
+                + "".join(
+                    f"<{tag}{' class=number' * (n >= words)}>{html.escape(cell)}</{tag}>"
+                    for n, cell in enumerate(cells)
+                )
+                + "</tr>"
+            )
 
         body = "".join(row(line, "td") for line in self.lines)
         return f'<div class="scroll"><table>{row(self.heads, "th")}{body}</table></div>'
 
 
-def rates_table(rows: Sequence[Row], budget: str) -> Table:
+def rates_table(rows: Sequence[StudyRow], budget: str) -> Table:
     """The report's first table."""
     mine = [row for row in rows if row.budget == budget]
     first = next((row for row in mine if (row.setting, row.head) == ("base", "replicated")), mine[0])
     lines = [
         [
-            row.setting, row.head, str(row.batch), f"{row.images_per_s:.0f}",
-            f"{row.images_per_s / first.images_per_s:.2f}", f"{row.used / MIB:.2f} of {row.allowed / MIB:.2f}",
-            f"{row.at_base / MIB:.2f}", f"{row.host / MIB:.2f}",
+            row.setting,
+            row.head,
+            str(row.batch),
+            f"{row.images_per_s:.0f}",
+            f"{row.images_per_s / first.images_per_s:.2f}",
+            f"{row.used / MIB:.2f} of {row.allowed / MIB:.2f}",
+            f"{row.at_base / MIB:.2f}",
+            f"{row.host / MIB:.2f}",
             f"{(row.used + row.host) / MIB:.2f} / {row.measured / MIB:.2f}" if row.measured else "-",
         ]
         for row in mine
-    ]  # fmt: skip
-    heads = ["setting", "head", "batch", "images/s", "of the base", "MiB used of allowed", f"at {BASE[budget]} images",
-             "host, MiB", "planned / measured"]  # fmt: skip
+    ]
+    heads = [
+        "setting",
+        "head",
+        "batch",
+        "images/s",
+        "of the base",
+        "MiB used of allowed",
+        f"at {BASE[budget]} images",
+        "host, MiB",
+        "planned / measured",
+    ]
     return Table(f"Rates and memory, {budget} budget", heads, lines)
 
 
@@ -123,21 +142,23 @@ BASE = {"large": 48, "small": 16}
 """Images of the base under each budget."""
 
 
-def precision_table(rows: Sequence[Row], budget: str) -> Table:
+def precision_table(rows: Sequence[StudyRow], budget: str) -> Table:
     """The report's second table: of every held-out set."""
     mine = [row for row in rows if row.budget == budget]
     sets = list(mine[0].precision)
     first, rates = sets[0], list(mine[0].precision[sets[0]])
     one = rates[min(1, len(rates) - 1)]
-    heads = ["setting", "head", *(first for _ in rates), *sets[1:],
-             "loss"]  # fmt: skip
+    heads = ["setting", "head", *(first for _ in rates), *sets[1:], "loss"]
     lines = [
         [
-            row.setting, row.head, *(f"{100 * row.precision[first][r]:.2f}@{r}" for r in rates),
-            *(f"{100 * row.precision[each][one]:.2f}@{one}" for each in sets[1:]), f"{row.loss:.2f}",
+            row.setting,
+            row.head,
+            *(f"{100 * row.precision[first][r]:.2f}@{r}" for r in rates),
+            *(f"{100 * row.precision[each][one]:.2f}@{one}" for each in sets[1:]),
+            f"{row.loss:.2f}",
         ]
         for row in mine
-    ]  # fmt: skip
+    ]
     return Table(f"Precision on identities that training never saw, {budget} budget", heads, lines)
 
 
@@ -155,18 +176,35 @@ def baselines_table(found: Study) -> Table:
 def cards_table(found: Study) -> Table:
     """The report's cards: published, and computed."""
     computed = {head: {each.name: each for each in mine} for head, (_, mine) in found.cards.items()}
-    heads = ["setting", "published: batch", "images/s", "MB", "computed: MB at that batch", "largest batch",
-             "images/s of one, of all", "split head: largest batch", "images/s of one, of all"]  # fmt: skip
+    heads = [
+        "setting",
+        "published: batch",
+        "images/s",
+        "MB",
+        "computed: MB at that batch",
+        "largest batch",
+        "images/s of one, of all",
+        "split head: largest batch",
+        "images/s of one, of all",
+    ]
     lines = [
         [
-            name, str(said.batch), said.rate, f"{said.mb:,}", f"{computed['replicated'][name].mb:,.0f}",
-            *(text for head in ("replicated", "sharded") for text in (
-                f"{computed[head][name].batch}",
-                f"{computed[head][name].rate:,.0f}, {CARDS * computed[head][name].rate:,.0f}",
-            )),
+            name,
+            str(said.batch),
+            said.rate,
+            f"{said.mb:,}",
+            f"{computed['replicated'][name].mb:,.0f}",
+            *(
+                text
+                for head in ("replicated", "sharded")
+                for text in (
+                    f"{computed[head][name].batch}",
+                    f"{computed[head][name].rate:,.0f}, {CARDS * computed[head][name].rate:,.0f}",
+                )
+            ),
         ]
         for name, said in PUBLISHED.items()
-    ]  # fmt: skip
+    ]
     return Table(f"The report's {CARDS} V100 with {ALLOWED:,} MB each: published, and computed", heads, lines)
 
 
@@ -208,7 +246,7 @@ def computed_note(found: Study) -> str:
     )
 
 
-def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence[Finding]) -> str:
+def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence[StudyFinding]) -> str:
     """The page."""
     rows = found.rows
     budgets = list(dict.fromkeys(row.budget for row in rows))
@@ -216,8 +254,9 @@ def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence
     drawn = config.data is None
     words = "Identities that were kept apart, a row for each." + (
         " They are drawn: the results about layouts hold for photographs too, those about Precision do not."
-        if drawn else ""
-    )  # fmt: skip
+        if drawn
+        else ""
+    )
     parts += [f"<figure>{drawing.faces(held_out)}<figcaption>{words}</figcaption></figure>"]
     for budget in budgets:
         parts += [*_pictures(rows, budget), rates_table(rows, budget).page()]
@@ -228,8 +267,10 @@ def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence
     parts += [*_learned(rows, budgets[0])]
     parts += [_headed(precision_table(rows, budget)) for budget in budgets]
     parts += [_headed(baselines_table(found))]
-    parts += [f'<div class="computed">{_headed(cards_table(found))}<p class="note">'
-              f"{html.escape(computed_note(found))}</p></div>"]  # fmt: skip
+    parts += [
+        f'<div class="computed">{_headed(cards_table(found))}<p class="note">'
+        f"{html.escape(computed_note(found))}</p></div>"
+    ]
     if found.here is not None:
         parts += ["<h2>The report's remarks</h2>"]
         parts += [f"<p><b>{number}</b> {html.escape(text)}</p>" for number, text in remarks(rows, found.here)]
@@ -237,26 +278,30 @@ def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence
     for row in rows:
         parts.append(f"<div>{row.setting}, {row.head} head, {row.budget} budget</div>")
         parts.append(f'<div class="command"><code>{html.escape(row.command)}</code><button>copy</button></div>')
-    return "\n".join([
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
-        '<link rel="icon" href="data:,">',
-        f"<title>{TITLE}</title><style>{STYLE}{drawing.STYLE}{MORE}</style></head><body>", *parts,
-        f"<script>{SCRIPT}</script></body></html>", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{TITLE}</title><style>{STYLE}{drawing.STYLE}{MORE}</style></head><body>",
+            *parts,
+            f"<script>{SCRIPT}</script></body></html>",
+            "",
+        ]
+    )
 
 
 def _headed(table: Table) -> str:
     return f"<h2>{html.escape(table.title)}</h2>{table.page()}"
 
 
-def _pairs(rows: Sequence[Row], budget: str) -> list[tuple[str, list[Row]]]:
+def _pairs(rows: Sequence[StudyRow], budget: str) -> list[tuple[str, list[StudyRow]]]:
     """Of each setting the rows of both heads."""
     mine = [row for row in rows if row.budget == budget]
     return [(name, [row for row in mine if row.setting == name]) for name in dict.fromkeys(row.setting for row in mine)]
 
 
-def _pictures(rows: Sequence[Row], budget: str) -> list[str]:
+def _pictures(rows: Sequence[StudyRow], budget: str) -> list[str]:
     """Bars of memory and of rates."""
     pairs = _pairs(rows, budget)
     allowed = pairs[0][1][0].allowed
@@ -264,20 +309,25 @@ def _pictures(rows: Sequence[Row], budget: str) -> list[str]:
         (name, [(row.at_base, f"{row.at_base / MIB:.2f} MiB, so {row.batch} fit") for row in mine])
         for name, mine in pairs
     ]
-    rates = [(name, [(row.images_per_s, f"{row.images_per_s:.0f}, batch {row.batch}") for row in mine])
-             for name, mine in pairs]  # fmt: skip
-    legend = ('<div class="keys"><span><i style="background:var(--bar-2);height:.7rem"></i>head on every rank</span>'
-              '<span><i style="background:var(--bar);height:.7rem"></i>classes split</span></div>')  # fmt: skip
+    rates = [
+        (name, [(row.images_per_s, f"{row.images_per_s:.0f}, batch {row.batch}") for row in mine])
+        for name, mine in pairs
+    ]
+    legend = (
+        '<div class="keys"><span><i style="background:var(--bar-2);height:.7rem"></i>head on every rank</span>'
+        '<span><i style="background:var(--bar);height:.7rem"></i>classes split</span></div>'
+    )
     return [
-        f"<h2>The {budget} budget: {allowed / MIB:.2f} MiB of each rank</h2>", legend,
+        f"<h2>The {budget} budget: {allowed / MIB:.2f} MiB of each rank</h2>",
+        legend,
         f'<div class="charts"><figure>{drawing.bars(memory, max(v for _, pair in memory for v, _ in pair))}<figcaption>'
         f"Memory of a rank with {BASE[budget]} images, and how many fit into the budget</figcaption></figure>"
         f"<figure>{drawing.bars(rates, max(v for _, pair in rates for v, _ in pair))}<figcaption>Images/s of all ranks "
         "with the largest batch</figcaption></figure></div>",
-    ]  # fmt: skip
+    ]
 
 
-def _learned(rows: Sequence[Row], budget: str) -> list[str]:
+def _learned(rows: Sequence[StudyRow], budget: str) -> list[str]:
     """Curves of losses, ROC and DET."""
     mine = [row for row in rows if row.budget == budget and row.head == "sharded"]
     losses = [row.losses for row in mine]
@@ -286,16 +336,22 @@ def _learned(rows: Sequence[Row], budget: str) -> list[str]:
     roc = [row.curve for row in mine]
     det = [[(x, max(1 - y, 1e-3)) for x, y in line] for line in roc]
     start = max(min(x for line in roc for x, _ in line), 1e-5)
-    rate = Axis("false-accept rate", start, 1, log=True)
+    rate = ChartAxis("false-accept rate", start, 1, log=True)
     charts = (
-        (drawing.curves(losses, Axis("images", 0, most), Axis("loss", low, high), label="losses by images"), "Loss"),
-        (drawing.curves(roc, rate, Axis("true-accept rate", 0, 1), label="ROC curves"), "ROC"),
-        (drawing.curves(det, rate, Axis("false-reject rate", 1e-2, 1, log=True), label="DET curves"), "DET"),
+        (
+            drawing.curves(
+                losses, ChartAxis("images", 0, most), ChartAxis("loss", low, high), label="losses by images"
+            ),
+            "Loss",
+        ),
+        (drawing.curves(roc, rate, ChartAxis("true-accept rate", 0, 1), label="ROC curves"), "ROC"),
+        (drawing.curves(det, rate, ChartAxis("false-reject rate", 1e-2, 1, log=True), label="DET curves"), "DET"),
     )
     shown = "".join(f"<figure>{chart}<figcaption>{words}</figcaption></figure>" for chart, words in charts)
     return [
-        f"<h2>What was learned, {budget} budget, classes split</h2>", drawing.key([row.setting for row in mine]),
+        f"<h2>What was learned, {budget} budget, classes split</h2>",
+        drawing.key([row.setting for row in mine]),
         f'<div class="charts">{shown}</div>',
         "<p>Layouts do not change what a batch teaches: losses of one batch are equal. These lines are apart because "
         "batches are: of the same images a larger batch makes fewer steps.</p>",
-    ]  # fmt: skip
+    ]

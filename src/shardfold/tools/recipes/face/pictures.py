@@ -11,14 +11,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from shardfold.tools.recipes.face.images import Source
-from shardfold.tools.recipes.face.verification import Verification
+from shardfold.tools.recipes.face.verification import PairVerification
 
 __all__ = ["faces_picture", "roc_picture"]
 
 COLOURS = ("#1f5fa8", "#b04a2f", "#6b6b6b", "#2f8f5b", "#8a5fa8")
 
 
-def roc_picture(path: Path, found: Mapping[str, Verification]) -> None:
+def roc_picture(path: Path, found: Mapping[str, PairVerification]) -> None:
     """ROC and DET curves, side by side."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -12,7 +12,7 @@ import torch
 from shardfold.plan.passes import Overlap
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.needs import Needs
-from shardfold.tools.recipes.face.row import Row
+from shardfold.tools.recipes.face.row import StudyRow
 from shardfold.tools.recipes.face.vit import FaceModel
 
 __all__ = ["Here", "here", "remarks"]
@@ -53,9 +53,13 @@ def here(config: FaceConfig, classes: int, ranks: int, images: int) -> Here:
     )
     ahead, alone = (full.of("stage 3", Overlap(prefetch=n)).of(images) for n in (1, 0))
     return Here(
-        images, ahead, alone, full.of("stage 2").of(images), half.of("stage 2").of(images),
+        images,
+        ahead,
+        alone,
+        full.of("stage 2").of(images),
+        half.of("stage 2").of(images),
         head_share(config, classes, images),
-    )  # fmt: skip
+    )
 
 
 def head_share(config: FaceConfig, classes: int, images: int) -> float:
@@ -68,19 +72,18 @@ def head_share(config: FaceConfig, classes: int, images: int) -> float:
         loss().backward()
         return perf_counter() - began
 
-    both = [
-        (seconds(lambda: model(x, labels)), seconds(lambda: model(x).square().mean())) for _ in range(1 + ROUNDS)
-    ]  # fmt: skip
+    both = [(seconds(lambda: model(x, labels)), seconds(lambda: model(x).square().mean())) for _ in range(1 + ROUNDS)]
     return max(1 - median(alone / whole for whole, alone in both[1:]), 0.0)
 
 
-def remarks(rows: Sequence[Row], found: Here) -> list[tuple[str, str]]:
+def remarks(rows: Sequence[StudyRow], found: Here) -> list[tuple[str, str]]:
     """By the report's number."""
     pairs = {(row.budget, row.setting, row.head): row for row in rows}
     ratios = [
         pairs[budget, name, "sharded"].images_per_s / row.images_per_s
-        for (budget, name, head), row in pairs.items() if head == "replicated"
-    ]  # fmt: skip
+        for (budget, name, head), row in pairs.items()
+        if head == "replicated"
+    ]
     return [
         (
             "R1",
@@ -123,7 +126,7 @@ def _amdahl(share: float) -> float:
     return 1 / (1 - share + share / FASTER)
 
 
-def _fastest(rows: Sequence[Row]) -> str:
+def _fastest(rows: Sequence[StudyRow]) -> str:
     """Of each budget, and its Precision beside the best."""
     said: list[str] = []
     for budget in dict.fromkeys(row.budget for row in rows):

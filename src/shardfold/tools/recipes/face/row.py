@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Row"]
+__all__ = ["StudyRow"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class StudyRow:
     """One setting under one budget.
 
     Attributes:

@@ -35,9 +35,9 @@ from shardfold.tools.recipes.face.images import Drawn, Source, sources
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
 from shardfold.tools.recipes.face.page import Study, write_page
 from shardfold.tools.recipes.face.remarks import here
-from shardfold.tools.recipes.face.row import Row
+from shardfold.tools.recipes.face.row import StudyRow
 from shardfold.tools.recipes.face.train import FaceRun, pca
-from shardfold.tools.recipes.face.verification import Verification, cosine_scores, verify
+from shardfold.tools.recipes.face.verification import PairVerification, cosine_scores, verify
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 
 __all__ = ["BUDGETS", "HEADS", "held_out_sets", "needs_of", "study"]
@@ -53,7 +53,7 @@ POINTS = 60  # of a curve of losses
 NOT_COMPARED = {"out", "resume", *STUDY_CHOOSES}
 
 
-class Place(NamedTuple):
+class StudyCase(NamedTuple):
     """What is trained."""
 
     budget: str
@@ -87,9 +87,14 @@ def study(config: FaceConfig) -> int:
             introduce(console, config, places, len(before), out)
         rows, base = measure_all(config, images, places, before, out if leads else None, console)
         if leads:
-            found = Study(rows, base, [place_of(each) for each in ten_ranks(config, len(images[0].names))],
-                          {head: on_cards(head) for head in HEADS}, ranks,
-                          here(config, len(images[0].names), ranks, BUDGETS["small"]))  # fmt: skip
+            found = Study(
+                rows,
+                base,
+                [place_of(each) for each in ten_ranks(config, len(images[0].names))],
+                {head: on_cards(head) for head in HEADS},
+                ranks,
+                here(config, len(images[0].names), ranks, BUDGETS["small"]),
+            )
             write(out, found)
             write_page(out, found, config, images[1])
             console.print(
@@ -98,7 +103,7 @@ def study(config: FaceConfig) -> int:
     return 0
 
 
-def earlier_rows(config: FaceConfig) -> list[Row]:
+def earlier_rows(config: FaceConfig) -> list[StudyRow]:
     """Of the study in `resume`, which must have had the same settings.
 
     Raises:
@@ -111,7 +116,7 @@ def earlier_rows(config: FaceConfig) -> list[Row]:
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         said = folder / "study.json"
         rows = json.loads(said.read_text(encoding="utf-8"))["rows"] if said.exists() else []
-        found = [Row(**row) for row in rows]
+        found = [StudyRow(**row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{str(folder)!r} is not the folder of a study: --study --resume takes the --out of one that was stopped."
@@ -136,7 +141,7 @@ def needs_of(config: FaceConfig, classes: int, ranks: int, *, streams: bool = Fa
     return found
 
 
-def plan(config: FaceConfig, classes: int, ranks: int) -> list[Place]:
+def plan(config: FaceConfig, classes: int, ranks: int) -> list[StudyCase]:
     """All that is trained, in order.
 
     Raises:
@@ -144,7 +149,7 @@ def plan(config: FaceConfig, classes: int, ranks: int) -> list[Place]:
     """
     device = accelerator.found()
     needs = needs_of(config, classes, ranks, streams=device is not None and accelerator.has_streams(device))
-    found: list[Place] = []
+    found: list[StudyCase] = []
     for budget, number in BUDGETS.items():
         allowed = needs["base", "replicated"].of(number)
         for name in SETTINGS:
@@ -155,23 +160,23 @@ def plan(config: FaceConfig, classes: int, ranks: int) -> list[Place]:
                         f"{name} with a {head} head does not fit the {budget} budget of {allowed:,} bytes, which is "
                         f"what the base takes with {number} images: give the model fewer --identities or more --layers."
                     )
-                found.append(Place(budget, name, head, allowed, need))
+                found.append(StudyCase(budget, name, head, allowed, need))
     return found
 
 
-def ten_ranks(config: FaceConfig, classes: int) -> list[Place]:
+def ten_ranks(config: FaceConfig, classes: int) -> list[StudyCase]:
     """This model on as many ranks as the report had, computed: for the order of the settings."""
     needs = needs_of(config, classes, 10)
     allowed = needs["base", "replicated"].of(BUDGETS["large"])
-    return [Place("large", name, head, allowed, need) for (name, head), need in needs.items()]
+    return [StudyCase("large", name, head, allowed, need) for (name, head), need in needs.items()]
 
 
-def place_of(place: Place) -> tuple[str, str, int]:
+def place_of(place: StudyCase) -> tuple[str, str, int]:
     """Setting, head and the largest batch."""
     return place.name, place.head, place.need.largest(place.allowed, most=10**6)
 
 
-def introduce(console: Console, config: FaceConfig, places: list[Place], done: int, out: Path) -> None:
+def introduce(console: Console, config: FaceConfig, places: list[StudyCase], done: int, out: Path) -> None:
     """Say what is about to be trained."""
     console.print(
         f"{len(places)} trainings of {config.steps * config.batch:,} images on each rank, "
@@ -179,19 +184,25 @@ def introduce(console: Console, config: FaceConfig, places: list[Place], done: i
         + (f"{done} of them are taken from {config.resume}\n" if done else "")
         + f"Ctrl-C stops; shardfold train face --study --config {out / 'config.json'} --resume {out} goes on in a new "
         "folder.",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def measure_all(
-    config: FaceConfig, images: tuple[Source, Source], places: list[Place], before: list[Row], out: Path | None,
+    config: FaceConfig,
+    images: tuple[Source, Source],
+    places: list[StudyCase],
+    before: list[StudyRow],
+    out: Path | None,
     console: Console,
-) -> tuple[list[Row], dict[str, dict[str, float]]]:  # fmt: skip
+) -> tuple[list[StudyRow], dict[str, dict[str, float]]]:
     """The rows, and Precision of what was not trained; `out`: where rank 0 keeps them."""
     had = {(row.budget, row.setting, row.head): row for row in before}
     held = held_out_sets(config, images[1])
     base = baselines(config, images, held)
-    rows: list[Row] = []
+    rows: list[StudyRow] = []
     began, trained = perf_counter(), 0
     for number, place in enumerate(places, 1):
         row = had.get((place.budget, place.name, place.head))
@@ -206,8 +217,9 @@ def measure_all(
                 f"{number:>2} of {len(places)}  {place.budget:<6} {place.name:<18} {place.head:<11} batch "
                 f"{row.batch:>4}  {row.images_per_s:6.0f} images/s  {row.used / 2**20:6.2f} of "
                 f"{row.allowed / 2**20:.2f} MiB" + (f"  about {format_duration(rest)} left" if left else ""),
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+                highlight=False,
+                soft_wrap=True,
+            )
     return rows, base
 
 
@@ -225,14 +237,19 @@ def held_out_sets(config: FaceConfig, held: Source) -> dict[str, Source]:
     found: dict[str, Source] = {}
     for name, hard in SETS.items():
         made = DrawnFaces(
-            config.held_out, config.shots, size=config.image_size(), channels=config.channels, seed=config.seed,
-            first=10**8, hard=hard or 0.0,
-        )  # fmt: skip
+            config.held_out,
+            config.shots,
+            size=config.image_size(),
+            channels=config.channels,
+            seed=config.seed,
+            first=10**8,
+            hard=hard or 0.0,
+        )
         found[name] = held if hard is None else Drawn(made)
     return found
 
 
-def told(found: Verification) -> dict[str, float]:
+def told(found: PairVerification) -> dict[str, float]:
     return {f"{rate:g}": accepted for rate, accepted in zip(found.rates, found.accepted, strict=True)}
 
 
@@ -255,7 +272,9 @@ def changed(config: FaceConfig, **changes: Any) -> FaceConfig:
     return FaceConfig.load({**config.model_dump(exclude={"out", "resume"}), **changes})
 
 
-def measure(config: FaceConfig, images: tuple[Source, Source], held: Mapping[str, Source], place: Place) -> Row:
+def measure(
+    config: FaceConfig, images: tuple[Source, Source], held: Mapping[str, Source], place: StudyCase
+) -> StudyRow:
     """Train and evaluate one."""
     batch = place.need.largest(place.allowed)
     began = perf_counter()
@@ -267,7 +286,7 @@ def measure(config: FaceConfig, images: tuple[Source, Source], held: Mapping[str
     batches = run.batches()
     for _ in range(steps):
         run.step(batches)
-    found: dict[str, Verification] = {}
+    found: dict[str, PairVerification] = {}
     for name, source in held.items():
         scores = cosine_scores(run.embeddings(source))
         found[name] = verify(scores, source.labels, config.rates())
@@ -277,7 +296,7 @@ def measure(config: FaceConfig, images: tuple[Source, Source], held: Mapping[str
     run.engine.close()
     some = np.unique(np.linspace(0, steps - 1, min(POINTS, steps)).astype(int))
     first = next(iter(found.values()))
-    return Row(
+    return StudyRow(
         setting=place.name,
         head=place.head,
         budget=place.budget,

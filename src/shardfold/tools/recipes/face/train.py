@@ -35,12 +35,12 @@ from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.images import Batches, Encoded, EpochSampler, Source, sources, unchanged
 from shardfold.tools.recipes.face.matcher import fit, scores_of
 from shardfold.tools.recipes.face.transforms import change_of
-from shardfold.tools.recipes.face.verification import Verification, cosine_scores, identification, verify
+from shardfold.tools.recipes.face.verification import PairVerification, cosine_scores, identification, verify
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.lm import StopSignal
 
-__all__ = ["FaceRun", "Result", "train"]
+__all__ = ["FaceResult", "FaceRun", "train"]
 
 EVAL_BATCH = 64
 BOOTSTRAP = 100  # draws of identities
@@ -48,12 +48,12 @@ MATCHED = 3000  # training images that a matcher learns from
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class FaceResult:
     """What a run came to; `found` is on rank 0."""
 
     steps: int
     images_per_s: float
-    found: Verification | None
+    found: PairVerification | None
     interrupted: bool
     out: Path
 
@@ -86,9 +86,13 @@ class FaceRun:
             seed=config.seed,
         )
         self.sampler = EpochSampler(
-            len(self.images.labels), config.batch, seed=config.seed, rank=self.engine.data_rank,
-            num_ranks=self.engine.data_ranks, fill_last=True,
-        )  # fmt: skip
+            len(self.images.labels),
+            config.batch,
+            seed=config.seed,
+            rank=self.engine.data_rank,
+            num_ranks=self.engine.data_ranks,
+            fill_last=True,
+        )
         dataset = Batches(self.images, augment=config.augment, seed=config.seed, change=change_of(config))
         more: dict[str, Any] = {"persistent_workers": True} if config.workers else {}
         self.loader = sf.Loader(dataset, self.sampler, num_workers=config.workers, collate_fn=unchanged, **more)
@@ -155,7 +159,7 @@ class FaceRun:
             found = torch.cat(gathered)
         return found[:number].cpu().numpy()
 
-    def verify(self, bootstrap: int = 0) -> Verification:
+    def verify(self, bootstrap: int = 0) -> PairVerification:
         """On the identities that were kept apart; all ranks call it."""
         scores = cosine_scores(self.embeddings(self.held_out))
         return verify(scores, self.held_out.labels, self.config.rates(), bootstrap=bootstrap)
@@ -205,7 +209,7 @@ def pca(train: npt.NDArray[np.uint8], images: npt.NDArray[np.uint8], components:
     return (projected / np.maximum(size[keep], 1e-6)).astype(np.float32)
 
 
-def train(config: FaceConfig) -> Result:
+def train(config: FaceConfig) -> FaceResult:
     """Train on this rank, together with the others if a launcher started several.
 
     Raises:
@@ -231,7 +235,9 @@ def train(config: FaceConfig) -> Result:
         found = run.verify(BOOTSTRAP)
         held = run.embeddings(run.held_out)
         seen = run.embeddings(run.images, MATCHED) if config.matcher else None
-        result = Result(steps=run.done, images_per_s=run.images_per_s(), found=found, interrupted=interrupted, out=out)
+        result = FaceResult(
+            steps=run.done, images_per_s=run.images_per_s(), found=found, interrupted=interrupted, out=out
+        )
         if run.leads:
             report(run, out, console, before, found, held, seen)
         run.engine.close()
@@ -251,8 +257,10 @@ def introduce(run: FaceRun, console: Console, notes: list[str]) -> None:
         f"{run.engine.world_size} rank{'s' * (run.engine.world_size > 1)}, {config.precision}\n"
         f"{len(run.images.labels):,} images of {len(run.images.names):,} identities, "
         f"{'drawn' if config.data is None else config.data}; {len(run.held_out.names)} other identities are held out",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     if isinstance(run.images, Encoded) and run.images.left_out:
         notes = [f"Identities with one image, {run.images.left_out:,} of them, are left out.", *notes]
     for note in notes:
@@ -287,9 +295,14 @@ def steps(run: FaceRun, out: Path, console: Console) -> bool:
 
 
 def report(
-    run: FaceRun, out: Path, console: Console, before: Verification, found: Verification,
-    held: npt.NDArray[np.float32], seen: npt.NDArray[np.float32] | None,
-) -> None:  # fmt: skip
+    run: FaceRun,
+    out: Path,
+    console: Console,
+    before: PairVerification,
+    found: PairVerification,
+    held: npt.NDArray[np.float32],
+    seen: npt.NDArray[np.float32] | None,
+) -> None:
     """Write and print what came of it."""
     config = run.config
     some = list(range(0, len(run.images.labels), max(len(run.images.labels) // 2000, 1)))
@@ -340,5 +353,7 @@ def report(
         f"found among {len(run.held_out.names)}: first {100 * first:.1f} %, among the first five {100 * fifth:.1f} %\n"
         f"{rate} images/s; {format_bytes(memory.held)} held by this rank, "
         f"{format_duration(sum(run.seconds))} of steps\n" + "\n".join([*said, f"Written to {out}"]),
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

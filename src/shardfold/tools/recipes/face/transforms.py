@@ -26,10 +26,11 @@ def change_of(config: FaceConfig) -> Callable[[Tensor], Tensor] | None:
     except Exception as error:  # one for another torch fails as it likes
         missing = sentence("--transforms torchvision", error) if isinstance(error, ModuleNotFoundError) else None
         raise ConfigError(
-            f"{missing}." if missing else
-            f"--transforms torchvision: the torchvision that is there is for another torch ({type(error).__name__}): "
-            "install shardfold[vision] from where torch came, or leave the option out."
-        ) from None  # fmt: skip
+            f"{missing}."
+            if missing
+            else f"--transforms torchvision: the torchvision that is there is for another torch "
+            f"({type(error).__name__}): install shardfold[vision] from where torch came, or leave the option out."
+        ) from None
     return v2.Compose(
         [
             v2.RandomHorizontalFlip(),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Verification", "cosine_scores", "identification", "verify"]
+__all__ = ["PairVerification", "cosine_scores", "identification", "verify"]
 
 Scores = Callable[[int, int], npt.NDArray[np.float32]]
 """``scores(start, stop)``: of images ``[start, stop)`` against all, ``(stop - start, n)``; the same in each call."""
@@ -26,7 +26,7 @@ MOST_PAIRS = 3_000_000
 
 
 @dataclass(frozen=True)
-class Verification:
+class PairVerification:
     """What was found.
 
     Attributes:
@@ -66,7 +66,7 @@ def verify(
     bootstrap: int = 0,
     seed: int = 0,
     chunk: int = CHUNK,
-) -> Verification:
+) -> PairVerification:
     """Over all pairs of images.
 
     Args:
@@ -90,10 +90,15 @@ def verify(
     accepted = [found / max(num_genuine, 1) for found in above]
     count = len(rates)
     intervals = _intervals(scores, labels, rates, bootstrap, seed, chunk, num_impostor) if bootstrap else []
-    return Verification(
-        list(rates), accepted[:count], [float(key) for key in keys[:count]], intervals, num_genuine, num_impostor,
+    return PairVerification(
+        list(rates),
+        accepted[:count],
+        [float(key) for key in keys[:count]],
+        intervals,
+        num_genuine,
+        num_impostor,
         list(zip(drawn.tolist(), accepted[count:], strict=True)),
-    )  # fmt: skip
+    )
 
 
 def identification(

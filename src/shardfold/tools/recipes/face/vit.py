@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
         return self.out(self.attention(q, k, v).transpose(1, 2).flatten(-2))
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """Pre-norm, as ViT's (arXiv 2010.11929)."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -72,7 +72,7 @@ class ViT(nn.Module):
         self.grid = tuple(-(-side // patch) for side in size)
         self.patches = stem(channels, patch, width)
         self.positions = nn.Parameter(torch.empty(1, width, *self.grid))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(EncoderBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         if not self.positions.is_meta:
             self.reset_parameters()
@@ -118,9 +118,14 @@ class FaceModel(nn.Module):
         self.backbone, width = backbone_of(config)
         self.neck = Neck(width, config.embedding)
         self.head = MarginHead(
-            config.embedding, classes, axis="data" if config.head == "sharded" else None, scale=config.scale,
-            angle=config.angle, cosine=config.cosine, sample=config.sample,
-        )  # fmt: skip
+            config.embedding,
+            classes,
+            axis="data" if config.head == "sharded" else None,
+            scale=config.scale,
+            angle=config.angle,
+            cosine=config.cosine,
+            sample=config.sample,
+        )
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         embeddings = self.neck(self.backbone(images.to(self.neck.linear.weight.dtype)))
@@ -195,10 +200,14 @@ def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
 
     rows, columns = config.image_size()
     sizes = {
-        "image_size": rows if rows == columns else (rows, columns), "num_channels": config.channels,
-        "patch_size": config.patch, "hidden_size": config.width, "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads, "intermediate_size": 4 * config.width,
-    }  # fmt: skip
+        "image_size": rows if rows == columns else (rows, columns),
+        "num_channels": config.channels,
+        "patch_size": config.patch,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": 4 * config.width,
+    }
     if hasattr(known, "depths"):  # stages of several widths, which are its own
         sizes = {key: sizes[key] for key in ("image_size", "num_channels", "patch_size")}
     if not hasattr(known, "num_channels"):
@@ -211,8 +220,12 @@ def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
         )
     if "hidden_size" in sizes and hasattr(known, "num_attention_heads") and config.width % config.heads:
         raise ConfigError(f"{what}: width {config.width} does not divide into {config.heads} heads: choose a multiple.")
-    for field, key in (("patch", "patch_size"), ("width", "hidden_size"), ("layers", "num_hidden_layers"),
-                       ("heads", "num_attention_heads")):  # fmt: skip
+    for field, key in (
+        ("patch", "patch_size"),
+        ("width", "hidden_size"),
+        ("layers", "num_hidden_layers"),
+        ("heads", "num_attention_heads"),
+    ):
         given = getattr(config, field) != FaceConfig.model_fields[field].default
         if given and not (key in sizes and hasattr(known, key)):
             raise ConfigError(without_effect(field, f"a model of transformers:{name} has none to choose"))

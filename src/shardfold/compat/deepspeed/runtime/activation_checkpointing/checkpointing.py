@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shardfold.activations.slices import Room, Sliced, Slicer
+from shardfold.activations.slices import SliceBuffer, Sliced, Slicer
 from shardfold.compat.deepspeed.accelerator.real_accelerator import get_accelerator
 from shardfold.compat.deepspeed.checkpointed import CheckpointedCall, GroupRanks, is_cut
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
@@ -66,7 +66,7 @@ class _State:
 
     settings = Settings()
     configured = False
-    room: Room | None = None
+    room: SliceBuffer | None = None
     slicers: ClassVar[dict[Any, Slicer]] = {}  # by group
     compared: ClassVar[set[Any]] = set()  # functions whose arguments ranks have compared
     timers = SynchronizedWallClockTimer()
@@ -194,7 +194,7 @@ def _sliced(function: Callable[..., Any], values: list[Any]) -> tuple[list[Any],
     if group is None or dist.get_world_size(group) == 1:
         return None
     if settings.contiguous_checkpointing and not settings.checkpoint_in_cpu and _State.room is None:
-        _State.room = Room(settings.num_checkpoints or 0)
+        _State.room = SliceBuffer(settings.num_checkpoints or 0)
     device = torch.device(get_accelerator().current_device_name())
     if group not in _State.slicers:
         _State.slicers[group] = Slicer(GroupRanks(group), is_cut, device)

@@ -34,7 +34,7 @@ from shardfold.compat.deepspeed.runtime.sequence_parallel.tiles import (
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.parallel.attention import refuse_options
 from shardfold.parallel.batch import IGNORED, read_documents
-from shardfold.parallel.cut import CONTIGUOUS, Cut
+from shardfold.parallel.cut import CONTIGUOUS, CutBatch
 from shardfold.parallel.link import Link
 from shardfold.parallel.ulysses import across_heads, check_heads, ulysses_attention
 from shardfold.torch_internals import version_of
@@ -96,7 +96,7 @@ class UlyssesSPAttentionHF(nn.Module):
         self.local_seq_length, self.global_seq_length = local_seq_length, global_seq_length
         self.disable_in_eval = disable_in_eval
         self.core_attn_implementation: str | None = None
-        self._last: tuple[Any, int | None, tuple[Cut, Tensor]] | None = None
+        self._last: tuple[Any, int | None, tuple[CutBatch, Tensor]] | None = None
         check_heads(attn_head_count, self.world_size)
 
     @property
@@ -166,7 +166,7 @@ class UlyssesSPAttentionHF(nn.Module):
         return out.transpose(1, 2).contiguous(), None
 
     def _called(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, link: Link, cut: Cut, args: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, link: Link, cut: CutBatch, args: Any,
         options: Mapping[str, Any],
     ) -> Tensor:  # fmt: skip
         """The implementation that was asked for, on whole sequences: flash attention reads documents off positions."""
@@ -176,7 +176,7 @@ class UlyssesSPAttentionHF(nn.Module):
 
         return across_heads(query, key, value, link, cut.sizes, attend)
 
-    def _cut(self, link: Link, query: Tensor, positions: Any) -> tuple[Cut, Tensor]:
+    def _cut(self, link: Link, query: Tensor, positions: Any) -> tuple[CutBatch, Tensor]:
         """How sequences lie on the ranks, and all of their positions, once for all layers of a forward."""
         if not isinstance(positions, Tensor) or positions.dim() != 2:
             raise WrongCall(
@@ -195,7 +195,7 @@ class UlyssesSPAttentionHF(nn.Module):
             )
         all_positions = link.all_gather(positions, 1)
         documents = read_documents({"position_ids": all_positions}, query.shape[0], length)
-        found = Cut.of(length, link.size, CONTIGUOUS, documents, query.shape[0]), all_positions
+        found = CutBatch.of(length, link.size, CONTIGUOUS, documents, query.shape[0]), all_positions
         self._last = ref(positions), version, found
         return found
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-__all__ = ["Allocator", "rounded"]
+__all__ = ["CachingAllocator", "rounded"]
 
 ROUND, SMALL, MIB = 512, 1 << 20, 1 << 20
 SMALL_SEGMENT, LARGE_SEGMENT, LEAST_OWN, OWN_ROUND = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
@@ -35,7 +35,7 @@ class _Block:
     free: bool = True
 
 
-class Allocator:
+class CachingAllocator:
     """The allocator of one device.
 
     Args:
