@@ -97,7 +97,7 @@ def names(module: ModuleType, path: str) -> list[str]:
 
 
 def markdown(tests: Iterable[str]) -> str:
-    """Modules and the engine with the names of which tests compare the signature alone; then what is refused, by reason.
+    """Modules and the engine with the names whose signature alone is tested; then the refused names, by reason.
 
     Args:
         tests: texts of tests; what a name does counts as tested where the name is a word of one.
@@ -121,7 +121,7 @@ def _here(words: set[str]) -> Iterator[str]:
     whole = ", ".join(f"`{path}`" for path, found in left.items() if not found)
     yield f"Tests check what every public name of these modules does: {whole}."
     yield ""
-    yield "In the following, tests compare the kind and the parameters alone of the names listed, and check what the others do:"
+    yield "Of the names listed here tests compare the kind and the parameters alone; of the others they check the behaviour:"
     yield ""
     for path, found in left.items():
         if found:
