@@ -121,7 +121,7 @@ def _here(words: set[str]) -> Iterator[str]:
     whole = ", ".join(f"`{path}`" for path, found in left.items() if not found)
     yield f"Tests check what every public name of these modules does: {whole}."
     yield ""
-    yield "Of the names listed here tests compare the kind and the parameters alone; of the others they check the behaviour:"
+    yield "Of the names listed here tests compare kind and parameters alone; of the others they check the behaviour:"
     yield ""
     for path, found in left.items():
         if found:
