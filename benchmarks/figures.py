@@ -1,4 +1,4 @@
-"""The figures of docs/measured.md, as the Markdown rows that stand there.
+"""The figures of docs/measured.md, as Markdown rows: the page has those of most ranks.
 
 python benchmarks/figures.py losses      # largest relative difference of 30 losses from plain PyTorch, by layout
 python benchmarks/figures.py bytes       # bytes held and sent beside table and program, by layout and ranks

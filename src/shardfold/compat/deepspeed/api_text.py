@@ -1,87 +1,87 @@
-"""The table of names in ``docs/from-deepspeed.md``: what is here, where it is tested, and what is not."""
+"""The names in ``docs/from-deepspeed.md``: modules, the names whose behaviour no test checks, and what is refused."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 from shardfold.compat.deepspeed.absent import ABSENT
 
-__all__ = ["TESTED", "markdown", "names"]
+__all__ = ["MODULES", "markdown", "names"]
 
-#: ``{module, below deepspeed: the file of ``tests/compat`` that says what its names do}``
-TESTED: dict[str, str] = {
-    "": "test_initialize.py",
-    "accelerator": "test_modules.py",
-    "checkpoint.utils": "test_modules.py",
-    "checkpointing": "test_modules.py",
-    "comm": "test_modules.py",
-    "comm.config": "test_names.py",
-    "constants": "test_modules.py",
-    "env_report": "test_install.py",
-    "git_version_info": "test_names.py",
-    "launcher.constants": "test_names.py",
-    "launcher.launch": "test_behaviours.py",
-    "launcher.multinode_runner": "test_behaviours.py",
-    "launcher.runner": "test_names.py",
-    "moe.layer": "test_moe.py",
-    "moe.sharded_moe": "test_moe.py",
-    "moe.utils": "test_behaviours.py",
-    "monitor.comet": "test_observers.py",
-    "monitor.config": "test_names.py",
-    "monitor.csv_monitor": "test_observers.py",
-    "monitor.monitor": "test_observers.py",
-    "monitor.tensorboard": "test_observers.py",
-    "monitor.wandb": "test_observers.py",
-    "ops.adagrad": "test_modules.py",
-    "ops.adam": "test_modules.py",
-    "ops.lamb": "test_modules.py",
-    "ops.lion": "test_modules.py",
-    "ops.op_builder": "test_behaviours.py",
-    "profiling.config": "test_names.py",
-    "profiling.flops_profiler": "test_observers.py",
-    "runtime.activation_checkpointing.config": "test_names.py",
-    "runtime.bf16_optimizer": "test_documented.py",
-    "runtime.config": "test_config.py",
-    "runtime.config_utils": "test_behaviours.py",
-    "runtime.data_pipeline.curriculum_scheduler": "test_behaviours.py",
-    "runtime.dataloader": "test_initialize.py",
-    "runtime.engine": "test_engine.py",
-    "runtime.fp16.fused_optimizer": "test_documented.py",
-    "runtime.fp16.unfused_optimizer": "test_documented.py",
-    "runtime.lr_schedules": "test_modules.py",
-    "runtime.pipe": "test_behaviours.py",
-    "runtime.pipe.engine": "test_pipeline.py",
-    "runtime.pipe.module": "test_pipeline.py",
-    "runtime.pipe.schedule": "test_behaviours.py",
-    "runtime.pipe.topology": "test_behaviours.py",
-    "runtime.precision_config": "test_names.py",
-    "runtime.sequence_parallel.parallel_state_sp": "test_ulysses.py",
-    "runtime.sequence_parallel.ulysses_sp": "test_ulysses.py",
-    "runtime.utils": "test_modules.py",
-    "runtime.zero.config": "test_names.py",
-    "runtime.zero.leaf_module_config": "test_behaviours.py",
-    "runtime.zero.offload_config": "test_names.py",
-    "runtime.zero.partition_parameters": "test_zero.py",
-    "runtime.zero.stage3": "test_zero.py",
-    "runtime.zero.stage_1_and_2": "test_zero.py",
-    "runtime.zero.utils": "test_behaviours.py",
-    "sequence.layer": "test_ulysses.py",
-    "utils": "test_modules.py",
-    "utils.bwc": "test_behaviours.py",
-    "utils.comms_logging": "test_modules.py",
-    "utils.exceptions": "test_behaviours.py",
-    "utils.groups": "test_modules.py",
-    "utils.logging": "test_modules.py",
-    "utils.module_utils": "test_behaviours.py",
-    "utils.numa": "test_behaviours.py",
-    "utils.timer": "test_modules.py",
-    "utils.torch": "test_behaviours.py",
-    "utils.zero_to_fp32": "test_saving.py",
-    "zero": "test_zero.py",
-}
+#: modules with public names, below ``deepspeed``
+MODULES: tuple[str, ...] = (
+    "",
+    "accelerator",
+    "checkpoint.utils",
+    "checkpointing",
+    "comm",
+    "comm.config",
+    "constants",
+    "env_report",
+    "git_version_info",
+    "launcher.constants",
+    "launcher.launch",
+    "launcher.multinode_runner",
+    "launcher.runner",
+    "moe.layer",
+    "moe.sharded_moe",
+    "moe.utils",
+    "monitor.comet",
+    "monitor.config",
+    "monitor.csv_monitor",
+    "monitor.monitor",
+    "monitor.tensorboard",
+    "monitor.wandb",
+    "ops.adagrad",
+    "ops.adam",
+    "ops.lamb",
+    "ops.lion",
+    "ops.op_builder",
+    "profiling.config",
+    "profiling.flops_profiler",
+    "runtime.activation_checkpointing.config",
+    "runtime.bf16_optimizer",
+    "runtime.config",
+    "runtime.config_utils",
+    "runtime.data_pipeline.curriculum_scheduler",
+    "runtime.dataloader",
+    "runtime.engine",
+    "runtime.fp16.fused_optimizer",
+    "runtime.fp16.unfused_optimizer",
+    "runtime.lr_schedules",
+    "runtime.pipe",
+    "runtime.pipe.engine",
+    "runtime.pipe.module",
+    "runtime.pipe.schedule",
+    "runtime.pipe.topology",
+    "runtime.precision_config",
+    "runtime.sequence_parallel.parallel_state_sp",
+    "runtime.sequence_parallel.ulysses_sp",
+    "runtime.utils",
+    "runtime.zero.config",
+    "runtime.zero.leaf_module_config",
+    "runtime.zero.offload_config",
+    "runtime.zero.partition_parameters",
+    "runtime.zero.stage3",
+    "runtime.zero.stage_1_and_2",
+    "runtime.zero.utils",
+    "sequence.layer",
+    "utils",
+    "utils.bwc",
+    "utils.comms_logging",
+    "utils.exceptions",
+    "utils.groups",
+    "utils.logging",
+    "utils.module_utils",
+    "utils.numa",
+    "utils.timer",
+    "utils.torch",
+    "utils.zero_to_fp32",
+    "zero",
+)
 
 
 def names(module: ModuleType, path: str) -> list[str]:
@@ -96,60 +96,41 @@ def names(module: ModuleType, path: str) -> list[str]:
     )
 
 
-def markdown(tests: Mapping[str, str]) -> str:
-    """Modules with their names and tests, methods of the engine, then what is absent by its reason.
+def markdown(tests: Iterable[str]) -> str:
+    """Modules and the engine with the names whose signature alone is tested; then the refused names, by reason.
 
     Args:
-        tests: ``{file of tests: its text}``; a name counts as tested where it is a word of the text.
+        tests: texts of tests; what a name does counts as tested where the name is a word of one.
     """
-    words = {file: set(re.findall(r"\w+", text)) for file, text in tests.items()}
-    return "\n".join([*_here(words), "", *_engine(words), "", *_refused()])
+    words = {word for text in tests for word in re.findall(r"\w+", text)}
+    return "\n".join([*_here(words), "", *_refused()])
 
 
-def _here(words: Mapping[str, set[str]]) -> Iterator[str]:
-    yield "| module | what its names do is tested | of these the tests compare the name, its kind and its parameters |"
-    yield "|---|---|---|"
-    for path, test in TESTED.items():
-        place = "runtime.activation_checkpointing.checkpointing" if path == "checkpointing" else path
-        module = importlib.import_module(f"{__package__}.{place}".rstrip("."))
-        row = " | ".join(_by_test(names(module, path), test, words))
-        yield f"| `{f'deepspeed.{path}'.rstrip('.')}` | {row} |"
-
-
-def _by_test(found: list[str], test: str, words: Mapping[str, set[str]]) -> Iterator[str]:
-    """Names by the file that has them, the one named first; then those that no file has."""
-    left = dict.fromkeys(found)
-    said: list[str] = []
-    for file in dict.fromkeys([test, *sorted(words)]):
-        here = [name for name in left if name in words.get(file, ())]
-        if here:
-            said.append(f"{file}: " + ", ".join(f"`{name}`" for name in here))
-        for name in here:
-            del left[name]
-    yield "; ".join(said)
-    yield ", ".join(f"`{name}`" for name in left)
-
-
-def _engine(words: Mapping[str, set[str]]) -> Iterator[str]:
+def _here(words: set[str]) -> Iterator[str]:
     from torch import nn
 
     from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 
-    methods = sorted(name for name in dir(DeepSpeedEngine) if not name.startswith("_") and not hasattr(nn.Module, name))
-    tested, compared = _by_test(methods, "test_engine.py", words)
-    yield "Of `DeepSpeedEngine`, besides an `nn.Module`'s:"
+    left: dict[str, list[str]] = {}
+    for path in MODULES:
+        place = "runtime.activation_checkpointing.checkpointing" if path == "checkpointing" else path
+        module = importlib.import_module(f"{__package__}.{place}".rstrip("."))
+        left[f"deepspeed.{path}".rstrip(".")] = [name for name in names(module, path) if name not in words]
+    members = sorted(name for name in dir(DeepSpeedEngine) if not name.startswith("_") and not hasattr(nn.Module, name))
+    left["DeepSpeedEngine"] = [name for name in members if name not in words]
+    whole = ", ".join(f"`{path}`" for path, found in left.items() if not found)
+    yield f"Tests check what every public name of these modules does: {whole}."
     yield ""
-    yield "| tested in | members |"
-    yield "|---|---|"
-    for part in tested.split("; "):
-        file, _, said = part.partition(": ")
-        yield f"| {file} | {said} |"
-    yield f"| by name and parameters alone | {compared} |"
+    yield "Of the names listed here tests compare kind and parameters alone; of the others they check the behaviour:"
+    yield ""
+    for path, found in left.items():
+        if found:
+            yield f"- `{path}`: {', '.join(f'`{name}`' for name in found)}"
 
 
 def _refused() -> Iterator[str]:
-    yield "| refused | with the sentence |"
-    yield "|---|---|"
+    yield "These can be imported, and their use raises the sentence behind them:"
+    yield ""
     for reason in dict.fromkeys(ABSENT.values()):
         said = ", ".join(f"`{name}`" for name, why in ABSENT.items() if why == reason)
-        yield f"| {said} | {reason} |"
+        yield f"- {said}: {reason}"

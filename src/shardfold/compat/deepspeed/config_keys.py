@@ -360,8 +360,7 @@ CHECKPOINT = (
 
 OTHERS = (
     *(
-        _honoured(f"activation_checkpointing.{name}", type, default, f"deepspeed.checkpointing.configure reads it, for "
-                  f"functions that the model calls by deepspeed.checkpointing.checkpoint: {why}")
+        _honoured(f"activation_checkpointing.{name}", type, default, f"for deepspeed.checkpointing.checkpoint: {why}")
         for name, type, default, why in (
             ("partition_activations", "boolean", False, "each rank of tensor keeps a slice of their arguments"),
             ("cpu_checkpointing", "boolean", False, "what is kept of their arguments waits in host memory"),

@@ -1,4 +1,4 @@
-"""A config in words: the notes at start, every effective value with its origin, and the table of the docs."""
+"""A config in words: the notes at start, every effective value with its origin, and the keys in the docs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shardfold.compat.deepspeed.config_check import Note
-from shardfold.compat.deepspeed.config_keys import HONOURED, KEYS, NOTED, Key
+from shardfold.compat.deepspeed.config_keys import HONOURED, KEYS, NOTED, REFUSED, Key
 from shardfold.compat.deepspeed.config_read import Settings
 
 __all__ = ["effective", "markdown", "said"]
@@ -44,20 +44,37 @@ def _value(value: Any) -> str:
 
 
 def markdown() -> str:
-    """The table of keys in ``docs/from-deepspeed.md``, a section of it for each first part of the paths."""
+    """The keys in ``docs/from-deepspeed.md``: a section for each first part of the paths.
+
+    Keys that act are rows of a table, with type and default. Of the others the names are listed, by reason.
+    """
     parts: dict[str, list[Key]] = {}
     for key in KEYS.values():
         parts.setdefault(key.path.split(".")[0] if "." in key.path else "", []).append(key)
     lines: list[str] = []
     for section, keys in parts.items():
         lines += [f"### {f'`{section}`' if section else 'Top level'}", ""]
-        lines += ["| key | here | type | default | what it does, or why not |", "|---|---|---|---|---|"]
-        lines += [_row(key, section) for key in keys] + [""]
+        acting = [_row(key, section) for key in keys if key.kind == HONOURED]
+        lines += ["| key | value (default) | effect |", "|---|---|---|", *acting, ""] if acting else []
+        for title, kind in (("No effect", NOTED), ("Refused", REFUSED)):
+            lines += _reasons(title, [key for key in keys if key.kind == kind], section)
     return "\n".join(lines)
 
 
+def _reasons(title: str, keys: list[Key], section: str) -> list[str]:
+    """A list with one line for each reason; no lines without keys."""
+    by_reason: dict[str, list[str]] = {}
+    for key in keys:
+        by_reason.setdefault(key.why, []).append(_names(key, section))
+    rows = [f"- {', '.join(names)}: {why}" for why, names in by_reason.items()]
+    return [f"{title}:", "", *rows, ""] if rows else []
+
+
+def _names(key: Key, section: str) -> str:
+    return ", ".join(f"`{name}`" for name in (key.path.removeprefix(f"{section}."), *key.aliases))
+
+
 def _row(key: Key, section: str) -> str:
-    names = [key.path.removeprefix(f"{section}."), *key.aliases]
     kind = f"one of {', '.join(key.choices)}" if key.choices else key.type
-    default = "" if key.default in (None, "") else f"`{_value(key.default)}`"
-    return f"| {', '.join(f'`{name}`' for name in names)} | {key.kind} | {kind} | {default} | {key.why} |"
+    default = "" if key.default in (None, "") else f" (`{_value(key.default)}`)"
+    return f"| {_names(key, section)} | {kind}{default} | {key.why} |"
