@@ -184,9 +184,9 @@ class Engine:
             fp16, else none.
         lr_schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
         mesh: sizes of ``inter``, ``intra``, ``expert``, ``sequence``, ``tensor`` and ``pipeline``, e.g. ``{"intra":
-            8}``, a list of :class:`Axis`, or a ``DeviceMesh`` of ``torch.distributed`` with all ranks and these names of
-            dimensions (its process groups stay yours: the engine makes its own); None: ``intra`` is the ranks of one
-            node. Along ``expert`` ranks read other samples and have other experts (see ``parallel.experts``).
+            8}``, a list of :class:`Axis`, or a ``DeviceMesh`` of PyTorch's with all ranks and these names of dimensions
+            (its process groups stay yours: the engine makes its own); None: ``intra`` is the ranks of one node. Along
+            ``expert`` ranks read other samples and have other experts (see ``parallel.experts``).
         tensor: how modules are cut along the axis of tensor: ``"auto"``, by the model's own plan, or words by patterns
             of module paths, as ``{"*.q_proj": "column", "*.o_proj": "row"}``; see ``parallel.plan``. A model without a
             plan is traced by ``"auto"``, on inputs that are guessed, or on those of ``Traced(tokens)``. None: not at
@@ -266,9 +266,8 @@ class Engine:
             units=units, overlap=overlap, seed=seed, desync_timeout=desync_timeout, timeout=timeout, debug=debug,
             sequence_parallel=sequence_parallel, accumulate=accumulate, attention=attention, stages=stages,
         )  # fmt: skip
-        choice, auto = choose_order(pipeline), AutoWire.named(wire)
+        choice, auto, mesh = choose_order(pipeline), AutoWire.named(wire), named_sizes(mesh)
         check_schedule(lr_schedule, optimizer)
-        mesh = named_sizes(mesh)
         self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
         planned = sampled(
             sample, layout, activations, offload=offload, outer=outer, optimizer=optimizer, precision=precision,

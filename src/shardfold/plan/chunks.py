@@ -1,8 +1,8 @@
 """What DTensor's placements say: which block of a tensor each place of a mesh has. Index arithmetic only.
 
-``Shard(dim)`` divides as ``torch.chunk`` does: chunks of ``ceil(size / parts)`` rows, of which the last ones are shorter
-or empty. Where several dimensions of a mesh divide one dimension of a tensor, the first does, and each next one divides
-what is left:
+``Shard(dim)`` divides as ``torch.chunk`` does: chunks of ``ceil(size / parts)`` rows, of which the last ones are
+shorter or empty. Where several dimensions of a mesh divide one dimension of a tensor, the first does, and each next one
+divides what is left:
 
     7 rows on a mesh of 2 x 2, Shard(0) on both     4 | 3     then 2 2 | 2 1
 """

@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ def unpack(model: ShardedModel, state: Mapping[str, Any], asked: Collection[int]
     model.comm.agreement.same({"the DTensors of the state dict": json.dumps(_described(model, given))})
     plain: Any = OrderedDict(state)
     if hasattr(state, "_metadata"):
-        plain._metadata = vars(state)["_metadata"]
+        plain._metadata = cast(Any, state)._metadata
     found, homes, placing = Unpacked(plain), _homes(model), Placing(model)
     for name in sorted(given):
         value, home = given[name], homes.get(name)
@@ -135,8 +135,8 @@ def check_dtensors(model: ShardedModel, state: Mapping[str, Any]) -> None:
         if model.rank not in ranks:
             if name in own:
                 raise ModelError(
-                    f"the state dict has {name!r} as a DTensor over rank {', '.join(map(str, ranks))}, of which rank "
-                    f"{model.rank} has no part: give DTensors over all ranks, or plain tensors."
+                    f"the state dict has {name!r} as a DTensor of a mesh that rank {model.rank} is not in: give "
+                    "DTensors over all ranks, or plain tensors."
                 )
         elif _in_blocks(model, value):
             box = _blocks(value)[ranks.index(model.rank)]
@@ -220,8 +220,7 @@ class _Job:
         axes = [axis for axis in sizes if axis in self._divided]
         dims: list[int | None] = [self._divided[axis] for axis in axes]
         box = chunk_box(slot.whole, dims, [sizes[a] for a in axes], [coords[a] for a in axes])
-        cells = [table.rest, *([table.held] if table.held is not None else [])]
-        cells += [table.master] if segment.spec.trainable else []
+        cells = [table.rest, *([table.held] if table.held is not None else [])]  # master is in the range of rest
         ends: list[int] = []
         for cell in cells:
             start, stop = shard_range(segment.spec.length, cell.over, sizes, coords)
@@ -280,7 +279,7 @@ def _received(model: ShardedModel, batch: Sequence[_Job]) -> list[Tensor]:
     with comm.agreement.uninterrupted():
         comm.agreement.issue(f"an exchange of DTensors for {WHAT}")
         group = comm.agreement.peers.group
-        comm.agreement.wait(dist.all_to_all_single(received, out, by, to, group=group, async_op=True))
+        comm.agreement.wait(dist.all_to_all_single(received, out, by, to, group=group, async_op=True), control=True)
     at = 0
     for number, extent in (piece for row in comes for piece in row):
         length = extent.numel * batch[number].dtype.itemsize

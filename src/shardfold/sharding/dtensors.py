@@ -1,9 +1,9 @@
 """A model's values as DTensors, PyTorch's own word for a tensor that ranks have in parts.
 
 A rank's shard is a range of a unit's flat, which ends in the middle of a row; a DTensor's is whole rows of each
-parameter, in ``torch.chunk``'s parts, as under FSDP2. So what is made here is new: each rank sends of its ranges what is
-in others' rows, bundle by bundle, and nothing is ever whole where it rests in parts. What is sent is at most a rank's
-share of the model, once.
+parameter, in ``torch.chunk``'s parts, as under FSDP2. So what is made here is new: each rank sends of its ranges what
+is in others' rows, bundle by bundle, and nothing is ever whole where it rests in parts. What is sent is at most a
+rank's share of the model, once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardfold.errors import ModelError, UsageError
 from shardfold.plan.axes import Axes
 from shardfold.plan.chunks import chunk_box
 from shardfold.plan.layout import Tier
-from shardfold.plan.placement import shard_index, shard_range
+from shardfold.plan.placement import shard_range
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
@@ -183,8 +183,8 @@ def _share_bytes(comm: Comm, source: _Source) -> int:
 
 def _batch_of_rows(comm: Comm, batch: Sequence[_Source]) -> Iterator[tuple[Segment, int, Tensor]]:
     sizes, me = comm.mesh.sizes, comm.mesh.coords
-    split, over = _ways(batch[0])
-    group = tuple(axis for axis in sizes if axis in {*split, *over} and sizes[axis] > 1)
+    split = batch[0].split
+    group = tuple(axis for axis in sizes if axis in split and sizes[axis] > 1)  # master is split wherever params are
     ranks = next(row for row in sizes.rows(group) if comm.mesh.rank in row)
     places = [sizes.coords(rank) for rank in ranks]
     files = any(source.shard.region.tier == Tier.DISK for source in batch)
@@ -192,9 +192,7 @@ def _batch_of_rows(comm: Comm, batch: Sequence[_Source]) -> Iterator[tuple[Segme
 
     def pieces(source: Mapping[str, int], target: Mapping[str, int]) -> list[tuple[int, int, int, int]]:
         """What the rank at one place has of the rows of that at another: number in the batch, slot, start and stop in
-        the segment. Of ranks with the same values each rank asks the one at its own place."""
-        if any(source[axis] != target[axis] for axis in group if axis not in split):
-            return []
+        the segment."""
         found: list[tuple[int, int, int, int]] = []
         for number, one in enumerate(batch):
             spec = one.segment.spec
@@ -223,7 +221,7 @@ def _batch_of_rows(comm: Comm, batch: Sequence[_Source]) -> Iterator[tuple[Segme
 
     for piece in pieces(me, me):
         put(piece, own(piece))
-    if comm.mesh.parts(split) > 1:
+    if group:
         goes = [[] if at == me else pieces(me, at) for at in places]
         comes = [[] if at == me else pieces(at, me) for at in places]
         sent = [as_bytes(own(piece).contiguous()) for row in goes for piece in row]

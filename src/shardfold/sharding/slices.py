@@ -201,9 +201,8 @@ def divided_dims(model: nn.Module, mesh: Mesh) -> dict[int, dict[str, int] | Non
             here = {axis: mark for axis, mark in marks.items() if mesh.get(axis, 1) > 1}
             if parameter is None:
                 continue
-            if any(mark.box is not None for mark in marks.values()):
-                found[id(parameter)] = None
-            elif any(mark.dim is None or mark.blocks > 1 for mark in here.values()):
+            boxed = any(mark.box is not None for mark in marks.values())
+            if boxed or any(mark.dim is None or mark.blocks > 1 for mark in here.values()):
                 found[id(parameter)] = None
             else:
                 dims = {axis: mark.dim for axis, mark in here.items() if mark.dim is not None}
