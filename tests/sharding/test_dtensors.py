@@ -370,6 +370,8 @@ def _refused() -> list[str]:
     said.append(_raised(ConfigError, lambda: engine.state_dict(sharded="yes")))  # pyright: ignore[reportArgumentType]
     assert equal(engine.state_dict(), before)
     engine.close()
+    parts = {**before, "weight": distribute_tensor(weight, pair, [Shard(0)])}
+    said.append(_raised(ModelError, lambda: sf.Engine(nn.Linear(4, 4), optimizer=ADAMW, weights=parts)))
     stacked = Sliced(rank, 2, blocks=2)
     engine = sf.Engine(stacked, optimizer=ADAMW, mesh={"tensor": 2})
     said.append(_raised(ModelError, lambda: engine.state_dict(sharded=True)))
@@ -382,13 +384,14 @@ def _refused() -> list[str]:
 
 def test_what_is_refused_is_one_sentence_and_changes_nothing(ranks: Ranks) -> None:
     both = ranks.run(_refused, world_size=2)
-    tall, crooked, other, first, flag, stacked, outer = both[0]
+    tall, crooked, other, first, flag, weights, stacked, outer = both[0]
     assert "gives 'weight' the shape (6, 4), but the model's is (4, 4)" in tall
     assert "of which rank 0 has 12 elements and not 8: make it by distribute_tensor()" in crooked
     assert "the DTensors of the state dict of rank 1 differ from rank 0's" in other
     assert "was refused on another rank" in first
     assert first.endswith(both[1][3]) and "'weight' as a DTensor of a mesh that rank 1 is not in" in first
     assert "sharded" in flag
+    assert "weights= has 'weight' as a DTensor, which other ranks have parts of" in weights
     assert "'up' is divided over tensor into parts that are no chunks along one dimension" in stacked
     assert "call engine.synchronize() and take rank 0's" in outer
 

@@ -18,7 +18,7 @@ from shardfold.comm.mesh import DataMesh, Given
 from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.axes import ALSO, DATA_AXES, KNOWN, LINKS, Axes
 
-__all__ = ["device_mesh_of", "named_sizes"]
+__all__ = ["device_mesh_of", "is_dtensor", "named_sizes"]
 
 
 def named_sizes(mesh: Any) -> Given | None:
@@ -56,6 +56,12 @@ def named_sizes(mesh: Any) -> Given | None:
             "order."
         )
     return dict(zip(names, ranks.shape, strict=True))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether ranks of a ``DeviceMesh`` have a tensor in parts, or copies."""
+    module = sys.modules.get("torch.distributed.tensor")  # else there is none
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def device_mesh_of(mesh: DataMesh, axes: Axes) -> Any:

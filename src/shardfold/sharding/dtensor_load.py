@@ -8,7 +8,6 @@ still to be taken, it is made whole by its own mesh, one after the other.
 from __future__ import annotations
 
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.comm.coalesced import BATCH, as_bytes
+from shardfold.comm.device_mesh import is_dtensor
 from shardfold.errors import ModelError
 from shardfold.plan.box import Box, Extent, shared
 from shardfold.plan.chunks import boxes, chunk_box
@@ -146,11 +146,6 @@ def check_dtensors(model: ShardedModel, state: Mapping[str, Any]) -> None:
                     f"{tuple(value.placements)}, of which rank {model.rank} has {value.to_local().numel()} elements "
                     f"and not {box.numel}: make it by distribute_tensor()."
                 )
-
-
-def is_dtensor(value: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # else there is none
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def _homes(model: ShardedModel) -> dict[str, _Home]:

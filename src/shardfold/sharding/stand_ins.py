@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from shardfold.comm.device_mesh import is_dtensor
 from shardfold.errors import ModelError
 from shardfold.torch_internals import NormBase
 
@@ -162,7 +163,7 @@ def _is_meta(value: Any) -> bool:
 def _told(value: Any, once: dict[Any, Any]) -> Any:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
         return value
-    if hasattr(value, "device_mesh"):  # a DTensor, of which the memory is another tensor's
+    if is_dtensor(value):  # its memory is another tensor's
         return value
     kept = value.detach().cpu()
     return once.setdefault((kept.data_ptr(), kept.shape, kept.stride(), kept.dtype), kept)
