@@ -30,7 +30,7 @@ from shardfold.comm.answered import Answered, answered
 from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, OrderError, UsageError, did_you_mean
-from shardfold.plan.axes import DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
+from shardfold.plan.axes import ALSO, DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.nearest import nearest_sizes
 from shardfold.plan.placement import shard_index
@@ -102,7 +102,8 @@ def _given_sizes(mesh: Given) -> dict[str, int]:
         )
     for axis, size in mesh.items():
         if axis not in KNOWN:
-            raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{did_you_mean(axis, KNOWN)}")
+            near = f" Did you mean {ALSO[axis]!r}?" if axis in ALSO else did_you_mean(axis, KNOWN)
+            raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{near}")
         if isinstance(size, (list, tuple)) and "pipeline" in mesh:
             raise LayoutError(
                 f"mesh= has {described(size)} for {axis!r}, but all stages have as many ranks along each of the other "
@@ -245,6 +246,7 @@ class DataMesh:
         self.control: Any = None
         self.program: Any = None
         self._among: dict[tuple[int, ...], Any] = {}  # by places along the stages
+        self._hosts: dict[str, Any] = {}  # by axis, those that users' collectives go over
         self._ways: dict[tuple[int, int], Any] = {}  # by the ranks from which and to which activations go
         self._default = _PROCESS.add(self)
         try:
@@ -445,6 +447,17 @@ class DataMesh:
             if self.rank in ranks:
                 self._groups[axes] = group
 
+    def host_group(self, axis: str) -> Any:
+        """A Gloo group of the ranks that differ from this one on ``axis`` only, for collectives of the user's; all
+        ranks ask for the first of them together, which makes those of all axes."""
+        if not self._hosts:
+            for name in (name for name, size in self.sizes.items() if size > 1):
+                for ranks in self.sizes.rows((name,)):
+                    group = self._new_group(ranks, self._timeout, GLOO)
+                    if self.rank in ranks:
+                        self._hosts[name] = group
+        return self._hosts[axis]
+
     def groups(self) -> list[tuple[Any, list[int]]]:
         """Every group that parameters, gradients and activations go over, with its ranks; in one order on all ranks."""
         return [(group, dist.get_process_group_ranks(group)) for group in self._groups.values()]
@@ -501,6 +514,7 @@ class DataMesh:
         self._groups.clear()
         self._ways.clear()
         self._among.clear()
+        self._hosts.clear()
         self.control = self.program = self.store = self.default_store = None
         while self._made:
             group = self._made.pop()

@@ -38,6 +38,7 @@ from shardfold.checkpoint.stored import readable
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
+from shardfold.comm.device_mesh import named_sizes
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
 from shardfold.engine.alike import given
 from shardfold.engine.arguments import (
@@ -112,6 +113,8 @@ from shardfold.plan.signs import Signs
 from shardfold.sharding import ownership
 from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.changes import Changes
+from shardfold.sharding.dtensor_load import check_dtensors, unpack
+from shardfold.sharding.dtensors import check_sharded, sharded_state
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.materialize import Weights, buffer_dtypes, make_units, move_buffers
@@ -128,6 +131,9 @@ from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_state import check_state, load_state, read_state, state_dict, values_to_read
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tiers import Tiers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Engine", "engine_of"]
 
@@ -178,8 +184,9 @@ class Engine:
             fp16, else none.
         lr_schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
         mesh: sizes of ``inter``, ``intra``, ``expert``, ``sequence``, ``tensor`` and ``pipeline``, e.g. ``{"intra":
-            8}``, or a list of :class:`Axis`; None: ``intra`` is the ranks of one node. Along ``expert`` ranks read
-            other samples and have other experts (see ``parallel.experts``).
+            8}``, a list of :class:`Axis`, or a ``DeviceMesh`` of PyTorch's with all ranks and these names of dimensions
+            (its process groups stay yours: the engine makes its own); None: ``intra`` is the ranks of one node. Along
+            ``expert`` ranks read other samples and have other experts (see ``parallel.experts``).
         tensor: how modules are cut along the axis of tensor: ``"auto"``, by the model's own plan, or words by patterns
             of module paths, as ``{"*.q_proj": "column", "*.o_proj": "row"}``; see ``parallel.plan``. A model without a
             plan is traced by ``"auto"``, on inputs that are guessed, or on those of ``Traced(tokens)``. None: not at
@@ -239,7 +246,7 @@ class Engine:
         clip: Clip | None = None,
         loss_scale: float | LossScale | None = None,
         lr_schedule: Any = None,
-        mesh: Mapping[str, int] | Sequence[Axis] | None = None,
+        mesh: Mapping[str, int] | Sequence[Axis] | DeviceMesh | None = None,
         tensor: str | Traced | Mapping[str, str | tuple[str, int]] | None = None,
         sequence_parallel: bool = False,
         attention: str | None = None,
@@ -259,7 +266,7 @@ class Engine:
             units=units, overlap=overlap, seed=seed, desync_timeout=desync_timeout, timeout=timeout, debug=debug,
             sequence_parallel=sequence_parallel, accumulate=accumulate, attention=attention, stages=stages,
         )  # fmt: skip
-        choice, auto = choose_order(pipeline), AutoWire.named(wire)
+        choice, auto, mesh = choose_order(pipeline), AutoWire.named(wire), named_sizes(mesh)
         check_schedule(lr_schedule, optimizer)
         self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
         planned = sampled(
@@ -825,35 +832,67 @@ class Engine:
             self._gate.follow()
 
     @outside_inference()
-    def state_dict(self, *, frozen: str = "keep") -> dict[str, Any]:
+    def state_dict(self, *, frozen: str = "keep", sharded: bool = False) -> dict[str, Any]:
         """What the module's own ``state_dict()`` gives of all parameters (in the master's precision) and persistent
         buffers, on the CPU of every rank: hooks, overrides, extra state and ``_metadata`` are as in plain PyTorch.
 
         Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have. Buffers that training
         changes, and extra state, are this rank's own, as under DDP; what is saved is rank 0's.
 
+        ``sharded=True`` gives parameters as DTensors, as FSDP2 does, for ``torch.distributed.checkpoint``: on a
+        ``DeviceMesh`` of the CPU, over Gloo, whose dimensions are the axes of :attr:`mesh` with more than one rank.
+        ``Shard(0)`` where the layout splits parameters, in ``torch.chunk``'s parts; ``Replicate()`` where it does not;
+        ``Shard(dim)`` on the axes of slices, as of tensor. A rank's shard ends in the middle of a row, so rows are made
+        anew: each rank sends its share of the model once, and needs memory for its share, and while they are made for
+        that of a segment or 16 MiB more. Buffers are plain tensors, rank 0's from then on. Each stage of a pipeline has
+        its own names. On one rank all are plain tensors. With the engine, collectives of the mesh end.
+
         Raises:
             ConfigError: ``frozen`` is none of its words.
-            ModelError: a hook writes into a parameter, or needs values that are left out or of other stages.
+            ModelError: a hook writes into a parameter, or needs values that are left out or of other stages; with
+                ``sharded=True`` on all ranks: slices of a parameter are no chunks along one dimension.
+            UsageError: ``sharded=True`` where groups of ranks have weights of their own (``outer=``).
         """
-        self._gate.meet(f"engine.state_dict(frozen={frozen!r})", follow=True, buffers=False)
+
+        def check() -> None:
+            check_flags("engine.state_dict()", sharded=sharded)
+            if sharded:
+                apart = self._rounds is not None or (self._freeze is not None and self._freeze.apart)
+                check_sharded(self.sharded, frozen, apart=apart)
+
+        what = f"engine.state_dict(frozen={frozen!r}{', sharded=True' if sharded else ''})"
+        self._gate.meet(what, follow=True, buffers=bool(sharded), check=check)
         self._gate.secure()
-        return state_dict(self.sharded, frozen)
+        return (sharded_state if sharded else state_dict)(self.sharded, frozen)
 
     @outside_inference()
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Takes parameters, buffers and extra state from a full state dict that every rank has, as the module's own
         ``load_state_dict()`` does, with its hooks, overrides and versions; the optimizer's state stays.
 
+        Values may be DTensors, of any placements and any mesh, all or some of them; their shapes are the whole
+        parameters', of slices too. What is divided over exactly the ranks of the engine (those of the stage, in a
+        pipeline) travels part by part, through host memory, to the ranks whose shards have it: at most 64 MiB of
+        parameters, or one, at a time. Anything else, and what code of the model's own reads, is made whole.
+
         Raises:
-            ModelError: on all ranks: a value is no tensor, a shape differs, or (strict) names are missing or
-                unexpected; all are listed. No parameter or buffer was changed.
+            ModelError: on all ranks: a value is no tensor, a shape differs, this rank is not in the mesh of a DTensor
+                that it needs, or (strict) names are missing or unexpected; all are listed. No parameter or buffer was
+                changed.
+            ConfigError: on all ranks: they were given different DTensors.
         """
         what = "engine.load_state_dict()"
-        self._gate.meet(what, follow=True, check=lambda: check_state(state, self.sharded.loans))
+
+        def check() -> None:
+            check_state(state, self.sharded.loans)
+            check_dtensors(self.sharded, state)
+
+        self._gate.meet(what, follow=True, check=check)
         self._gate.secure()
         values, read = values_to_read(self.sharded), list[Read]()
-        self._gate.meet(what, check=lambda: read.append(read_state(self.sharded, state, values, strict=strict)))
+        given = unpack(self.sharded, state, values)
+        self._gate.meet(what, check=lambda: read.append(read_state(self.sharded, given.state, values, strict=strict)))
+        given.load(self.sharded, read[0])
         load_state(self.sharded, read[0])
         self._pipelined.drop()
         if self._rounds is not None:

@@ -50,7 +50,7 @@ from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described, is_integer
 
-__all__ = ["DATA_AXES", "KNOWN", "LINKS", "Axes", "Axis", "Mesh", "Role", "Sizes"]
+__all__ = ["ALSO", "DATA_AXES", "KNOWN", "LINKS", "Axes", "Axis", "Mesh", "Role", "Sizes"]
 
 Axes = tuple[str, ...]
 """Names of axes, in an order that counts ranks row by row."""
@@ -89,6 +89,16 @@ KNOWN: Mapping[str, Role] = {
     **{role.value: role for role in (Role.TENSOR, Role.SEQUENCE, Role.PIPELINE, Role.EXPERT)},
 }
 """The roles of names that say theirs."""
+
+ALSO: Mapping[str, str] = {
+    **dict.fromkeys(("dp", "fsdp", "shard", "data", "dp_shard", "data_parallel"), "intra"),
+    **dict.fromkeys(("replicate", "dp_replicate", "ddp", "node", "nodes"), "inter"),
+    **dict.fromkeys(("tp", "model", "mp", "tensor_parallel"), "tensor"),
+    **dict.fromkeys(("cp", "sp", "context", "context_parallel", "sequence_parallel"), "sequence"),
+    **dict.fromkeys(("pp", "stage", "stages", "pipe", "pipeline_parallel"), "pipeline"),
+    **dict.fromkeys(("ep", "experts", "expert_parallel"), "expert"),
+}
+"""What others call the axes."""
 
 
 @known_arguments

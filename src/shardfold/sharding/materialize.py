@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfold import accelerator
 from shardfold.comm.comm import Comm
+from shardfold.comm.device_mesh import is_dtensor
 from shardfold.errors import ModelError, UsageError, did_you_mean
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.box import Box
@@ -386,6 +387,11 @@ class Weights:
         """A value; where it is of the shape ``whole``, this ``box`` of it."""
         if self._source is not None:
             value = self._source[name]
+            if is_dtensor(value):
+                raise ModelError(
+                    f"weights= has {name!r} as a DTensor, which other ranks have parts of: make the engine without, "
+                    "and give the state dict to engine.load_state_dict()."
+                )
             return value if box is None or tuple(value.shape) != whole else _box_of(value, box)
         from safetensors import safe_open
 

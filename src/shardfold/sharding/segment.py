@@ -487,15 +487,16 @@ class Segment:
         """The states that mirror the parameters and rest in memory outside of the flat."""
         return (state for state in (self.rest, self.held, self.master) if state is not None)
 
-    def take(self, slot: int, values: Tensor, *, exact: bool = True) -> None:
-        """Takes a parameter's values (all of them, any shape) into every state that mirrors it; nothing is sent.
+    def take(self, slot: int, values: Tensor, *, exact: bool = True, start: int = 0) -> None:
+        """Takes a parameter's values (any shape; all of them, or from element ``start`` on those that lie here) into
+        every state that mirrors it; nothing is sent.
 
         ``exact=False``: where what rests is gathered as the new value already, it keeps its own digits.
         """
         values = values.detach().reshape(-1)
         for _, target, bounds in self.copies():
             piece, part = self._overlap(slot, bounds)
-            own, new = target.part(piece), values[part]
+            own, new = target.part(piece), values[part.start - start : part.stop - start]
             if not exact and (target.dtype != self.dtype or self._rounds is not None):
                 old = own.read()
                 new = new.to(old.device)

@@ -22,7 +22,7 @@ from shardfold.sharding.partitioned import early_shard
 from shardfold.sharding.registry import model_of
 
 __all__ = [
-    "Slice", "check_early", "check_reach", "mark_shared", "mark_slice", "marked_on", "places_of",
+    "Slice", "check_early", "check_reach", "divided_dims", "mark_shared", "mark_slice", "marked_on", "places_of",
     "shared_number", "slices_on",
 ]  # fmt: skip
 
@@ -189,6 +189,25 @@ def slices_on(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> dict[i
         for key, (name, parameter, marks) in found.items()
         if marks
     }
+
+
+def divided_dims(model: nn.Module, mesh: Mesh) -> dict[int, dict[str, int] | None]:
+    """Of each marked parameter, by its ``id``, the dimension that each axis of more than one rank divides into equal
+    parts; None: its parts are not so."""
+    found: dict[int, dict[str, int] | None] = {}
+    for module in model.modules():
+        for name, marks in _marks(module).items():
+            parameter = module._parameters.get(name)
+            here = {axis: mark for axis, mark in marks.items() if mesh.get(axis, 1) > 1}
+            if parameter is None:
+                continue
+            boxed = any(mark.box is not None for mark in marks.values())
+            if boxed or any(mark.dim is None or mark.blocks > 1 for mark in here.values()):
+                found[id(parameter)] = None
+            else:
+                dims = {axis: mark.dim for axis, mark in here.items() if mark.dim is not None}
+                found[id(parameter)] = {axis: dim % parameter.dim() for axis, dim in dims.items()}
+    return found
 
 
 def check_early(model: nn.Module, mesh: Mesh) -> None:

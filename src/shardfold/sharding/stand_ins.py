@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from shardfold.comm.device_mesh import is_dtensor
 from shardfold.errors import ModelError
 from shardfold.torch_internals import NormBase
 
@@ -105,8 +106,8 @@ def _stands_for(parameter: nn.Parameter, values: Mapping[int, Tensor], made: dic
 
 
 def own_state(module: nn.Module, whole: Mapping[int, Tensor], hollow: Iterable[str] = ()) -> OrderedDict[str, Any]:
-    """What ``module.state_dict()`` gives where parameters have the values ``whole``, by ``id``, on the CPU; nothing of
-    parameters that are not in it. Buffers that hooks write are written.
+    """What ``module.state_dict()`` gives where parameters have the values ``whole``, by ``id``, on the CPU, or in parts
+    as DTensors; nothing of parameters that are not in it. Buffers that hooks write are written.
 
     Args:
         hollow: paths of modules that are not on this rank, of which it has nothing.
@@ -161,6 +162,8 @@ def _is_meta(value: Any) -> bool:
 
 def _told(value: Any, once: dict[Any, Any]) -> Any:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
+        return value
+    if is_dtensor(value):  # its memory is another tensor's
         return value
     kept = value.detach().cpu()
     return once.setdefault((kept.data_ptr(), kept.shape, kept.stride(), kept.dtype), kept)
@@ -243,7 +246,7 @@ class Read:
             if not _fits(value, place.own):
                 raise ModelError(f"loading a state dict has replaced {place.name!r} by what has another shape.")
             if isinstance(place.own, nn.Parameter):
-                self.parameters[id(place.own)] = value.detach()
+                self.parameters[id(place.own)] = value if value.is_meta else value.detach()
             else:
                 self.buffers.append((place.own, value.detach()))
 

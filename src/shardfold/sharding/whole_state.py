@@ -24,6 +24,7 @@ from shardfold.sharding.whole_segments import whole_segments
 __all__ = [
     "buffers_of",
     "check_state",
+    "chosen",
     "every_buffer",
     "load_state",
     "most_precise",
@@ -42,13 +43,21 @@ def state_dict(model: ShardedModel, frozen: str) -> OrderedDict[str, Any]:
         ConfigError: ``frozen`` is neither ``"keep"`` nor ``"skip"``.
         ModelError: a hook of the state dict cannot run here.
     """
-    if frozen not in ("keep", "skip"):
-        raise ConfigError(f"engine.state_dict(frozen={frozen!r}): frozen parameters are kept ('keep') or not ('skip').")
-    segments = [s for unit in model.units for s in unit.segments if frozen == "keep" or s.spec.trainable]
-    whole = _whole_values(model, segments, "engine.state_dict()")
+    whole = _whole_values(model, chosen(model, frozen), "engine.state_dict()")
     if model.whole is None:
         return own_state(model.module, whole)
     return _of_all_stages(model, model.whole, whole)
+
+
+def chosen(model: ShardedModel, frozen: str) -> list[Segment]:
+    """The segments that a state dict has.
+
+    Raises:
+        ConfigError: ``frozen`` is neither ``"keep"`` nor ``"skip"``.
+    """
+    if frozen not in ("keep", "skip"):
+        raise ConfigError(f"engine.state_dict(frozen={frozen!r}): frozen parameters are kept ('keep') or not ('skip').")
+    return [s for unit in model.units for s in unit.segments if frozen == "keep" or s.spec.trainable]
 
 
 def _whole_values(model: ShardedModel, segments: Sequence[Segment], what: str) -> dict[int, Tensor]:
