@@ -7,6 +7,7 @@
     blocks     blocks of codes: each has a scale, which lies behind its codes in the payload
     box        boxes of tensors: which elements two of them share, and where these lie in each
     checks     what values that users give have to be
+    chunks     what DTensor's placements say: which block of a tensor each place of a mesh has
     cost       what a table holds and what a program sends, as sums
     explain    a layout in words: the table, the units, what they cost and the program that will run
     folders    where files of the disk tier are: the folders that users name, one for each drive

@@ -5,6 +5,8 @@
     buffers          buffers are rank 0's on every rank, as under DDP
     changes          whether a model still is what its units were made of
     compared         what every rank has to have alike of a model's units, as texts
+    dtensor_load     DTensors of a state dict into shards: each rank gets of them what is in its own ranges
+    dtensors         a model's values as DTensors, PyTorch's own word for a tensor that ranks have in parts
     forwards         methods of a model that begin a pass, besides ``forward``
     freed            parameters without memory, which say so
     gathered         whole values for a while: ``engine.gathered``

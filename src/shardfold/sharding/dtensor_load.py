@@ -55,13 +55,13 @@ class Unpacked:
 
     def load(self, model: ShardedModel, read: Read) -> None:
         """Takes what waits into the shards, and out of what is ``read``. All ranks that run the program call it."""
-        jobs: list[_Job] = []
+        jobs: list[_BlockRead] = []
         placing = Placing(model)
         for segment in model.segments():
             for slot, parameter in enumerate(segment.parameters):
                 stands = read.parameters.get(id(parameter))
                 if stands is not None and id(stands) in self.waiting:
-                    jobs.append(_Job(_Home(segment, slot), self.waiting[id(stands)][1], placing, model))
+                    jobs.append(_BlockRead(_Home(segment, slot), self.waiting[id(stands)][1], placing, model))
                     del read.parameters[id(parameter)]
         if not jobs:
             return
@@ -69,7 +69,7 @@ class Unpacked:
         for batch in _batches(jobs):
             values = _received(model, batch)
 
-            def take(batch: Sequence[_Job] = batch, values: Sequence[Tensor] = values) -> None:
+            def take(batch: Sequence[_BlockRead] = batch, values: Sequence[Tensor] = values) -> None:
                 for job, part in zip(batch, values, strict=True):
                     job.home.segment.take(job.home.slot, part, start=job.needs(model.rank)[1][0])
 
@@ -185,18 +185,17 @@ def _blocks(value: Any) -> list[Box]:
 
 def _described(model: ShardedModel, given: Mapping[str, Any]) -> list[Any]:
     """What ranks have to have alike."""
-    return [
-        [name, list(value.shape), str(value.dtype),
-         [_ranks(value), list(value.device_mesh.shape), list(map(str, value.placements))]
-         if _in_blocks(model, value) else []]
-        for name, value in sorted(given.items())
-    ]  # fmt: skip
+    found: list[list[Any]] = []
+    for name, value in sorted(given.items()):
+        blocks = [_ranks(value), list(value.device_mesh.shape), list(map(str, value.placements))]
+        found.append([name, list(value.shape), str(value.dtype), blocks if _in_blocks(model, value) else []])
+    return found
 
 
 # -- parts
 
 
-class _Job:
+class _BlockRead:
     """One parameter, and the DTensor that it is taken from."""
 
     def __init__(self, home: _Home, value: Any, placing: Placing, model: ShardedModel) -> None:
@@ -232,9 +231,9 @@ class _Job:
                 yield from ((block, extent) for extent in shared(block, (0, block.numel), box, within))
 
 
-def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+def _batches(jobs: Sequence[_BlockRead]) -> Iterator[list[_BlockRead]]:
     """64 MiB of whole parameters, or one."""
-    batch: list[_Job] = []
+    batch: list[_BlockRead] = []
     for job in jobs:
         if batch and sum(one.numel * one.dtype.itemsize for one in [*batch, job]) > BATCH:
             yield batch
@@ -243,7 +242,7 @@ def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
     yield batch
 
 
-def _received(model: ShardedModel, batch: Sequence[_Job]) -> list[Tensor]:
+def _received(model: ShardedModel, batch: Sequence[_BlockRead]) -> list[Tensor]:
     """The elements of each parameter that this rank needs, on the CPU."""
     comm, me, ranks = model.comm, model.rank, list(model.comm.mesh.program_ranks)
     firsts = [job.needs(me)[1][0] for job in batch]
