@@ -58,7 +58,7 @@ def _config(stage: int, accumulate: int = 1, **more: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulate,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})},
         **more,
     }
 

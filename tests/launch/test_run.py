@@ -567,6 +567,7 @@ def test_as_deepspeed_means_the_face_in_all_that_is_started():
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)  # twenty launches, each of which imports torch
 @pytest.mark.parametrize("script", [MEETING, ENGINE], ids=["plain", "engine"])
 def test_ten_restarts_of_ten(script: str):
     """Ten runs, of each a rank killed in the first attempt: all ten end well."""

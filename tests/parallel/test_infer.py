@@ -243,6 +243,7 @@ def stack(seed: int) -> nn.Module:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 400), marks=pytest.mark.soak)])
 def test_any_stack(seeds: range) -> None:
     """Of stacks made at random: each is cut and gives the numbers of the whole, or is refused; most are cut."""
