@@ -195,7 +195,7 @@ def test_a_host_without_streams_does_one_thing_after_the_other(subject: Subject)
     assert more(collective=1.0) == pytest.approx(sum(op.verb in COLLECTIVES for op in ops))
     assert more(meeting=1.0) == pytest.approx(3)  # before a pass and the one back end, and at the step
     alone = subject.setting(trace, layout="ddp", mesh={"intra": 2})  # whose forward sends nothing
-    walked, sections = plan_memory(alone, trace), map(alone.program.section, ("forward", "last", "step"))
+    walked, sections = plan_memory(alone, trace), map(alone.bound.program.section, ("forward", "last", "step"))
     for field, times in (("meeting", 3), ("operation", sum(map(len, sections)))):
         least, most = (plan_seconds(alone, walked, replace(cpu, **{field: n})).step for n in (0.0, 1.0))
         assert most - least == pytest.approx(times)
