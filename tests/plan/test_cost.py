@@ -436,7 +436,7 @@ def named_parts(layout: Layout, units: list[UnitSpec], ahead: int, in_flight: in
 
 
 @given(
-    st.sampled_from(NAMES),
+    st.sampled_from([name for name in NAMES if name != "zeropp"]),  # whose payloads are no named part
     st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=5),
     st.booleans(),
     st.sampled_from([{"inter": i, "intra": j} for i in (1, 2, 3) for j in (1, 2, 4)]),

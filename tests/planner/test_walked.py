@@ -20,7 +20,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Branch(nn.Module):
-    """A block with blocks inside, of which the units are cut."""
+    """A residual block, which is a unit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -101,18 +101,8 @@ def parallel_cross_entropy(
     columns = _columns(flat, ignore_index, start, weight.shape[0], classes)
     dtype = _dtype(who, hidden, weight, bias)
     most = -(-classes // ranks.size)  # of any rank: chunks are the same on all
-    head = Head(
-        chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type),
-        dtype,
-        ignore_index,
-        label_smoothing,
-        reduction,
-        softcap,
-        _wanted(hidden, weight, bias),
-        ranks,
-        classes,
-        summed=summed,
-    )
+    rows, wanted = chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), _wanted(hidden, weight, bias)
+    head = Head(rows, dtype, ignore_index, label_smoothing, reduction, softcap, wanted, ranks, classes, summed=summed)
     losses = losses_of(hidden.reshape(-1, hidden.shape[-1]), weight.view_as(weight), bias, flat, columns, head)
     return losses.view(targets.shape) if reduction == "none" else losses
 
@@ -190,18 +180,8 @@ def parallel_margin_loss(
     most = -(-classes // ranks.size)  # of any rank: chunks are the same on all
     if sample < 1:
         most = min(most, round(most * sample) + flat.numel())
-    head = Head(
-        chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type),
-        dtype,
-        ignore_index,
-        0.0,
-        reduction,
-        None,
-        _wanted(hidden, weight, None),
-        ranks,
-        classes,
-        margin,
-    )
+    rows, wanted = chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), _wanted(hidden, weight, None)
+    head = Head(rows, dtype, ignore_index, 0.0, reduction, None, wanted, ranks, classes, margin)
     losses = losses_of(unit, centres, None, flat, columns, head)
     return losses.view(targets.shape) if reduction == "none" else losses
 

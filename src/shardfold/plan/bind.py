@@ -101,7 +101,7 @@ class Bound:
     @cached_property
     def sections(self) -> Mapping[str, tuple[Op, ...]]:
         """All that runs, by section: those of the program, and those that are made of them."""
-        names = ["first", "forward", "backward", "last", "quiet", "weights", "last_weights"]
+        names = [name for name in PASSES if name != "eval"]
         names += ["step", "beside", "behind", "arrive", "shared", "together"]
         outer = self.layout.outer
         names += [f"{name}.{i}" for name in ROUND for i in range(outer.fragments if outer is not None else 0)]

@@ -25,7 +25,7 @@ from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Tier
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import REDUCTIONS, Op
 
-__all__ = ["ALONE", "CPU", "GPU", "WORKSPACE", "Behaviour", "Lifetimes", "in_use", "peak_bytes"]
+__all__ = ["ALONE", "CPU", "GPU", "WORKSPACE", "Behaviour", "Lifetimes", "in_use", "peak_bytes", "room_bytes"]
 
 BLOCK = 256 * 1024  # of the near transport
 WORKSPACE = 16 * 1024 * 1024
@@ -41,7 +41,7 @@ class Behaviour:
 
     Attributes:
         streams: the device has streams: its allocator keeps what is given back, and collectives run beside.
-        transport: ``near`` (ranks read each other's memory), ``gloo`` or ``nccl``.
+        transport: ``near`` (ranks read each other's memory), ``gloo`` or ``nccl``; ``none``: it is left out.
         workspace: bytes that libraries take while they compute products.
     """
 
@@ -51,7 +51,7 @@ class Behaviour:
 
     def temporary(self, num_bytes: float, ranks: int) -> float:
         """Bytes that a reduction of ``num_bytes`` holds besides, until its WAIT."""
-        return {"near": 0.0, "gloo": num_bytes, "nccl": num_bytes / ranks}[self.transport]
+        return {"none": 0.0, "near": 0.0, "gloo": num_bytes, "nccl": num_bytes / ranks}[self.transport]
 
     def room(self, ranks: int) -> float:
         """Bytes that the transport keeps for its sums."""
@@ -65,7 +65,7 @@ class Behaviour:
 
 CPU = Behaviour(streams=False, transport="near")
 GPU = Behaviour(streams=True, transport="nccl", workspace=WORKSPACE)
-ALONE = Behaviour(streams=True, transport="near")
+ALONE = Behaviour(streams=True, transport="none")
 """The engine's own bytes alone: what allocators keep and transports take is left out."""
 
 
@@ -319,16 +319,32 @@ class Lifetimes:
         self._shown = None
 
 
-PASSES = ("backward", "forward", "last", "arrive", "step", "beside", "behind")
+def room_bytes(bound: Bound, behaviour: Behaviour) -> float:
+    """Bytes that the transport keeps for its sums, by the most ranks that one is over."""
+    program = bound.program
+    sums = [op for op in program.last if op.verb in REDUCTIONS and not _all_encoded(op, bound)]
+    sums += [op for op in program.outer_send if op.verb == "PUSH" and not _all_encoded(op, bound)]
+    ranks = max((prod(bound.mesh[axis] for axis in op.axes) for op in sums), default=0)
+    if bound.mesh.get("tensor", 1) > 1:  # layers that ranks share sum what they give
+        ranks = max(ranks, bound.mesh["tensor"])
+    return behaviour.room(ranks)
 
 
-def in_use(
-    bound: Bound, behaviour: Behaviour, *, clip: bool = False, coding: Coding | None = None
-) -> Iterator[tuple[str, int, float]]:
+def _all_encoded(op: Op, bound: Bound) -> bool:
+    """Whether all that a reduction sums travels in a format, so that the transport sums nothing."""
+    segments, layout = op.moves(bound.by_name[op.unit]), bound.layout
+    if op.verb == "PUSH":
+        each = zip(segments, op.each(len(segments)), strict=True)
+        return all(FORMATS[one.format].native != s.outer_dtype(layout) for s, one in each)
+    return all(is_encoded(one, s, layout) for s, one in zip(segments, op.each(len(segments)), strict=True))
+
+
+def in_use(bound: Bound, behaviour: Behaviour, *, coding: Coding | None = None) -> Iterator[tuple[str, int, float]]:
     """Bytes that are held beside what rests while each operation of a step of two micro-batches runs, without
     activations: ``(section, number, bytes)``."""
-    lifetimes = Lifetimes(bound, behaviour, clip=clip, coding=coding)
-    for section in ("first" if bound.program.first else "forward", *PASSES):
+    lifetimes = Lifetimes(bound, behaviour, coding=coding)
+    first = "first" if bound.program.first else "forward"
+    for section in (first, "backward", "forward", "last", "arrive", "step", "beside", "behind"):
         for number, op in enumerate(bound.program.section(section)):
             more, _ = lifetimes.begin(op)
             yield section, number, lifetimes.total + more
@@ -337,15 +353,13 @@ def in_use(
             lifetimes.forget_spares()
 
 
-def peak_bytes(
-    bound: Bound, behaviour: Behaviour, *, rest: float, clip: bool = False, coding: Coding | None = None
-) -> float:
+def peak_bytes(bound: Bound, behaviour: Behaviour, *, rest: float, coding: Coding | None = None) -> float:
     """The most bytes of a step on one rank, without activations and the model's buffers: ``rest`` bytes at rest,
-    :func:`in_use` beside them, and the largest parameter's gradient as autograd makes it.
+    :func:`in_use` beside them, the transport's room, and the largest parameter's gradient as autograd makes it.
 
     Gradients that wait whole (late units, ``no_sync``) come on top.
     """
     trained = [segment for unit in bound.units for segment in unit.segments if segment.trainable]
     made = max((slot.numel * ITEMSIZE[segment.dtype] for segment in trained for slot in segment.slots), default=0)
-    uses = in_use(bound, behaviour, clip=clip, coding=coding)
-    return rest + max((most for *_, most in uses), default=0.0) + made
+    uses = in_use(bound, behaviour, coding=coding)
+    return rest + room_bytes(bound, behaviour) + max((most for *_, most in uses), default=0.0) + made

@@ -95,4 +95,4 @@ def states_peak(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: 
     bound = bind(layout, units, mesh, num_moments=moments, clip=True)
     resting = resting_bytes(layout, units, mesh, num_moments=moments, padded=True)
     rest = sum(n for (_, tier), n in resting.items() if tier is Tier.DEVICE)
-    return peak_bytes(bound, ALONE, rest=rest, clip=True, coding=coding_bytes)
+    return peak_bytes(bound, ALONE, rest=rest, coding=coding_bytes)

@@ -15,18 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from shardfold.plan.bind import Bound
-from shardfold.plan.cost import is_encoded, resting_bytes
-from shardfold.plan.formats import FORMATS
+from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
-from shardfold.plan.lifetimes import CPU, Behaviour, Lifetimes
+from shardfold.plan.lifetimes import CPU, Behaviour, Lifetimes, room_bytes
 from shardfold.plan.part import Part, of_part
-from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, ROUND, Op
+from shardfold.plan.program import COLLECTIVES, MOVES, ROUND, Op
 from shardfold.plan.walk import Walk
 from shardfold.planner.coding import coding_bytes
 from shardfold.planner.trace import SMALL, Event, StagePass, Trace
@@ -234,17 +232,10 @@ class MemoryPlan:
 def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
     """Bytes over a step of ``trace`` under a setting."""
     points = list(_Step(setting, trace.events, trace.passes).points())
-    sums = [op for op in setting.bound.program.last if op.verb in REDUCTIONS and not _all_encoded(op, setting)]
-    sums += [op for op in setting.bound.program.outer_send if op.verb == "PUSH" and not _all_encoded(op, setting)]
-    ranks = max((prod(setting.bound.mesh[axis] for axis in op.axes) for op in sums), default=0)
-    if (
-        "tensor" in setting.bound.mesh and setting.bound.mesh["tensor"] > 1
-    ):  # layers that ranks share sum what they give
-        ranks = max(ranks, setting.bound.mesh["tensor"])
     fixed = {
         "buffers": trace.buffers,
         "batch": trace.batch,
-        "transport's room": setting.behaviour.room(ranks),
+        "transport's room": room_bytes(setting.bound, setting.behaviour),
         "workspace": setting.behaviour.workspace,
     }
     places = (
@@ -253,15 +244,6 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
         np.array([point.at or point.event < 0 for point in points]),
     )
     return MemoryPlan(setting.resting(), points, trace, fixed, places)
-
-
-def _all_encoded(op: Op, setting: Setting) -> bool:
-    """Whether all that a reduction sums travels in a format, so that the transport sums nothing."""
-    segments, layout = op.moves(setting.bound.by_name[op.unit]), setting.bound.layout
-    if op.verb == "PUSH":
-        each = zip(segments, op.each(len(segments)), strict=True)
-        return all(FORMATS[one.format].native != s.outer_dtype(layout) for s, one in each)
-    return all(is_encoded(one, s, layout) for s, one in zip(segments, op.each(len(segments)), strict=True))
 
 
 def _held(trace: Trace, event: np.ndarray, level: np.ndarray) -> np.ndarray:
@@ -347,7 +329,7 @@ class _Step:
             return walk.complete(name)
         elif event.kind in ("end_forward", "end"):
             return walk.rest()
-        return range(0)
+        return range(walk.position, walk.position)
 
     def _roots(self, verb: str, walk: Walk, number: int, section: str) -> Iterator[Point]:
         """What is held through a pass is there before the others."""
@@ -358,7 +340,7 @@ class _Step:
     def _all(self, walk: Walk, due: range, number: int, section: str) -> Iterator[Point]:
         for i in due:
             yield from self._do(walk.ops[i], number, section)
-        walk.move_to(max(walk.position, due.stop))
+        walk.move_to(due.stop)
 
     def _point(
         self, number: int, at: bool, section: str, more: float = 0.0, what: str = "", op: Op | None = None,
