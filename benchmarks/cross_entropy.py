@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import shardfold as sf
-from shardfold.tools.bench.measure import clear_peak, peak_bytes, resident_bytes
+from shardfold.tools.bench._process_memory import clear_peak, peak_bytes, resident_bytes
 
 CPU = torch.device("cpu")
 REFERENCE = "F.cross_entropy(F.linear(...))"

@@ -26,8 +26,8 @@ from shardfold.plan.cost import state_bytes
 from shardfold.plan.placement import UnitSpec
 from shardfold.testing import run_ranks
 from shardfold.testing.links import Links, sent, why_not
-from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.drawn import DrawnFaces
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.images import Drawn
 from shardfold.tools.recipes.face.train import FaceRun
 

@@ -24,9 +24,9 @@ from matplotlib.figure import Figure
 
 from shardfold.plan.sizes import human
 from shardfold.tools.bench.contenders import find
-from shardfold.tools.bench.rounds import available_bytes
 from shardfold.tools.bench.settings import Settings, gpt_shape
 from shardfold.tools.bench.teams import ContenderFailed, Team
+from shardfold.tools.bench.turns import available_bytes
 
 COLORS = {
     "torch-ddp": "#7d8590",

@@ -22,7 +22,7 @@ import torch
 
 import shardfold as sf
 from shardfold.testing import run_ranks
-from shardfold.tools.bench import models
+from shardfold.tools.bench import jobs
 from shardfold.tools.bench.settings import Settings
 
 SCALE = sf.LossScale(initial=1024.0, interval=10**6)
@@ -44,11 +44,11 @@ def measure(settings: Settings, rounds: int, steps: int, layout: str) -> dict[st
     torch.set_num_threads(1)
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     engines = {
-        name: sf.Engine(models.build(settings), optimizer=optimizer, layout=layout, **options)
+        name: sf.Engine(jobs.build(settings), optimizer=optimizer, layout=layout, **options)
         for name, options in VARIANTS.items()
     }
     sf.numerics.Watch(engines["watched"])
-    batches = models.batches(settings, next(iter(engines.values())).rank)
+    batches = jobs.batches(settings, next(iter(engines.values())).rank)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)
     for number in range(rounds + 1):

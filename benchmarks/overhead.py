@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.tools.bench import models
+from shardfold.tools.bench import jobs
 from shardfold.tools.bench.settings import UNITS, Settings
 
 RANKS = 2
@@ -147,8 +147,8 @@ def contend(name: str, steps: int, optimizer: str) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     torch.set_num_threads(1)
     settings = Settings(job="units", ranks=RANKS)
-    (x,) = models.batches(settings, 0)[0]
-    compute, step = CONTENDERS[name](models.build(settings), OPTIMIZERS[optimizer], x)
+    (x,) = jobs.batches(settings, 0)[0]
+    compute, step = CONTENDERS[name](jobs.build(settings), OPTIMIZERS[optimizer], x)
     for _ in range(5):  # orders are recorded, states made
         compute()
         step()

@@ -36,7 +36,7 @@ from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
 from shardfold.testing.links import Links, why_not
-from shardfold.tools.doctor.measure import measure
+from shardfold.tools.doctor._rates import measure
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 ORDERED = 0.1

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.activations.encoded import BLOCK, EncodedTier
+from shardfold.activations._encoded import BLOCK, EncodedTier
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
 

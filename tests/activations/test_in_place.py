@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.activations.slices import Slicer
+from shardfold.activations.partitioned_inputs import Slicer
 from shardfold.testing import Ranks
 
 SGD = partial(torch.optim.SGD, lr=0.01)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold.activations import knapsack as budget
-from shardfold.activations.knapsack import Item, ModeOption, choose, peak, smallest
+from shardfold.activations import _knapsack as budget
+from shardfold.activations._knapsack import Item, ModeOption, choose, peak, smallest
 from shardfold.plan.sizes import parse_bytes
 
 BYTES = st.integers(0, 12)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.activations.slices import SliceBuffer, Sliced, Slicer, tensor_axis
+from shardfold.activations.partitioned_inputs import SliceBuffer, Sliced, Slicer, tensor_axis
 from shardfold.errors import ConfigError, LayoutError, ShardfoldError, UsageError
 from shardfold.plan.axes import Axis, Mesh
 from shardfold.plan.report import SavedRow

@@ -23,7 +23,7 @@ import shardfold as sf
 from shardfold.checkpoint.collect import collect, header
 from shardfold.checkpoint.draft import Draft
 from shardfold.checkpoint.files import UnwrittenPiece, write_file
-from shardfold.checkpoint.format import Index, Parameter, Piece
+from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.verify import gaps, verify
 from shardfold.errors import CheckpointError, ConfigError, UsageError
 from shardfold.optim.adamw8bit import dequantize, quantize

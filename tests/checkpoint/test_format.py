@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.checkpoint.files import UnwrittenPiece, write_file
-from shardfold.checkpoint.format import Index, Parameter, Piece, overlaps
+from shardfold.checkpoint.index import Index, Parameter, Piece, overlaps
 from shardfold.checkpoint.trees import decode, encode
 from shardfold.errors import CheckpointError
 from shardfold.plan.box import Box

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.checkpoint.export import export_to
+from shardfold.checkpoint._export import export_to
 from shardfold.checkpoint.imports import import_from
 from shardfold.checkpoint.inspect import inspect
 from shardfold.compat import deepspeed
@@ -319,7 +319,7 @@ def test_extra_state_is_found_missing_unexpected_and_renamed(tmp_path: Path) -> 
 
 def test_checkpoints_of_before_have_no_extra_state(tmp_path: Path) -> None:
     """The module's own stays, and a note says so."""
-    from shardfold.checkpoint.format import INDEX, Index
+    from shardfold.checkpoint.index import INDEX, Index
 
     engine = sf.Engine(Counting(), optimizer=SGD)
     engine.save(tmp_path / "a", wait=True)

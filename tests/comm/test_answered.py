@@ -20,7 +20,7 @@ import shardfold as sf
 from shardfold.checkpoint.messages import Messages
 from shardfold.comm.answered import Answered
 from shardfold.comm.mesh import DataMesh
-from shardfold.engine.vote import Vote
+from shardfold.engine._vote import Vote
 from shardfold.errors import CheckpointError, CollectiveError
 from shardfold.testing import RanksFailed, run_ranks
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.comm.boards import possible
+from shardfold.comm._boards import possible
 from shardfold.errors import ShardfoldError
 from shardfold.testing import Ranks
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold.comm.boards import possible
+from shardfold.comm._boards import possible
+from shardfold.comm._encoded import gather_encoded, scatter_encoded
+from shardfold.comm._near import NearTransport
 from shardfold.comm.dtypes import TORCH_DTYPES
-from shardfold.comm.encoded import gather_encoded, scatter_encoded
 from shardfold.comm.mesh import DataMesh
-from shardfold.comm.near import NearTransport
 from shardfold.comm.transport import GlooTransport, Pending
 from shardfold.plan.formats import FORMATS, Format
 from shardfold.testing import Ranks

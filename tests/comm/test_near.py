@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from shardfold.comm import boards, near
-from shardfold.comm.boards import SLOTS, possible
+from shardfold.comm import _boards as boards
+from shardfold.comm import _near as near
+from shardfold.comm._boards import SLOTS, possible
+from shardfold.comm._near import NearTransport
 from shardfold.comm.mesh import DataMesh
-from shardfold.comm.near import NearTransport
 from shardfold.comm.transport import GlooTransport
 from shardfold.errors import CollectiveError
 from shardfold.testing import Ranks, RanksFailed

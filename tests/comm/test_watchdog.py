@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from shardfold.comm.watchdog import _user_collective
+from shardfold.comm._watchdog import _user_collective
 
 
 def test_a_frame_that_is_at_no_line_is_read() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.comm.boards import possible
+from shardfold.comm._boards import possible
 from shardfold.testing import Ranks
 
 SENTENCE = "so ranks cannot pair their operations any more: close the engine, make it anew and load a checkpoint."

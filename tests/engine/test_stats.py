@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardfold as sf
 from shardfold import accelerator
-from shardfold.engine.peak import PeakFlops, peak_of
+from shardfold.engine.peak_rate import PeakFlops, peak_of
 from shardfold.engine.stats import Clock
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks

@@ -17,9 +17,9 @@ from shardfold.engine.cursor import Cursor
 from shardfold.engine.track import Track
 from shardfold.errors import ConfigError
 from shardfold.plan.layout import PRECISIONS, Tier
-from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.program import Op, lower, parse
+from shardfold.plan.program_passes import Overlap, apply
 from shardfold.testing import Ranks
 from tests.support import models
 

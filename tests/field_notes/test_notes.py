@@ -23,7 +23,7 @@ from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import PRESETS
 from shardfold.testing import Ranks
 from shardfold.tools.recipes.face import study
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.needs import SETTINGS, Need
 from shardfold.tools.recipes.face.train import FaceRun
 

@@ -91,9 +91,9 @@ def test_the_command_says_in_one_sentence_what_it_lacks(tmp_path: Path, package:
 FOLDER = """
 from pathlib import Path
 from shardfold.errors import ConfigError
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.images import sources
-from shardfold.tools.recipes.face.transforms import change_of
+from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.planning.models import planned_model
 folder = Path("images")

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from shardfold.comm import boards
+from shardfold.comm import _boards as boards
 from shardfold.errors import ConfigError
-from shardfold.launch.agent import pid_file
+from shardfold.launch._agent import pid_file
+from shardfold.launch._remote import RemoteAgent, answer, check_hosts, scheduler_command
 from shardfold.launch.hosts import parse_environment_file, parse_hostfile
 from shardfold.launch.options import Options
 from shardfold.launch.process import python_module
-from shardfold.launch.remote import RemoteAgent, answer, check_hosts, scheduler_command
 from shardfold.tools import cli
 from shardfold.tools.observe.printable import printable
-from shardfold.tools.recipes.text import load_corpus
+from shardfold.tools.recipes._corpus import load_corpus
 from tests.checkpoint.test_hostile import refused
 
 pytestmark = pytest.mark.timeout(120)
@@ -292,7 +292,7 @@ def test_temporary_files_are_their_owner_s(tmp_path: Path) -> None:
     """Activations on disk have no name; a folder of logs is closed to others."""
     import torch
 
-    from shardfold.launch.agent import log_folder
+    from shardfold.launch._agent import log_folder
     from shardfold.tiers.disk import DiskTier
 
     store = DiskTier(torch.device("cpu"), str(tmp_path))

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
-from shardfold.launch import death, hosts, remote, scheduler
+from shardfold.launch import _remote as remote
+from shardfold.launch import death, hosts, scheduler
+from shardfold.launch._rendezvous import Attempts, join_store, open_store
 from shardfold.launch.options import Options, option_fields, streams
 from shardfold.launch.plan import Hosts, Node, Rank, decide, exported
-from shardfold.launch.rendezvous import Attempts, join_store, open_store
 from shardfold.tiers.limit import memory_limit
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardfold.launch import agent
+from shardfold.launch import _agent as agent
 from shardfold.tools import cli
 
 NOTE = """

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import shardfold as sf
 from shardfold.errors import ConfigError
+from shardfold.nn._grouped import grouped_linear
 from shardfold.nn.experts import sorted_rows
-from shardfold.nn.grouped import grouped_linear
 from shardfold.nn.moe import within_capacity
 from tests.support.experts import reference
 

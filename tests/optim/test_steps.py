@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError
+from shardfold.optim._owners import balanced
 from shardfold.optim.adamw8bit import dequantize, quantize
-from shardfold.optim.owners import balanced
 from tests.support import models
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

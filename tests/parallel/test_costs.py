@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import shardfold as sf
-from shardfold.parallel.costs import collectives, described, other_products
+from shardfold.parallel.layer_traffic import collectives, described, other_products
 from shardfold.parallel.plan import split_model
 from shardfold.plan.axes import Axis, Mesh
 from shardfold.plan.cost import ring_bytes

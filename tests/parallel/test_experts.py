@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError, ShardfoldError
-from shardfold.parallel.experts import Dispatch
+from shardfold.parallel.expert_parallel import Dispatch
 from shardfold.testing import Ranks, run_ranks
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from tests.parallel import models

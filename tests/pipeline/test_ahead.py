@@ -11,11 +11,11 @@ from torch import nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError
+from shardfold.parallel.pipeline._order_text import render
 from shardfold.parallel.pipeline.ahead import AHEAD
-from shardfold.parallel.pipeline.order import choose_order, make_order
 from shardfold.parallel.pipeline.picture import drawn
 from shardfold.parallel.pipeline.simulate import check, timeline
-from shardfold.parallel.pipeline.text import render
+from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of

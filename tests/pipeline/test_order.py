@@ -12,11 +12,11 @@ from hypothesis import given as drawn_from
 from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
+from shardfold.parallel.pipeline._order_text import parse, render
 from shardfold.parallel.pipeline.action import Action
-from shardfold.parallel.pipeline.order import ORDERS, OrderChoice, choose_order, forwards, lower, make_order
 from shardfold.parallel.pipeline.picture import drawn
 from shardfold.parallel.pipeline.simulate import Times, check, timeline
-from shardfold.parallel.pipeline.text import parse, render
+from shardfold.parallel.pipeline.stage_order import ORDERS, OrderChoice, choose_order, forwards, lower, make_order
 
 NAMES = [*ORDERS, "interleaved:3", "interleaved-zb:3"]
 SIZES = [(ranks, batches) for ranks, batches in product((2, 3, 4), range(1, 13))]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError
+from shardfold.parallel.pipeline.flow import TensorOrigin
 from shardfold.parallel.pipeline.pieces import cut_by_cost, find_pieces
 from shardfold.parallel.pipeline.stages import Stages
-from shardfold.parallel.pipeline.trace import TensorOrigin
 from tests.parallel.models import make
 from tests.pipeline.training import Skipping, batches, compute
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import shardfold as sf
 from shardfold.errors import ConfigError
+from shardfold.parallel.pipeline._vshape import V_SHAPED
 from shardfold.parallel.pipeline.action import Action
+from shardfold.parallel.pipeline.flow import Made
 from shardfold.parallel.pipeline.simulate import Times, timeline
-from shardfold.parallel.pipeline.trace import Made
-from shardfold.parallel.pipeline.vshape import V_SHAPED
 from shardfold.parallel.pipeline.watch import Watch
 from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.testing import Ranks
@@ -104,7 +104,7 @@ def test_ranks_wait_as_long_as_the_simulator_says(
     ranks: Ranks, order: str, count: int, micro: int, times: Times
 ) -> None:
     """Bubble, times and what is kept, where an action takes as long as it is said to."""
-    from shardfold.parallel.pipeline.order import choose_order, make_order
+    from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 
     choice = choose_order(order)
     rows = make_order(choice, count, micro)

@@ -30,10 +30,10 @@ from shardfold.plan.cost import (
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import ITEMSIZE, PRECISIONS, Cell, Layout, Precision
 from shardfold.plan.lifetimes import ALONE, Behaviour, Lifetimes, in_use, peak_bytes
-from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec, pack
 from shardfold.plan.presets import ddp, fsdp2, hpz, zero1, zero2, zero3, zeropp
 from shardfold.plan.program import SECTIONS, Op, lower
+from shardfold.plan.program_passes import Overlap, apply
 
 NAMES = presets.NAMES
 PRECISION = {

@@ -17,8 +17,6 @@ from shardfold.plan.cost import Sent, traffic
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import PRECISIONS, Cell, Layout, Precision
 from shardfold.plan.order import with_missing
-from shardfold.plan.passes import Overlap, apply, closing, defer_reduce, delay_waits, prefetch
-from shardfold.plan.passes import late as late_section
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.presets import PRESETS, ddp, fsdp2, zero1, zero2
 from shardfold.plan.program import (
@@ -37,6 +35,8 @@ from shardfold.plan.program import (
     parse,
     redistribute,
 )
+from shardfold.plan.program_passes import Overlap, apply, closing, defer_reduce, delay_waits, prefetch
+from shardfold.plan.program_passes import late as late_section
 from shardfold.plan.signs import Signs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "program"

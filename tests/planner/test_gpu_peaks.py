@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from shardfold.plan.lifetimes import GPU, WORKSPACE, Behaviour
+from shardfold.planner._gpu_kernels import gpu_kernels
 from shardfold.planner.division import Division
-from shardfold.planner.kernels import gpu_kernels
 from shardfold.planner.memory import plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.torch_internals import storage_key

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.engine import sampled
+from shardfold.engine import _auto_layout as sampled
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardfold.parallel.pipeline.order import ORDERS, choose_order, make_order
+from shardfold.parallel.pipeline.stage_order import ORDERS, choose_order, make_order
 from shardfold.planner.division import Division
 from shardfold.planner.memory import Point, plan_memory
 from shardfold.planner.setting import Subject

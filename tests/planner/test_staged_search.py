@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import shardfold as sf
-from shardfold.parallel.pipeline.order import choose_order, make_order
 from shardfold.parallel.pipeline.simulate import Times, timeline
+from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.lifetimes import GPU
 from shardfold.planner.candidate import Candidate

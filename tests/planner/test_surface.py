@@ -21,8 +21,8 @@ from shardfold.planner.hardware import cluster
 from shardfold.planner.memory import plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.planner.surface import Surface, activity_of, surface_of
+from shardfold.tools.planning._plan_page import SCRIPT, plan_page
 from shardfold.tools.planning.models import Planned
-from shardfold.tools.planning.page import SCRIPT, plan_page
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 LENGTH = 32

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError, ModelError, OrderError
 from shardfold.parallel.pipeline.ahead import AHEAD
-from shardfold.parallel.pipeline.order import ORDERS
+from shardfold.parallel.pipeline.stage_order import ORDERS
 
 WIDTH, VOCAB, TIME = 4, 6, 3
 TOLERANCE = 1e-12

@@ -35,7 +35,7 @@ import torch.distributed as dist
 import shardfold as sf
 from shardfold.checkpoint import messages
 from shardfold.errors import ShardfoldError
-from shardfold.tiers import drive
+from shardfold.tiers import _drive as drive
 from tests.support import models
 
 LIMIT = 120  # seconds that a rank has to end in

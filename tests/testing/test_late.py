@@ -10,7 +10,7 @@ import torch
 
 import shardfold as sf
 from shardfold.testing import Ranks
-from shardfold.testing.late import Late
+from shardfold.testing.slow_transport import Late
 from tests.support import models
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardfold.errors import UsageError
 from shardfold.testing import Ranks, RanksFailed, run_ranks, same_training
-from shardfold.testing.training import _compare, _Job, _slice, _train_plain, _Trained
+from shardfold.testing._training import _compare, _Job, _slice, _train_plain, _Trained
 
 
 def rank_sum(scale: float = 1.0) -> float:

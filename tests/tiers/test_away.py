@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfold.engine.away import STATES
+from shardfold.engine._away import STATES
 from shardfold.testing.simulated import is_supported, simulated
 from tests.support.simulated import on_device
 from tests.tiers.test_offload import make, train

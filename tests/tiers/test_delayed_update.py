@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import shardfold as sf
-from shardfold.engine.delayed import Delayed
+from shardfold.engine._delayed import Delayed
 from shardfold.errors import ConfigError, StepError, UsageError
 from shardfold.numerics.clipping import clip_coefficient, square_sum
 from shardfold.optim.fused import FusedShard

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfold import accelerator
+from shardfold.tiers import _drive as drives
 from shardfold.tiers import disk
-from shardfold.tiers import drive as drives
 from shardfold.tiers.disk import CHUNK, STAGING, DiskRegion, DiskTier
 from shardfold.tiers.staging import BLOCK
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import shardfold as sf
 from shardfold.errors import StepError
-from shardfold.plan.passes import Overlap
+from shardfold.plan.program_passes import Overlap
 from shardfold.testing import Ranks
-from shardfold.tiers import drive as drives
+from shardfold.tiers import _drive as drives
 from shardfold.tiers.disk import DiskTier
 from tests.support import models
 

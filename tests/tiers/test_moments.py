@@ -23,8 +23,8 @@ from shardfold.plan.bind import bind
 from shardfold.plan.cost import Moved, moves, resting_bytes, state_bytes, step_of, tier_bytes
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
 from shardfold.plan.lifetimes import ALONE, Lifetimes
-from shardfold.plan.passes import AHEAD, Overlap, apply, prefetch
 from shardfold.plan.program import Op, Program, lower, parse
+from shardfold.plan.program_passes import AHEAD, Overlap, apply, prefetch
 from shardfold.testing import Ranks
 from shardfold.tiers import disk as disks
 from shardfold.tiers.device import DeviceTier

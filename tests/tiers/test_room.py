@@ -18,9 +18,9 @@ from torch import nn
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
-from shardfold.tiers import drive as drives
+from shardfold.tiers import _drive as drives
+from shardfold.tiers._drive import Drive
 from shardfold.tiers.disk import DiskTier
-from shardfold.tiers.drive import Drive
 from tests.support import models
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)

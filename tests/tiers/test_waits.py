@@ -14,7 +14,7 @@ import shardfold as sf
 from shardfold.plan.report import TierSeconds
 from shardfold.testing.simulated import is_supported, simulated
 from shardfold.tiers import waits
-from shardfold.tiers.drive import Drive
+from shardfold.tiers._drive import Drive
 from tests.support.simulated import on_device
 from tests.tiers.test_offload import make, train
 
@@ -114,7 +114,7 @@ def test_the_clip_coefficient_is_read_once_per_step() -> None:
         _report(engine)
         sim.take()
         _report(engine)
-        places = ("engine/norms.py", "optim/")
+        places = ("engine/_norms.py", "optim/")
         reads = sum(n for (_, at), n in sim.take().host_syncs.items() if any(place in at for place in places))
         assert reads == 1 < len(engine.units)
         engine.close()

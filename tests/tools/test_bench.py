@@ -18,11 +18,12 @@ import torch
 from shardfold.errors import ConfigError
 from shardfold.launch.namespaces import why_not
 from shardfold.tools import cli
-from shardfold.tools.bench import contenders, results, show, traces
-from shardfold.tools.bench.command import usual_precision
+from shardfold.tools.bench import _tables as show
+from shardfold.tools.bench import contenders, results, traces
+from shardfold.tools.bench.bench import usual_precision
 from shardfold.tools.bench.results import MeasuredRounds, Turn
-from shardfold.tools.bench.rounds import Callbacks, compare
 from shardfold.tools.bench.settings import Settings, gpt_shape
+from shardfold.tools.bench.turns import Callbacks, compare
 
 TINY = Settings(params=2e5, context=16, rounds=3, steps=2)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from shardfold.planner.hardware import cluster
-from shardfold.tools.doctor.checks import Check, checks
-from shardfold.tools.doctor.command import doctor
-from shardfold.tools.doctor.measure import at_least_zero
+from shardfold.tools.doctor._diagnoses import Check, checks
+from shardfold.tools.doctor._rates import at_least_zero
+from shardfold.tools.doctor.doctor import doctor
 
 
 def by_what() -> dict[str, Check]:

@@ -15,7 +15,7 @@ from shardfold.errors import ConfigError
 from shardfold.tools import cli
 from shardfold.tools.effects import Effect, idle
 from shardfold.tools.recipes.config import RecipeSettings, TrainConfig, resumed_settings
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.face_config import FaceConfig
 
 IDLE: list[tuple[type[RecipeSettings], dict[str, Any], str, dict[str, Any]]] = [
     (TrainConfig, {"top_k": 1}, "--top-k has no effect here, .*: give --experts, or leave it out", {"experts": 2}),

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
-from shardfold.tools.observe.charts import HEIGHT, WIDTH, ChartLine, line_chart
-from shardfold.tools.observe.page import page_of_run, write_page
+from shardfold.tools.observe._charts import HEIGHT, WIDTH, ChartLine, line_chart
+from shardfold.tools.observe.run_page import page_of_run, write_page
 
 CONFIG = {"size": "tiny", "layout": "zero3", "procs": 2, "steps": 3, "data": "<script>alert(1)</script>"}
 STEPS = [

@@ -11,10 +11,10 @@ import torch
 
 import shardfold as sf
 from shardfold.plan.axes import Mesh
-from shardfold.plan.passes import apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
 from shardfold.plan.program import lower
+from shardfold.plan.program_passes import apply
 from shardfold.testing import Ranks
 from tests.support import models
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 import shardfold as sf
-from shardfold.engine.vote import Vote
+from shardfold.engine._vote import Vote
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, NonFiniteError
 from shardfold.testing import Ranks, RanksFailed, run_ranks
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import shardfold as sf
-from shardfold.checkpoint.format import SUM_BYTES
-from shardfold.comm.boards import possible
+from shardfold.checkpoint.index import SUM_BYTES
+from shardfold.comm._boards import possible
 from shardfold.plan.lifetimes import Behaviour, peak_bytes
 from shardfold.testing import Ranks
 

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from shardfold import accelerator
-from shardfold.activations.fit import Planner
-from shardfold.activations.offload import Movers, counted, held
+from shardfold.activations._fit import Planner
+from shardfold.activations._tiles import tiling
+from shardfold.activations.partitioned_inputs import Along, SliceBuffer, Slicer, tensor_axis
 from shardfold.activations.profile import Spot
 from shardfold.activations.recompute import KEPT, recomputing, without_filling
 from shardfold.activations.replaced import ReplacedForward
-from shardfold.activations.slices import Along, SliceBuffer, Slicer, tensor_axis
-from shardfold.activations.tiles import tiling
+from shardfold.activations.saved_tensors import Movers, counted, held
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import ENCODED, MODES, Activations, Layout

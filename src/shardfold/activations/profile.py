@@ -18,7 +18,7 @@ Bytes = dict[int, int]  # by storage
 
 
 class SpotBytes(NamedTuple):
-    """Bytes of a spot under a mode, as of :class:`shardfold.activations.knapsack.Option`."""
+    """Bytes of a spot under a mode, as of :class:`shardfold.activations._knapsack.Option`."""
 
     kept: int
     back: int

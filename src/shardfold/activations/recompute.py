@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardfold.activations.offload import Movers
+from shardfold.activations.partitioned_inputs import SliceBuffer, Sliced, Slicer
 from shardfold.activations.replaced import ReplacedForward
+from shardfold.activations.saved_tensors import Movers
 from shardfold.activations.selective import Selection
-from shardfold.activations.slices import SliceBuffer, Sliced, Slicer
 from shardfold.errors import UsageError
 from shardfold.sharding.autograd import inside_checkpoint
 from shardfold.sharding.freed import FreedParameter

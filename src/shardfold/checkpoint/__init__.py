@@ -9,11 +9,11 @@ deepspeed        folders that DeepSpeed wrote, as a checkpoint
 deepspeed_ranks  which elements a rank of DeepSpeed's has
 draft            the folder in which a checkpoint is written, until it takes its place
 elsewhere        files that lie on other hosts, read over the network
-export           weights into others' files, as a whole or not at all
+_export           weights into others' files, as a whole or not at all
 files            safetensors files, written and read a few MiB at a time
-fit              whether a checkpoint fits an engine, by its index alone
+_fit              whether a checkpoint fits an engine, by its index alone
 folders          folders of checkpoints: which are complete, which is the latest, which are removed
-format           what the index says, as values: pieces and where their elements are
+index           what the index says, as values: pieces and where their elements are
 given            what users give a save or a load, checked first
 holder           the process that writes into a folder, and whether it still lives
 hosts            which ranks see the same folder
@@ -22,13 +22,13 @@ inspect          what is in a checkpoint, by its index alone; no torch
 job              one save, as one rank sees it
 load             loading into an engine of any layout
 messages         what ranks tell each other during a save, through the key-value store
-model            a model with the weights of a checkpoint, without an engine
+_load_model            a model with the weights of a checkpoint, without an engine
 names            names that differ from the model's
 opened           the same checkpoint on all ranks, wherever its parts are
-outcome          a checkpoint on every host, or none on any
+_outcome          a checkpoint on every host, or none on any
 paths            what a checkpoint's own files may name
 pickled          files of ``torch.save``, read without running any code of theirs
-pt               the file that ``torch.save`` makes, written tensor by tensor
+_pt               the file that ``torch.save`` makes, written tensor by tensor
 reader           a checkpoint on disk, read in pieces, without an engine
 rng              states of random generators, as values
 run_lock         which run a folder belongs to; one process at a time saves there
@@ -45,12 +45,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardfold.checkpoint.export import export_to
+    from shardfold.checkpoint._export import export_to
+    from shardfold.checkpoint._load_model import load_model
     from shardfold.checkpoint.imports import ImportReport, import_from
     from shardfold.checkpoint.inspect import Contents
     from shardfold.checkpoint.job import SaveReport, Saving
     from shardfold.checkpoint.load import LoadReport
-    from shardfold.checkpoint.model import load_model
     from shardfold.checkpoint.reader import Checkpoint
     from shardfold.checkpoint.trust import trusted
     from shardfold.checkpoint.verify import Damage, Verification

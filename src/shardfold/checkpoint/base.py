@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardfold.checkpoint.files import DTYPES
-from shardfold.checkpoint.format import Parameter, checksum
+from shardfold.checkpoint.index import Parameter, checksum
 from shardfold.errors import ConfigError, UsageError
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.whole_segments import whole_segments

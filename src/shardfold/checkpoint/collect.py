@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfold.checkpoint.apart import group_here, is_apart, of_group, shared_states
 from shardfold.checkpoint.files import NAMES, UnwrittenPiece
-from shardfold.checkpoint.format import Index, Parameter, Piece
+from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError

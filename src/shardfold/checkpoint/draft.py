@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardfold.checkpoint.folders import ASIDE, DRAFT, LATEST, LEFT_OVER, sync_folder, write_synced
-from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.holder import Holder
+from shardfold.checkpoint.index import INDEX
 from shardfold.checkpoint.run_lock import RunLock
 from shardfold.errors import CheckpointError
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfold.checkpoint.format import SUM_BYTES
+from shardfold.checkpoint.index import SUM_BYTES
 from shardfold.checkpoint.paths import open_regular
 from shardfold.comm.mesh import DataMesh
 from shardfold.errors import CheckpointError

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.index import INDEX
 from shardfold.checkpoint.paths import read_name
 from shardfold.errors import CheckpointError
 

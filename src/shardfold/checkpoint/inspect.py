@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardfold.checkpoint.checked import DEPTH
-from shardfold.checkpoint.format import Index, Parameter, Piece
+from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.verify import Damage, blocks, by_file, missing_files, read_index
 from shardfold.errors import CheckpointError
 

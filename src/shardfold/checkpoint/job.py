@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from shardfold import accelerator
+from shardfold.checkpoint._outcome import Outcome, failure
 from shardfold.checkpoint.collect import collect, header
 from shardfold.checkpoint.draft import Draft
 from shardfold.checkpoint.files import UnwrittenPiece, write_file
-from shardfold.checkpoint.format import ITEMSIZES, Index
 from shardfold.checkpoint.hosts import Host
+from shardfold.checkpoint.index import ITEMSIZES, Index
 from shardfold.checkpoint.messages import Messages, words
-from shardfold.checkpoint.outcome import Outcome, failure
 from shardfold.errors import CheckpointError
-from shardfold.plan.arguments import known_arguments
+from shardfold.plan.known_arguments import known_arguments
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.shard import Shard, values_of
 from shardfold.tiers.pages import exact, huge

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold.checkpoint._fit import Fit
 from shardfold.checkpoint.apart import group_read, lost_targets, shared_targets, with_group
 from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, is_moment
-from shardfold.checkpoint.fit import Fit
 from shardfold.checkpoint.folders import listed, origin
 from shardfold.checkpoint.messages import words
 from shardfold.checkpoint.names import Rename

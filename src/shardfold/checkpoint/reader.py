@@ -14,13 +14,13 @@ from torch import Tensor
 
 from shardfold.checkpoint.files import DTYPES, Reader
 from shardfold.checkpoint.folders import resolve
-from shardfold.checkpoint.format import INDEX, Index, Parameter, Piece, checksum, overlaps
 from shardfold.checkpoint.given import check_place
+from shardfold.checkpoint.index import INDEX, Index, Parameter, Piece, checksum, overlaps
 from shardfold.checkpoint.trees import decode
 from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.box import Box, Extent, shared
+from shardfold.plan.known_arguments import known_arguments
 
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere

@@ -25,8 +25,8 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from shardfold.checkpoint.folders import listed, origin, write_synced
-from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.holder import Holder
+from shardfold.checkpoint.index import INDEX
 from shardfold.errors import CheckpointError
 
 __all__ = ["LOCK", "RunLock"]

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.checkpoint.draft import Draft
-from shardfold.checkpoint.format import checksum
 from shardfold.checkpoint.hosts import Host, find_hosts
+from shardfold.checkpoint.index import checksum
 from shardfold.checkpoint.job import Job, Saving
 from shardfold.checkpoint.messages import SILENCE_AT_EXIT, ask
 from shardfold.checkpoint.run_lock import RunLock

@@ -1,6 +1,6 @@
 """Whether a checkpoint is what was written: every byte of every file, and that its index accounts for each of them.
 
-Needs no torch and no more memory than one block of :data:`~shardfold.checkpoint.format.SUM_BYTES`.
+Needs no torch and no more memory than one block of :data:`~shardfold.checkpoint.index.SUM_BYTES`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 from shardfold.checkpoint.checked import once_each
 from shardfold.checkpoint.folders import resolve
-from shardfold.checkpoint.format import (
+from shardfold.checkpoint.hosts import whose
+from shardfold.checkpoint.index import (
     INDEX,
     ITEMSIZES,
     KINDS,
@@ -26,7 +27,6 @@ from shardfold.checkpoint.format import (
     checksum,
     overlaps,
 )
-from shardfold.checkpoint.hosts import whose
 from shardfold.checkpoint.paths import check_regular, inside, open_regular
 from shardfold.errors import CheckpointError
 from shardfold.plan.box import Box

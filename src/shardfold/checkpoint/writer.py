@@ -15,10 +15,10 @@ from torch import Tensor
 
 from shardfold.checkpoint.draft import Draft
 from shardfold.checkpoint.files import NAMES, UnwrittenPiece, write_file
-from shardfold.checkpoint.format import Index, Parameter, Piece
+from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
-from shardfold.plan.arguments import known_arguments
+from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.version import __version__
 
 __all__ = ["Value", "Writer"]

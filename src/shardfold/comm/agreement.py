@@ -41,10 +41,10 @@ import torch
 import torch.distributed as dist
 
 from shardfold import accelerator
+from shardfold.comm._watchdog import Watchdog, Whereabouts
 from shardfold.comm.answered import Answered
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
-from shardfold.comm.watchdog import Watchdog, Whereabouts
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
 from shardfold.plan.axes import Axes
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold.comm._encoded import gather_bundle, gather_encoded, scatter_bundle, scatter_encoded
+from shardfold.comm._transport_choice import data_transport
 from shardfold.comm.agreement import Agreement
-from shardfold.comm.choice import data_transport
 from shardfold.comm.dtypes import TORCH_DTYPES
-from shardfold.comm.encoded import gather_bundle, gather_encoded, scatter_bundle, scatter_encoded
 from shardfold.comm.hops import gather_between, gather_within, nodes
 from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import LAYERS, Meter

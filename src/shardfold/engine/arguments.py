@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardfold.errors import ConfigError, ModelError, UsageError, nearest
 from shardfold.parallel.pipeline.stages import check_stages
 from shardfold.parallel.sequence import check_choice
-from shardfold.plan.arguments import keywords, meant
 from shardfold.plan.checks import check_flags, check_times, described, is_integer
-from shardfold.plan.passes import Overlap
+from shardfold.plan.known_arguments import keywords, meant
+from shardfold.plan.program_passes import Overlap
 
 __all__ = [
     "check_accumulate",

@@ -40,7 +40,14 @@ from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
 from shardfold.comm.device_mesh import named_sizes
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
-from shardfold.engine.alike import given
+from shardfold.engine._auto_layout import sampled
+from shardfold.engine._away import Away
+from shardfold.engine._gate import PassGate
+from shardfold.engine._pipelined import Pipelined, dress
+from shardfold.engine._reports import Reports
+from shardfold.engine._step import Stepper
+from shardfold.engine._tf32 import hold_tf32
+from shardfold.engine._wires import chosen as chosen_wires
 from shardfold.engine.arguments import (
     check_accumulate,
     check_assigned,
@@ -55,23 +62,16 @@ from shardfold.engine.arguments import (
     make_schedule,
     missing,
 )
-from shardfold.engine.away import Away
 from shardfold.engine.backward import Backward
+from shardfold.engine.consistency import given
 from shardfold.engine.fitting import table_of, warn_of_memory
 from shardfold.engine.freeze import Freeze
-from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
 from shardfold.engine.hooks import Hooks
-from shardfold.engine.pipelined import Pipelined, dress
 from shardfold.engine.replicated import Replicated
-from shardfold.engine.reports import Reports
 from shardfold.engine.rounds import Rounds
 from shardfold.engine.runner import Runner
-from shardfold.engine.sampled import sampled
 from shardfold.engine.stats import Clock, Stats
-from shardfold.engine.step import Stepper
-from shardfold.engine.tf32 import hold_tf32
-from shardfold.engine.wires import chosen as chosen_wires
 from shardfold.errors import ConfigError, UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
@@ -89,24 +89,24 @@ from shardfold.optim.sharded import (
 )
 from shardfold.optim.sign_exchange import SignExchange, sign_exchange
 from shardfold.parallel.attention import follow, open_sequence
-from shardfold.parallel.experts import connect_routers, rebalance, share_out
+from shardfold.parallel.expert_parallel import connect_routers, rebalance, share_out
 from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.pipeline.open import check_ahead, check_together, open_stages
-from shardfold.parallel.pipeline.order import OrderChoice, choose_order
+from shardfold.parallel.pipeline.stage_order import OrderChoice, choose_order
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.parallel.plan import Traced, split_model
 from shardfold.parallel.sequence import SequenceAxis
 from shardfold.parallel.split import hear_gradients
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.axes import Axis, Mesh, Role
 from shardfold.plan.checks import check_flags
+from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.outer import Outer
-from shardfold.plan.passes import Overlap
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import Program
+from shardfold.plan.program_passes import Overlap
 from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
 from shardfold.plan.rules import Rules
 from shardfold.plan.signs import Signs

@@ -16,9 +16,9 @@ import torch
 from shardfold.comm.comm import Comm
 from shardfold.comm.meter import Meter, TierTraffic
 from shardfold.comm.transport import Pending, drain
+from shardfold.engine._norms import Norms
 from shardfold.engine.cursor import Cursor
 from shardfold.engine.damage import StepFailure
-from shardfold.engine.norms import Norms
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.scaling import Scaler

@@ -19,8 +19,8 @@ from typing import Protocol
 from shardfold.comm.agreement import Agreement
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Section, Track
-from shardfold.plan.passes import GATHERS
 from shardfold.plan.program import MARKERS, SUMS
+from shardfold.plan.program_passes import GATHERS
 from shardfold.sharding.unit import Life, Unit
 
 __all__ = ["LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ModelError, UsageError
-from shardfold.parallel.alike import same_inputs
+from shardfold.parallel.same_batch import same_inputs
 from shardfold.plan.axes import Role
 from shardfold.plan.layout import Tier
 from shardfold.sharding.model import ShardedModel

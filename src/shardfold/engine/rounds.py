@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.autograd.graph import increment_version
 
+from shardfold.engine._vote import Vote
 from shardfold.engine.runner import Runner
-from shardfold.engine.vote import Vote
 from shardfold.optim.global_weights import GlobalWeights
 from shardfold.plan.outer import Outer
 from shardfold.plan.program import ROUND

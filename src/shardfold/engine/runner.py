@@ -28,18 +28,18 @@ import torch
 from torch import Tensor
 
 from shardfold.comm.agreement import CAUGHT, Place
+from shardfold.engine._orders import Orders, mode_of
+from shardfold.engine._visible import VisibleGradients
 from shardfold.engine.handlers import Handlers
-from shardfold.engine.orders import Orders, mode_of
 from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
 from shardfold.engine.track import Section, Track
-from shardfold.engine.visible import VisibleGradients
 from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
 from shardfold.optim.guard import Guard
 from shardfold.parallel.pipeline.late import DeferredWeightGrads
 from shardfold.plan.bind import PASSES
 from shardfold.plan.part import Part
-from shardfold.plan.passes import Overlap
+from shardfold.plan.program_passes import Overlap
 from shardfold.sharding.buffers import Buffers
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.unit import Life, Unit

@@ -12,7 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
-from shardfold.engine.peak import PeakFlops
+from shardfold.engine.peak_rate import PeakFlops
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.checks import described, is_number

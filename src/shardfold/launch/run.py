@@ -24,7 +24,7 @@ def run(options: Options, script: str, arguments: list[str]) -> int:
         raise ConfigError(f"there is no script {script!r}: give its path, or -m for a module.")
     plan = decide(options, os.environ)
     if isinstance(plan, Hosts):
-        from shardfold.launch.remote import run_hosts
+        from shardfold.launch._remote import run_hosts
 
         return run_hosts(plan, options, [script, *arguments])
     if options.as_deepspeed:
@@ -41,7 +41,7 @@ def quietly_imported() -> Callable[[Node, Options, list[str]], int]:
     """Import torch for this process without the warnings that its stores write about nodes that end."""
     mine = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once, at import
-    from shardfold.launch.agent import run_node
+    from shardfold.launch._agent import run_node
 
     if mine:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks decide for themselves

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.nn.grouped import grouped_linear
-from shardfold.plan.arguments import known_arguments
+from shardfold.nn._grouped import grouped_linear
+from shardfold.plan.known_arguments import known_arguments
 
 __all__ = ["ACTIVATIONS", "ByRows", "Experts", "FeedForward", "Sorted", "combined", "sorted_rows"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_number
+from shardfold.plan.known_arguments import known_arguments
 
 __all__ = [
     "Clip",

@@ -17,7 +17,7 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     muon            Muon: momentum whose singular values are made equal, for the matrices of hidden layers
     onebit          1-bit Adam
     onebit_lamb     1-bit LAMB
-    owners          whole matrices on one rank each
+    _owners         whole matrices on one rank each
     parts           what an optimizer of ours sees: parts of parameters, and the ranks that have the other parts
     schedules       learning-rate schedules
     sharded         any element-wise ``torch.optim`` optimizer on shards

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardfold.errors import ConfigError
 from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_number
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.box import Box
+from shardfold.plan.known_arguments import known_arguments
 
 __all__ = ["Adafactor"]
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from shardfold import accelerator
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.optim._owners import balanced, exchanged, on_owners
 from shardfold.optim.adamw import adamw_
-from shardfold.optim.owners import balanced, exchanged, on_owners
 from shardfold.optim.parts import PartOptimizer, ShardGroup, ShardPlacement, Use, check_betas, check_number
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import Axes
 from shardfold.plan.cost import Sent
+from shardfold.plan.known_arguments import known_arguments
 
 __all__ = ["Muon", "muon_groups"]
 

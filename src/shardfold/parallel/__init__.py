@@ -1,31 +1,31 @@
 """Layers and activations that are split over the ranks of an axis.
 
-alike      ranks along an axis of tensor share each layer, so they have to read the same batch
-attention  how a model's attention comes to cross an axis of sequence
-batch      a batch of whole sequences, and one rank's part of it
-costs      bytes that layers cut along an axis of tensor send
-cut        which tokens of a sequence each rank has, and which parts of them attend to which
-draws      random numbers of what is divided along an axis of tensor
-experts    experts that are shared out over the ranks of an axis, and the tokens' way to them and back
-following  code of a module's own that says sizes of whole tensors
-functions  collectives of split layers, as autograd sees them
-guess      a plan of a model that brings none, by a trace
-head       a classifier with a margin whose classes are split over ranks that read other samples
-infer      which layers can be cut, found in a run without memory
-kernels    attention of one tile, forward and backward
-known      the plans of models that bring one, and of some that do not
-lengths    the numbers that a linear layer or an embedding keeps of its own shape
-link       what layers ask of the ranks along one axis, or along all axes of data
-numbers    the whole numbers among the arguments of a call: sizes of views, lengths of pieces, edges of slices
-pipeline   stages of layers
-plan       which modules are cut along an axis of tensor, by words
-ring       ring attention: keys and values travel from rank to rank, queries stay
-rules      how parts of tensors go through operations
-sequence   the axis on which ranks read other parts of the same sequences
-split      modules that are cut where they stand
-stream     sequence parallelism between layers that are cut
-trace      what a model does, operation by operation, without memory: a run of a copy of it on the meta device
-ulysses    attention by two all-to-alls, which divide heads
+attention        how a model's attention comes to cross an axis of sequence
+batch            a batch of whole sequences, and one rank's part of it
+cut              which tokens of a sequence each rank has, and which parts of them attend to which
+draws            random numbers of what is divided along an axis of tensor
+expert_parallel  experts that are shared out over the ranks of an axis, and the tokens' way to them and back
+following        code of a module's own that says sizes of whole tensors
+functions        collectives of split layers, as autograd sees them
+_guess           a plan of a model that brings none, by a trace
+head             a classifier with a margin whose classes are split over ranks that read other samples
+infer            which layers can be cut, found in a run without memory
+kernels          attention of one tile, forward and backward
+_known           the plans of models that bring one, and of some that do not
+layer_traffic    bytes that layers cut along an axis of tensor send
+lengths          the numbers that a linear layer or an embedding keeps of its own shape
+link             what layers ask of the ranks along one axis, or along all axes of data
+model_trace      what a model does, operation by operation, without memory: a run of a copy of it on the meta device
+numbers          the whole numbers among the arguments of a call: sizes of views, lengths of pieces, edges of slices
+pipeline         stages of layers
+plan             which modules are cut along an axis of tensor, by words
+ring             ring attention: keys and values travel from rank to rank, queries stay
+same_batch       ranks along an axis of tensor share each layer, so they have to read the same batch
+sequence         the axis on which ranks read other parts of the same sequences
+sharding_rules   how parts of tensors go through operations
+split            modules that are cut where they stand
+stream           sequence parallelism between layers that are cut
+ulysses          attention by two all-to-alls, which divide heads
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfold.errors import UsageError
+from shardfold.parallel.model_trace import tensors_in
 from shardfold.parallel.numbers import numbers_in, replaced
-from shardfold.parallel.trace import tensors_in
 
 __all__ = ["Expected", "Following", "follow_calls"]
 

@@ -37,9 +37,9 @@ from shardfold.nn.cross_entropy import (
 from shardfold.nn.parallel_cross_entropy import margin_of, sampled_classes
 from shardfold.parallel.link import Link, axes_named, link_of
 from shardfold.parallel.split import AxisRank
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import KNOWN, Mesh, Role
 from shardfold.plan.checks import described, is_integer
+from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice

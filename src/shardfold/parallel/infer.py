@@ -18,9 +18,9 @@ from typing import Any
 from torch import nn
 
 from shardfold.parallel.following import Expected
+from shardfold.parallel.model_trace import Leaf, Step, TracedRun, leaf_of, record
 from shardfold.parallel.numbers import localized, numbers_in, replaced
-from shardfold.parallel.rules import ALIKE, RULES, Follower, TensorPart, UnfollowedOperation, follow
-from shardfold.parallel.trace import Leaf, Step, TracedRun, leaf_of, record
+from shardfold.parallel.sharding_rules import ALIKE, RULES, Follower, TensorPart, UnfollowedOperation, follow
 
 __all__ = ["CuttableLayers", "infer"]
 

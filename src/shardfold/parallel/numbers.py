@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardfold.parallel.rules import Follower, TensorPart, UnfollowedOperation
-from shardfold.parallel.trace import Ref, TracedCall
+from shardfold.parallel.model_trace import Ref, TracedCall
+from shardfold.parallel.sharding_rules import Follower, TensorPart, UnfollowedOperation
 
 __all__ = ["localized", "numbers_in", "replaced"]
 

@@ -29,17 +29,17 @@ from typing import Any
 from torch import nn
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.parallel._guess import guessed
+from shardfold.parallel._known import STYLES, divided_of, known_plan, unknown_style
 from shardfold.parallel.draws import Parts, look_at_draws
 from shardfold.parallel.following import Expected, follow_calls
-from shardfold.parallel.guess import guessed
 from shardfold.parallel.head import split_heads
 from shardfold.parallel.infer import infer
-from shardfold.parallel.known import STYLES, divided_of, known_plan, unknown_style
 from shardfold.parallel.lengths import is_transposed
 from shardfold.parallel.link import link_of
+from shardfold.parallel.model_trace import leaf_of
 from shardfold.parallel.split import AxisRank, ModuleCut, Owners, SharedInput, cut_module, is_cut, is_streamed
 from shardfold.parallel.stream import DROPOUTS, SequenceParallel
-from shardfold.parallel.trace import leaf_of
 from shardfold.plan.axes import Mesh, Role
 from shardfold.plan.checks import described, is_integer
 

@@ -25,11 +25,11 @@ from math import inf, prod
 from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.bind import Bound
 from shardfold.plan.checks import described, is_number
 from shardfold.plan.cost import is_encoded, op_bytes, parts_of
 from shardfold.plan.formats import FORMATS, ITEMSIZE, format_named
+from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import ROLES, Axes, Layout, Sizes, Wire
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, KINDS, Op, Program

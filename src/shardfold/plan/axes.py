@@ -47,8 +47,8 @@ from math import prod
 from typing import Any
 
 from shardfold.errors import LayoutError, did_you_mean
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described, is_integer
+from shardfold.plan.known_arguments import known_arguments
 
 __all__ = ["ALSO", "DATA_AXES", "KNOWN", "LINKS", "Axes", "Axis", "Mesh", "Role", "Sizes"]
 

@@ -27,11 +27,11 @@ from os import PathLike
 from typing import Any
 
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
-from shardfold.plan.arguments import known_arguments, meant
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer, is_number
-from shardfold.plan.folders import FOLDERS, Folders, are_folders, folders_of
+from shardfold.plan.disk_folders import FOLDERS, Folders, are_folders, folders_of
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, Format, format_named
+from shardfold.plan.known_arguments import known_arguments, meant
 from shardfold.plan.outer import Outer
 from shardfold.plan.signs import Signs
 from shardfold.plan.sizes import parse_bytes

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.plan.arguments import meant
 from shardfold.plan.checks import described
-from shardfold.plan.folders import FOLDERS, are_folders, folders_of
+from shardfold.plan.disk_folders import FOLDERS, are_folders, folders_of
+from shardfold.plan.known_arguments import meant
 from shardfold.plan.layout import Layout, Tier
 
 __all__ = ["offloaded"]

@@ -1,32 +1,32 @@
 """KNOW before you run: a model's memory and time on ranks that need not be there.
 
-    auto          ``Engine(layout="auto")``: the layout that sends the least of those whose states fit
-    best          ``shardfold.plan.best``, the fastest way to train a model on some devices; and ``largest_batch``
-    candidate     a way to train that a search looks at, as what an engine, a recipe and a DeepSpeed config take
-    choice        what fits: the peak of each layout and each mode of activations, and the largest micro-batch
-    coding        bytes that formats hold besides while they encode and decode, found by letting them do it
-    division      how ranks share one model besides its states
-    figures       figures that papers print, computed
-    given         what a plan is given, a model and a micro-batch, and what is wrong with them in a sentence
-    hardware      what devices and links can do, as their makers print it; and what was measured on a machine
-    hollow        a model without memory
-    inference     memory without training
-    kernels       what kernels of a GPU keep for backward
-    live          bytes of storages while they live
-    memory        bytes over time: a trace and a program, walked together as the engine walks them
-    moved         activations on the host and on disk, on paper
-    repeats       models of many blocks that are alike are traced with a few of them; what the others do is repeated
-    sampled       ``layout="auto", sample=``: the fastest that fits
-    search        which ways to train fit, ranked
-    seconds       the time of a step
-    setting       what a rank's engine would bind: units, orders, program
-    stage_traces  traces of one stage of a model
-    staged        stages of a rank on paper, by an order of actions
-    staged_walks  walks of a model that is cut into stages
-    surface       memory over time as numbers that a page computes with
-    trace         what a model's forward and backward do, as values
-    tracing       runs a model on tensors without memory, and notes what the engine's hooks would hear
-    walks         the program walked for many micro-batches at once, each walk done once
+    auto           ``Engine(layout="auto")``: the layout that sends the least of those whose states fit
+    best           ``shardfold.plan.best``, the fastest way to train a model on some devices; and ``largest_batch``
+    candidate      a way to train that a search looks at, as what an engine, a recipe and a DeepSpeed config take
+    choice         what fits: the peak of each layout and each mode of activations, and the largest micro-batch
+    coding         bytes that formats hold besides while they encode and decode, found by letting them do it
+    division       how ranks share one model besides its states
+    figures        figures that papers print, computed
+    given          what a plan is given, a model and a micro-batch, and what is wrong with them in a sentence
+    _gpu_kernels   what kernels of a GPU keep for backward
+    hardware       what devices and links can do, as their makers print it; and what was measured on a machine
+    hollow         a model without memory
+    inference      memory without training
+    live           bytes of storages while they live
+    memory         bytes over time: a trace and a program, walked together as the engine walks them
+    moved          activations on the host and on disk, on paper
+    repeats        models of many blocks that are alike are traced with a few of them; what the others do is repeated
+    sampled        ``layout="auto", sample=``: the fastest that fits
+    search         which ways to train fit, ranked
+    seconds        the time of a step
+    setting        what a rank's engine would bind: units, orders, program
+    _stage_traces  traces of one stage of a model
+    staged         stages of a rank on paper, by an order of actions
+    staged_walks   walks of a model that is cut into stages
+    surface        memory over time as numbers that a page computes with
+    trace          what a model's forward and backward do, as values
+    tracing        runs a model on tensors without memory, and notes what the engine's hooks would hear
+    walks          the program walked for many micro-batches at once, each walk done once
 
 It runs the model without values and walks the program that the engine would bind. It knows no engine.
 """

@@ -9,9 +9,9 @@ from torch import nn
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.checks import described, is_flag, is_integer
+from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.candidate import FittingCandidate

@@ -9,7 +9,7 @@ from typing import Any
 from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout
-from shardfold.plan.passes import Overlap
+from shardfold.plan.program_passes import Overlap
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.seconds import Seconds
 

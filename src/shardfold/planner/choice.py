@@ -11,7 +11,7 @@ from shardfold.plan import presets
 from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.lifetimes import GPU, Behaviour
-from shardfold.plan.passes import Overlap
+from shardfold.plan.program_passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate
 from shardfold.planner.hardware import Cluster

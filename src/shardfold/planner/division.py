@@ -21,7 +21,7 @@ from shardfold.comm.transport import Pending
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.batch import INPUTS
-from shardfold.parallel.experts import dispatches, share_out
+from shardfold.parallel.expert_parallel import dispatches, share_out
 from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.plan import Given, split_model
 from shardfold.parallel.split import hear_gradients

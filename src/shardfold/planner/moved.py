@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfold.activations.offload import Movers
+from shardfold.activations.saved_tensors import Movers
 from shardfold.planner.trace import Moves
 from shardfold.torch_internals import FakeTensor, storage_key
 

@@ -17,7 +17,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.lifetimes import Behaviour
-from shardfold.plan.passes import Overlap
+from shardfold.plan.program_passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import plan_memory

@@ -21,16 +21,16 @@ from shardfold.plan.cost import resting_bytes, tier_bytes
 from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, Behaviour
 from shardfold.plan.part import Part
-from shardfold.plan.passes import Overlap
+from shardfold.plan.program_passes import Overlap
 from shardfold.plan.rules import Rules
+from shardfold.planner._gpu_kernels import gpu_kernels
+from shardfold.planner._stage_traces import StageTraces
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.given import check_given, check_trains
 from shardfold.planner.hollow import hollow, hollow_values
-from shardfold.planner.kernels import gpu_kernels
 from shardfold.planner.memory import Setting
 from shardfold.planner.moved import MOVED, SMALLEST
 from shardfold.planner.repeats import Folded, fold
-from shardfold.planner.stage_traces import StageTraces
 from shardfold.planner.staged import in_order, stages_of
 from shardfold.planner.trace import Lane, Sends, Trace
 from shardfold.planner.tracing import MODES, Compute, Moving, loss_of, runs_with_memory, trace_model

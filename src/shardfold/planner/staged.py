@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
-from shardfold.parallel.pipeline.order import Action, choose_order, make_order
+from shardfold.parallel.pipeline.flow import TensorOrigin
+from shardfold.parallel.pipeline.stage_order import Action, choose_order, make_order
 from shardfold.parallel.pipeline.stages import Borders, StageDone, StageForward, Stages
-from shardfold.parallel.pipeline.trace import TensorOrigin
 from shardfold.plan.part import Part
 from shardfold.planner.division import Division
 from shardfold.planner.trace import Event, Lane, StagePass, Trace

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardfold.parallel.pipeline.order import Action, choose_order
+from shardfold.parallel.pipeline.stage_order import Action, choose_order
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, GPU
-from shardfold.plan.passes import Overlap
 from shardfold.plan.program import Op
+from shardfold.plan.program_passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, FittingCandidate, sizes_to_show
 from shardfold.planner.hardware import Cluster

@@ -15,8 +15,8 @@ from shardfold.plan.auto_wire import PURPOSES, AutoWire, wires
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import DATA_AXES, Layout, Precision, Tier, Wire
 from shardfold.plan.lifetimes import CPU, GPU
-from shardfold.plan.passes import Overlap
 from shardfold.plan.program import COLLECTIVES, Program
+from shardfold.plan.program_passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, FittingCandidate, sizes_to_show
 from shardfold.planner.hardware import Cluster

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_modules
 
 from shardfold.errors import ConfigError, UsageError
 from shardfold.plan.rules import Rules
-from shardfold.sharding.added_groups import look_at_added
+from shardfold.sharding._added_groups import look_at_added
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.groups import alignment, group_numbers
 from shardfold.sharding.loans import Loan

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
+from shardfold.sharding._hidden import HiddenGradient
 from shardfold.sharding.autograd import is_heard
 from shardfold.sharding.gradient_buffer import GradientBuffer
 from shardfold.sharding.gradients import Gradients, SlotNumbers, Sums
-from shardfold.sharding.hidden import HiddenGradient
 from shardfold.sharding.segment import Segment
 from shardfold.torch_internals import storage_key
 

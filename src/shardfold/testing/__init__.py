@@ -14,16 +14,16 @@ exactly as plain PyTorch does. When a rank fails, `RanksFailed` shows the traceb
 when ranks hang it shows where each one stood. With ``device="sim"`` ranks have a simulated accelerator
 (:mod:`shardfold.testing.simulated`), on which stream code is tested without a GPU.
 
-    held       what autograd holds for backward, watched from outside
-    late       a transport that delays and drops: a slow or broken link on any machine, without root
-    links      nodes on this machine, with links between them that are really slow, counted and cut
-    ranks      ranks for a test, as warm processes
-    simulated  a simulated asynchronous accelerator
-    training   a layout trains as plain PyTorch does
-    worker     the life of one worker process
+    held            what autograd holds for backward, watched from outside
+    links           nodes on this machine, with links between them that are really slow, counted and cut
+    ranks           ranks for a test, as warm processes
+    simulated       a simulated asynchronous accelerator
+    slow_transport  a transport that delays and drops: a slow or broken link on any machine, without root
+    _training       a layout trains as plain PyTorch does
+    _worker         the life of one worker process
 """
 
+from shardfold.testing._training import TrainingMatch, same_training
 from shardfold.testing.ranks import RankFailure, Ranks, RanksFailed, run_ranks
-from shardfold.testing.training import TrainingMatch, same_training
 
 __all__ = ["RankFailure", "Ranks", "RanksFailed", "TrainingMatch", "run_ranks", "same_training"]

@@ -32,8 +32,8 @@ from types import TracebackType
 from typing import Any
 
 from shardfold.errors import ShardfoldError, UsageError, did_you_mean
-from shardfold.plan.arguments import keywords, known_arguments, unknown
-from shardfold.testing import worker
+from shardfold.plan.known_arguments import keywords, known_arguments, unknown
+from shardfold.testing import _worker as worker
 
 # Imported once by the fork server. The first step of a torch optimizer imports `torch._dynamo`, a second of its own;
 # pytest's start script is imported again by each worker.
@@ -43,7 +43,7 @@ PRELOAD = (
     "torch._dynamo",
     "shardfold",
     "shardfold.engine.engine",
-    "shardfold.testing.worker",
+    "shardfold.testing._worker",
 )
 
 SETTLE = 5.0  # seconds that the other ranks have to report after the first failure, and a process to die of a signal

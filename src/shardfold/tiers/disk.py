@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from shardfold import accelerator
-from shardfold.tiers.drive import Drive, blocks
+from shardfold.tiers._drive import Drive, blocks
 from shardfold.tiers.pages import let_go, spare
 from shardfold.tiers.staging import BLOCK, Buffer, Staging
 from shardfold.tiers.waits import Waits

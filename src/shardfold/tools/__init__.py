@@ -8,7 +8,7 @@
     doctor        what is wrong with an installation, and what this machine can do
     effects       options that would do nothing under the others
     entry         where the command begins; says what is not installed
-    explained     what ``shardfold explain --config`` prints
+    _explained    what ``shardfold explain --config`` prints
     extras        what is installed only on request
     interruption  Ctrl-C of the command, from its start on
     observe       what a run shows and leaves behind: metrics as data, progress on the terminal, pictures

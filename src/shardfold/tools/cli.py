@@ -23,7 +23,7 @@ from shardfold.tools import cli_ckpt, cli_plan, cli_run, extras
 from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.recipes.config import RecipeSettings, TrainConfig, read_settings, resumed_settings
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.folder import claimed
 
 __all__ = ["app", "main"]
@@ -88,7 +88,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
 ) -> None:
     """Write the page of a run, report.html, into its folder: also of one that is under way, or ended early."""
-    from shardfold.tools.observe.page import write_page
+    from shardfold.tools.observe.run_page import write_page
 
     print(f"Written: {write_page(run)}")
 
@@ -104,9 +104,9 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Look for what is wrong with this installation, and for what costs speed."""
-    from shardfold.tools.doctor import command
+    from shardfold.tools.doctor import doctor as checked
 
-    raise typer.Exit(FAILED if command.doctor(measure, as_json=json) else 0)
+    raise typer.Exit(FAILED if checked.doctor(measure, as_json=json) else 0)
 
 
 def train(
@@ -271,7 +271,7 @@ def explain(
         raise ConfigError(f"{ranks} ranks do not spread evenly over {nodes} nodes: choose --ranks as a multiple.")
     mesh = {"inter": nodes, "intra": ranks // nodes}
     if config is not None:
-        from shardfold.tools.explained import explain_config
+        from shardfold.tools._explained import explain_config
 
         print(explain_config(config, mesh=mesh, params=int(params), blocks=blocks))
         return
@@ -326,7 +326,7 @@ def bench(
     ] = None,
 ) -> None:
     """Run one job under each layout and each installed peer, in turns, and compare time, memory and bytes sent."""
-    from shardfold.tools.bench import command
+    from shardfold.tools.bench import bench as command
     from shardfold.tools.bench.settings import EFFECTS, Settings
     from shardfold.tools.effects import check_effects
 

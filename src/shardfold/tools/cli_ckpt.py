@@ -140,7 +140,7 @@ def inspect(
     from shardfold.checkpoint import inspect as looking
     from shardfold.checkpoint.hosts import hosts_said
     from shardfold.tools.observe.contents import contents_table, reading, run_table, states_table
-    from shardfold.tools.observe.formats import format_bytes, format_count
+    from shardfold.tools.observe.readable import format_bytes, format_count
     from shardfold.tools.observe.tables import print_whole
 
     with reading("reading", Console(stderr=True)) as tick:
@@ -186,7 +186,7 @@ def verify(path: Where, json: Json = False) -> None:
 
     from shardfold.checkpoint import verify as checking
     from shardfold.tools.observe.contents import reading
-    from shardfold.tools.observe.formats import format_bytes
+    from shardfold.tools.observe.readable import format_bytes
 
     try:
         with reading("verifying", Console(stderr=True)) as tick:

@@ -249,7 +249,7 @@ def _divisions(
         ConfigError: options do not go together.
     """
     from shardfold.parallel.pipeline.ahead import AHEAD
-    from shardfold.parallel.pipeline.order import choose_order
+    from shardfold.parallel.pipeline.stage_order import choose_order
     from shardfold.planner.division import Division
 
     divisions: list[Division] = []

@@ -26,18 +26,19 @@ from torch import Tensor
 import shardfold as sf
 from shardfold.errors import CheckpointError, ConfigError
 from shardfold.testing import Ranks
-from shardfold.tools.recipes.face import matcher, study, verification
+from shardfold.tools.recipes.face import _matcher as matcher
+from shardfold.tools.recipes.face import study, verification
+from shardfold.tools.recipes.face._drawing import png
+from shardfold.tools.recipes.face._findings import batch_orders
+from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.cards import PUBLISHED, on_cards
-from shardfold.tools.recipes.face.config import FaceConfig
-from shardfold.tools.recipes.face.drawing import png
 from shardfold.tools.recipes.face.drawn import DrawnFaces
-from shardfold.tools.recipes.face.findings import batch_orders
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.images import Batches, EpochSampler, sources, unchanged
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
 from shardfold.tools.recipes.face.remarks import here, remarks
 from shardfold.tools.recipes.face.row import StudyRow
 from shardfold.tools.recipes.face.train import FaceRun, pca, report, steps, train
-from shardfold.tools.recipes.face.transforms import change_of
 from shardfold.tools.recipes.face.vit import FaceModel
 
 HEADS = ("sharded", "replicated")

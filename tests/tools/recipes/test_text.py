@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
-from shardfold.tools.recipes import text
-from shardfold.tools.recipes.text import Corpus, Windows, baselines, held_out_windows, load_corpus, pair_counts
+from shardfold.tools.recipes import _corpus as text
+from shardfold.tools.recipes._corpus import Corpus, Windows, baselines, held_out_windows, load_corpus, pair_counts
 
 
 def corpus_of(train: bytes, held_out: bytes = b"x" * 1000) -> Corpus:

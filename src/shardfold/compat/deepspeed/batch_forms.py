@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
-from shardfold.parallel.pipeline.trace import Made, placeholder
+from shardfold.parallel.pipeline.flow import Made, placeholder
 
 __all__ = ["describe", "imagine"]
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.activations.slices import Sliced
+from shardfold.activations.partitioned_inputs import Sliced
 
 __all__ = ["CheckpointedCall", "GroupRanks", "is_cut"]
 
 
 class GroupRanks:
-    """The ranks of a process group, of which each keeps a slice (see :class:`shardfold.activations.slices.Along`)."""
+    """The ranks of a process group, of which each keeps a slice (see ``Along`` of ``activations.partitioned_inputs``)."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.deepspeed_ranks import is_plain
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
-from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.given import check_states
 from shardfold.checkpoint.imports import import_from
+from shardfold.checkpoint.index import INDEX
 from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.paths import read_name
 from shardfold.checkpoint.reader import Checkpoint

@@ -14,9 +14,9 @@ from shardfold.compat.deepspeed.config import Settings
 from shardfold.compat.deepspeed.config_parallel import TENSOR_AXIS, Said, plan_words
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.engine.engine import Engine
-from shardfold.parallel.alike import same_inputs
 from shardfold.parallel.link import MeshLink
 from shardfold.parallel.plan import AUTO, TensorPlan
+from shardfold.parallel.same_batch import same_inputs
 from shardfold.plan.box import Box
 
 __all__ = ["Joining", "check_dtype", "check_same_batch", "plan_of", "set_autotp_mode", "told_of", "tp_model_init"]

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from shardfold import accelerator
 from shardfold.errors import ConfigError, ModelError
-from shardfold.parallel.pipeline.batch import default_compute
+from shardfold.parallel.pipeline.flow import PieceTrace, Skeleton
+from shardfold.parallel.pipeline.micro_batches import default_compute
 from shardfold.parallel.pipeline.pieces import PipelinePiece, find_pieces
-from shardfold.parallel.pipeline.trace import PieceTrace, Skeleton
-from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import is_integer
+from shardfold.plan.known_arguments import known_arguments
 from shardfold.torch_internals import tree_flatten, tree_unflatten
 
 __all__ = ["PieceCost", "PieceCosts", "measure_pieces"]

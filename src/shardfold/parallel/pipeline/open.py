@@ -13,12 +13,12 @@ from shardfold.comm.agreement import Agreement
 from shardfold.comm.mesh import DataMesh
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.costs import PieceCosts
-from shardfold.parallel.pipeline.order import OrderChoice
 from shardfold.parallel.pipeline.pieces import PipelinePiece, cut_by_cost, find_pieces
+from shardfold.parallel.pipeline.stage_order import OrderChoice
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Activations
-from shardfold.plan.passes import Overlap
+from shardfold.plan.program_passes import Overlap
 from shardfold.sharding.unit import Unit
 
 __all__ = ["check_ahead", "check_together", "open_stages"]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from shardfold.comm.comm import Comm
 from shardfold.errors import ConfigError, ModelError, UsageError
-from shardfold.parallel.pipeline.around import Around
+from shardfold.parallel.pipeline._around import Around
 from shardfold.parallel.pipeline.costs import PieceCosts
+from shardfold.parallel.pipeline.flow import Constant, Made, Passed, PieceTrace, Skeleton, TensorOrigin, placeholder
 from shardfold.parallel.pipeline.pieces import cost_of, cut_by_cost, cut_by_names, find_pieces
-from shardfold.parallel.pipeline.trace import Constant, Made, Passed, PieceTrace, Skeleton, TensorOrigin, placeholder
 from shardfold.sharding.model import StagedNames
 from shardfold.sharding.partitioned import early_shard, keep_mine
 from shardfold.sharding.slices import mark_shared

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfold.comm.comm import Comm
 from shardfold.comm.meter import LAYERS
-from shardfold.parallel.pipeline.trace import Made
+from shardfold.parallel.pipeline.flow import Made
 from shardfold.plan.cost import Sent
 
 __all__ = ["Parcel", "PointToPoint"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
-from shardfold.testing.simulated.checker import Checker
+from shardfold.testing.simulated._checker import Checker
 from shardfold.testing.simulated.clocks import Clocks, Moment, is_over
 from shardfold.testing.simulated.findings import Findings
 from shardfold.testing.simulated.memory import Allocation, Allocator, contiguous, spoil

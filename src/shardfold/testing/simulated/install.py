@@ -40,7 +40,7 @@ def install() -> SimulatedDevice:
             f"PyTorch {torch.__version__} has no {', '.join(lost)}, of which the simulated device is made: "
             "install a version that docs/versions.md names."
         )
-    from shardfold.testing.simulated.patches import patch  # what follows needs the names that were looked for
+    from shardfold.testing.simulated._patches import patch  # what follows needs the names that were looked for
     from shardfold.testing.simulated.streams import Stream
 
     device = PROCESS.device = SimulatedDevice()
@@ -97,10 +97,10 @@ _LIBRARIES: list[torch.library.Library] = []  # what they register goes when the
 
 
 def _register() -> None:
-    from shardfold.testing.simulated.autocast import AUTOCAST
-    from shardfold.testing.simulated.layers import CELLS, CONVOLUTIONS
-    from shardfold.testing.simulated.module import device_module
-    from shardfold.testing.simulated.operations import fallback
+    from shardfold.testing.simulated._autocast import AUTOCAST
+    from shardfold.testing.simulated._layers import CELLS, CONVOLUTIONS
+    from shardfold.testing.simulated._module import device_module
+    from shardfold.testing.simulated._operations import fallback
     from shardfold.testing.simulated.special import to_copy
     from shardfold.testing.simulated.unwinding import SimulatedDeviceGuard
     from shardfold.torch_internals import CPU_KEYS, register_device
@@ -137,6 +137,6 @@ def _register() -> None:
         named.impl(name, kernel, "AutocastPrivateUse1")
     _LIBRARIES.extend([everything, named])
     if torch.distributed.is_available():
-        from shardfold.testing.simulated.group import register
+        from shardfold.testing.simulated._group import register
 
         register()

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardfold.testing.simulated._dlpack import tensor_over
 from shardfold.testing.simulated.arena import Arena
 from shardfold.testing.simulated.clocks import Clock, Clocks, merge
-from shardfold.testing.simulated.dlpack import tensor_over
 from shardfold.testing.simulated.findings import Access
 from shardfold.testing.simulated.regions import span
 from shardfold.testing.simulated.sites import Site

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardfold.activations.offload import Movers
+from shardfold.activations.saved_tensors import Movers
 from shardfold.engine import hooks
 from shardfold.engine.engine import Engine
 from shardfold.optim.sharded import ShardedOptimizer

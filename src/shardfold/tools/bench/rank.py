@@ -18,8 +18,9 @@ import torch
 
 from shardfold import accelerator
 from shardfold.errors import ShardfoldError
-from shardfold.tools.bench import contenders, models, sides
-from shardfold.tools.bench.measure import (
+from shardfold.tools.bench import _sides as sides
+from shardfold.tools.bench import contenders, jobs
+from shardfold.tools.bench._process_memory import (
     clear_peak,
     disk_bytes,
     held_bytes,
@@ -47,12 +48,12 @@ class BenchRank:
             self._device = torch.device(device.type, number % accelerator.count(device))
             accelerator.use(self._device)
         sides.prepare(contender, settings, self._device)
-        batches = models.batches(settings, number)
+        batches = jobs.batches(settings, number)
         self._batches = [tuple(each.to(self._device) for each in batch) for batch in batches]
         gc.collect()
         clear_peak(self._device)
         self._before = resident_bytes(self._device)
-        self._side = sides.build(contender, settings, models.build(settings), self._device)
+        self._side = sides.build(contender, settings, jobs.build(settings), self._device)
         self._set_up_peak = peak_bytes(self._device)
         gc.collect()
         clear_peak(self._device)

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from shardfold.checkpoint.inspect import Row
-from shardfold.tools.observe.formats import format_bytes, format_count
 from shardfold.tools.observe.printable import printable
+from shardfold.tools.observe.readable import format_bytes, format_count
 from shardfold.tools.observe.tables import headed, new_table
 
 __all__ = ["Tick", "contents_table", "reading", "run_table", "states_table"]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from shardfold.plan.report import MemoryRow
-from shardfold.tools.observe.formats import format_bytes
+from shardfold.tools.observe.readable import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from shardfold.tools.observe.formats import format_bytes, format_count, format_duration, sparkline
 from shardfold.tools.observe.metrics import StepMetrics
+from shardfold.tools.observe.readable import format_bytes, format_count, format_duration, sparkline
 
 __all__ = ["Progress"]
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardfold.plan.report import MemoryRow, MovedRow, TrafficRow
-from shardfold.tools.observe.formats import format_bytes
 from shardfold.tools.observe.printable import printable
+from shardfold.tools.observe.readable import format_bytes
 
 __all__ = [
     "memory_table",

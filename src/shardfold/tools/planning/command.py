@@ -24,8 +24,8 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.staged import usual_count
 from shardfold.tools.observe.console import working
 from shardfold.tools.planning import show
+from shardfold.tools.planning._plan_page import plan_page
 from shardfold.tools.planning.models import Planned, planned_model
-from shardfold.tools.planning.page import plan_page
 from shardfold.tools.recipes.config import SIZES
 
 __all__ = ["print_inference", "print_plan", "write_plan_page"]

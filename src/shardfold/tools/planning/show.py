@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from shlex import quote
 
-from shardfold.parallel.pipeline.order import choose_order, make_order
 from shardfold.parallel.pipeline.simulate import timeline
+from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Precision, Tier

@@ -405,7 +405,9 @@ class TrainConfig(RecipeSettings):
 
     def _check_stages(self) -> None:
         if self.pipeline > 1:
-            from shardfold.parallel.pipeline.order import choose_order  # imports torch, which other commands do without
+            from shardfold.parallel.pipeline.stage_order import (
+                choose_order,  # imports torch, which other commands do without
+            )
 
             choose_order(self.order)
         for name, given in (("sequence", self.sequence > 1), ("sequence-parallel", self.sequence_parallel)):

@@ -32,7 +32,7 @@ import shardfold as sf
 from shardfold import accelerator
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.comm.mesh import pick_device
-from shardfold.engine.peak import peak_of
+from shardfold.engine.peak_rate import peak_of
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
 from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
 from shardfold.optim.schedules import renew_rates
@@ -42,17 +42,17 @@ from shardfold.tiers.limit import memory_limit
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
-from shardfold.tools.observe.formats import format_bytes, format_count, format_duration
 from shardfold.tools.observe.metrics import MetricsWriter, StepMetrics
-from shardfold.tools.observe.page import write_page
 from shardfold.tools.observe.progress import Progress
+from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
+from shardfold.tools.observe.run_page import write_page
+from shardfold.tools.recipes._corpus import Corpus, Windows, baselines, held_out_windows, load_corpus
+from shardfold.tools.recipes._needed_memory import check_memory
+from shardfold.tools.recipes._planned_peak import Peak
 from shardfold.tools.recipes.config import SHAPE, TrainConfig, flops_or_file
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
-from shardfold.tools.recipes.memory import check_memory
-from shardfold.tools.recipes.peak import Peak
-from shardfold.tools.recipes.text import Corpus, Windows, baselines, held_out_windows, load_corpus
 
 __all__ = ["Result", "TrainConfig", "train"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.folders import LATEST
-from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.index import INDEX
 from shardfold.checkpoint.paths import read_name
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.stored import Later, weights_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardfold.planner.hardware import DEVICES
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.needs import SETTINGS, Needs
 
 __all__ = ["ALLOWED", "CARDS", "PUBLISHED", "CardSetting", "Published", "on_cards"]

@@ -22,9 +22,9 @@ from torch.utils import data
 from shardfold.data import Sampler
 from shardfold.errors import ConfigError
 from shardfold.tools.extras import sentence
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face._stores import SUFFIXES, Store, store_of
 from shardfold.tools.recipes.face.drawn import DrawnFaces
-from shardfold.tools.recipes.face.stores import SUFFIXES, Store, store_of
+from shardfold.tools.recipes.face.face_config import FaceConfig
 
 __all__ = ["Batches", "Encoded", "EpochSampler", "Source", "sources"]
 

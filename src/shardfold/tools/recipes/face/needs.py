@@ -12,7 +12,7 @@ from shardfold.plan import presets
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
-from shardfold.plan.passes import Overlap
+from shardfold.plan.program_passes import Overlap
 from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Device
@@ -21,7 +21,7 @@ from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import LINE, Subject
 from shardfold.sharding.materialize import meta_init
 from shardfold.sharding.slices import mark_slice
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.vit import FaceModel
 
 __all__ = ["SETTINGS", "Need", "Needs"]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from shardfold.plan.passes import Overlap
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.plan.program_passes import Overlap
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.needs import Needs
 from shardfold.tools.recipes.face.row import StudyRow
 from shardfold.tools.recipes.face.vit import FaceModel

@@ -27,13 +27,13 @@ from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.tools.bench.planned import measured_peak
 from shardfold.tools.observe.console import lenient_console
-from shardfold.tools.observe.formats import format_duration
+from shardfold.tools.observe.readable import format_duration
+from shardfold.tools.recipes.face._study_page import Study, write_page
 from shardfold.tools.recipes.face.cards import on_cards
-from shardfold.tools.recipes.face.config import DEFAULT_WARMUP, STUDY_CHOOSES, FaceConfig
 from shardfold.tools.recipes.face.drawn import DrawnFaces
+from shardfold.tools.recipes.face.face_config import DEFAULT_WARMUP, STUDY_CHOOSES, FaceConfig
 from shardfold.tools.recipes.face.images import Drawn, Source, sources
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
-from shardfold.tools.recipes.face.page import Study, write_page
 from shardfold.tools.recipes.face.remarks import here
 from shardfold.tools.recipes.face.row import StudyRow
 from shardfold.tools.recipes.face.train import FaceRun, pca

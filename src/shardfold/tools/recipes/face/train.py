@@ -30,11 +30,11 @@ from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.launch import INTERRUPTED
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe.console import lenient_console
-from shardfold.tools.observe.formats import format_bytes, format_count, format_duration
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
+from shardfold.tools.recipes.face._matcher import fit, scores_of
+from shardfold.tools.recipes.face._transforms import change_of
+from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.images import Batches, Encoded, EpochSampler, Source, sources, unchanged
-from shardfold.tools.recipes.face.matcher import fit, scores_of
-from shardfold.tools.recipes.face.transforms import change_of
 from shardfold.tools.recipes.face.verification import PairVerification, cosine_scores, identification, verify
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
@@ -332,7 +332,7 @@ def report(
     np.savez(out / "embeddings.npz", embeddings=held, labels=run.held_out.labels, names=np.array(run.held_out.names))
     said: list[str] = []
     try:
-        from shardfold.tools.recipes.face.pictures import faces_picture, roc_picture
+        from shardfold.tools.recipes.face._face_pictures import faces_picture, roc_picture
 
         roc_picture(out / "roc.png", rows)
         faces_picture(out / "faces.png", run.held_out)

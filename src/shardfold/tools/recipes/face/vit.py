@@ -13,7 +13,7 @@ from shardfold.nn import SyncBatchNorm
 from shardfold.parallel import Attention, MarginHead
 from shardfold.tools.effects import without_effect
 from shardfold.tools.packages import config_of_type, package_of, timm_model
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.face_config import FaceConfig
 
 __all__ = ["FaceModel", "ViT", "backbone_of"]
 

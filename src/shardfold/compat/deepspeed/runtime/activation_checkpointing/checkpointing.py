@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shardfold.activations.slices import SliceBuffer, Sliced, Slicer
+from shardfold.activations.partitioned_inputs import SliceBuffer, Sliced, Slicer
 from shardfold.compat.deepspeed.accelerator.real_accelerator import get_accelerator
 from shardfold.compat.deepspeed.checkpointed import CheckpointedCall, GroupRanks, is_cut
 from shardfold.compat.deepspeed.config import DeepSpeedConfig

@@ -1,6 +1,6 @@
 """``deepspeed.runtime.pipe.schedule``: what a stage of a pipeline does at which step. Arithmetic only.
 
-The engine runs orders of its own (see :mod:`shardfold.parallel.pipeline.order`), of which 1F1B is the same.
+The engine runs orders of its own (see :mod:`shardfold.parallel.pipeline.stage_order`), of which 1F1B is the same.
 """
 
 from __future__ import annotations

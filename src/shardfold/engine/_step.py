@@ -1,0 +1,342 @@
+"""The optimizer step: all ranks agree what was used and whether it is finite, then each updates what it owns.
+
+agree     which parameters any rank used, whether gradients overflowed on any, in one small message
+reduce    what came too late for backward
+follow    the program's section ``step``: CLAMP and NORM up to the marker STEP, then UPDATE and ALL_GATHER of each unit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from shardfold.activations.modes import Replacements
+from shardfold.engine._delayed import Delayed
+from shardfold.engine.consistency import same_settings, settings
+from shardfold.engine.damage import StepFailure
+from shardfold.engine.freeze import Freeze
+from shardfold.engine.replicated import Replicated
+from shardfold.engine.rounds import Rounds
+from shardfold.engine.runner import Runner
+from shardfold.engine.stats import Clock
+from shardfold.engine.track import Track
+from shardfold.errors import (
+    CollectiveError,
+    ConfigError,
+    NonFiniteError,
+    OrderError,
+    ShardfoldError,
+    StepError,
+    UsageError,
+)
+from shardfold.numerics.alarm import Alarm
+from shardfold.numerics.scaling import Scaler
+from shardfold.numerics.token_weights import Shares
+from shardfold.optim.global_weights import GlobalWeights
+from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.optim.sign_exchange import SignExchange
+from shardfold.plan.layout import Tier
+from shardfold.plan.report import StepReport
+from shardfold.sharding.changes import Changes
+from shardfold.sharding.model import ShardedModel
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Takes the steps of one engine.
+
+    Args:
+        model: whose shards are updated.
+        updater: that updates them.
+        runner: the passes, between which steps are taken.
+        changes: told that parameters have new values.
+        scaler: of the loss, or None.
+        alarm: looks for what is not finite.
+        shares: weights of the micro-batches.
+        replaced: forwards whose modes a budget may still choose.
+        replicated: compares gradients of what ranks have alike.
+        clock: takes a lap.
+
+    Attributes:
+        rounds: of outer steps; None: there are none.
+        freeze: of the variance of an optimizer that sends signs behind it; None: it sends gradients.
+    """
+
+    def __init__(
+        self, model: ShardedModel, updater: ShardedOptimizer, runner: Runner, changes: Changes, scaler: Scaler | None,
+        alarm: Alarm, shares: Shares, replaced: Replacements, replicated: Replicated, clock: Clock,
+    ) -> None:  # fmt: skip
+        self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
+        self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
+        self._replicated = replicated
+        self._handlers, self._norms = runner.handlers, runner.handlers.norms
+        self.rounds: Rounds | None = None
+        self.freeze: Freeze | None = None
+        self._delayed: list[Delayed] = []  # updates of the last step that are still to arrive
+
+    def step(self) -> StepReport:
+        """See :meth:`Engine.step`; at the boundary, with gradients."""
+        with self._model.comm.agreement.uninterrupted():
+            try:
+                return self._step()
+            except ShardfoldError as error:
+                if self.rounds is not None and not isinstance(error, (OrderError, CollectiveError)):
+                    self.rounds.tell(error)
+                raise
+            finally:
+                self._handlers.withdraw()  # where no update was
+
+    def _step(self) -> StepReport:
+        model, run, runner, scaler = self._model, self._model.run, self._runner, self._scaler
+        assert model.optimizer is not None
+        runner.bring_back()
+        if self.rounds is not None:
+            self.rounds.tell(None)
+        lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
+        said = self._meet()
+        if said[1]:
+            self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX, group=True))
+        if said[2]:
+            self._handlers.withdraw()  # of other gradients
+            runner.visible.compare("engine.step()")
+        scale = self._handlers.lifted
+        updated = self._update()
+        findings = self._alarm.report.findings if self._alarm.report is not None else ()
+        if scaler is not None:
+            scaler.update(not updated)
+            self._alarm.settle()
+        comm = model.comm
+        waited = comm.agreement.waited + (comm.job.waited if comm.job is not comm.agreement else 0.0)
+        if not updated:  # neither weights, moments, counts nor the schedule have moved
+            took = self._clock.end_step(waited, self._handlers.tier_seconds, skipped=True)
+            if scaler is not None and scaler.exhausted:
+                raise self._alarm.failure()
+            return StepReport(
+                run.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings, tiers=took
+            )
+        run.steps += 1
+        if self.freeze is not None:
+            runner.orders.stepped = runner.orders.bound.program
+            self.freeze.follow()
+        model.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
+        if run.lr_schedule is not None:
+            run.lr_schedule.step()
+        for call in run.after_step:
+            call()
+        took = self._clock.end_step(waited, self._handlers.tier_seconds)
+        behind, run.unwritten = run.unwritten, None
+        if (problem := behind or self._not_back(run.steps)) is not None:
+            raise problem
+        norm = self._norms.norm
+        return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings, tiers=took)
+
+    def _meet(self) -> Sequence[bool | int]:
+        """All that take this step together are about to take it, with the same settings of the optimizer: flags, of
+        buffers (which have none), of modes that wait to be chosen, and of gradients that users changed.
+
+        Raises:
+            OrderError: they are about to do different things.
+            UsageError, ConfigError: on every rank: some rank refuses the step, or has other settings than others, with
+                which what ranks have alike would drift apart. Nothing was done.
+        """
+        model, runner, group = self._model, self._runner, self._model.comm.group
+        by_hand, refusal = self._take_visible()
+        hidden, what = refusal is None, "the optimizer step"
+        told = settings(model.optimizer) if group.peers.size > 1 else []
+        flags = [False, self._replaced.waits, by_hand, not hidden]
+        *said, apart = runner.meet(what, flags=flags, alike=" ".join(told))
+        if group is not runner.agreement:  # stages may have other groups of parameters
+            said = group.meet(what, flags=[*map(bool, said[:3]), bool(said[3] or apart)]).flags
+        if apart:
+            try:
+                same_settings(runner.agreement, told)
+            except ConfigError as error:
+                refusal = refusal or error
+        if said[3] or apart:
+            if hidden:
+                runner.visible.show()  # nothing is done here, either
+            group.refuse("engine.step()", refusal)
+        return said
+
+    def _take_visible(self) -> tuple[bool, UsageError | None]:
+        """Whether users did anything to gradients on this rank, and why it is refused: the others, which come to the
+        step, are to hear of it before it is raised."""
+        try:
+            return self._runner.visible.before_step(), None
+        except UsageError as error:
+            return self._runner.visible.touched, error
+
+    def _update(self) -> bool:
+        """The update; False if gradients overflowed on any rank, in which case no rank has changed anything."""
+        model, handlers, runner = self._model, self._handlers, self._runner
+        model.comm.meter.begin_step()
+        for unit in model.units:
+            unit.gradients.complete()  # one rank: nothing was sent, so nothing is complete
+        used, weighed, overflowed = self._agree()
+        self.settle()
+        if overflowed:
+            for unit in model.units:
+                unit.forget_gradients()
+            self._end_round()
+            runner.end_step(skipped=True)
+            return False
+        self._replicated.check_gradients()
+        if weighed:
+            sums = model.comm.control(self._shares.sums(), dist.ReduceOp.SUM, group=True)
+            handlers.set_factors(self._shares.factor(sums, model.comm.group.peers.size))
+        try:
+            self._follow(used)
+        except NonFiniteError:
+            if not handlers.damage.begun:
+                self._end_round()  # in which it counts as a skipped step does
+            raise
+        finally:
+            if weighed:  # what this step's gradients were multiplied by is none of the next one's
+                handlers.set_factors()
+        for unit in model.units:
+            unit.forget_gradients()
+            torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
+        self._changes.updated()
+        if self.freeze is not None:
+            handlers.set_factors()
+        self._end_round()
+        runner.end_step()
+        self._refuse_half(handlers.damage, self._model.run.steps + 1)
+        return True
+
+    def meet_rarely(self, changes: Changes, shared: GlobalWeights | SignExchange | None) -> None:
+        """From now on groups of ranks come together in rounds, or send signs once the variance is frozen."""
+        model, runner = self._model, self._runner
+        if isinstance(shared, SignExchange):
+            self.freeze = Freeze(model, runner, shared.optimizer, shared.groups, changes)
+            self.freeze.follow()
+        elif shared is not None:
+            self.rounds = model.run.outer = Rounds(shared.outer, model, runner, changes, shared)
+
+    def _end_round(self) -> None:
+        if self.rounds is not None:
+            self.rounds.after_step()
+
+    def _not_back(self, step: int) -> StepError | None:
+        """What is to be raised on every rank where some rank's states of that step are not where they rest."""
+        damage = self._handlers.damage
+        if not damage.unwritten:
+            return None
+        error = StepError(
+            f"step {step} is done, but not all states are back where they rest: {damage.unwritten}. Nothing is lost: "
+            "what is not in the file stays in host memory. Make room there and go on, or save and start again with "
+            "TMPDIR set to a folder that has room."
+        )
+        error.__cause__ = damage.cause
+        return error
+
+    def _refuse_half(self, damage: StepFailure, step: int) -> None:
+        """
+        Raises:
+            StepError: on every rank: some rank could not do its part of the updates.
+        """
+        run = self._model.run
+        if damage.unfinished:
+            run.broken = f"step {step} ended half-way ({damage.unfinished})"
+            raise StepError(
+                f"step {step} ended half-way: {damage.unfinished}. Some weights and moments are of this step "
+                "and others of the one before, or gone, so engine.step() and engine.save() are refused from now on: "
+                "engine.load() of a checkpoint puts all of them right."
+            ) from damage.cause
+
+    def _agree(self) -> tuple[dict[str, list[list[bool]]], bool, bool]:
+        """Which parameters any rank used, whether micro-batches have weights on any, and whether any overflowed."""
+        scaler, control = self._scaler, self._model.comm.control
+        overflows = scaler is not None and self._overflowed()  # reads the losses too: the alarm does not stop the host
+        used, late, (overflowed, raised, weighed, late_anywhere) = self._handlers.agree_on_use(
+            overflows, self._alarm.raised(), self._shares.any
+        )
+        self._runner.reduce_late(late)
+        self._runner.sum_shared()
+        if scaler is not None and late_anywhere and not overflowed:  # what came late was not among what was looked at
+            overflowed = bool(control([float(self._overflowed())], dist.ReduceOp.MAX, group=True)[0])
+        self._alarm.look(overflowed=overflowed, raised=raised)
+        return used, weighed, overflowed
+
+    def _overflowed(self) -> bool:
+        """Whether a gradient of this rank is inf or NaN: one read of the device, in which the losses come along."""
+        return self._norms.overflowed(self._alarm.read(self._norms.summed()))
+
+    def _follow(self, used: dict[str, list[list[bool]]]) -> None:
+        """Runs the program's section, its updates inside of the optimizer's own step.
+
+        Raises:
+            NonFiniteError: on every rank that takes this step together with this one: the norm is not finite and
+                ``Clip.error_if_nonfinite`` is set.
+        """
+        runner = self._runner
+        damage, run = self._handlers.damage, self._model.run
+        self._norms.begin_step()
+        self._handlers.used = used
+        damage.begin_step()
+        with runner.between(runner.orders.tracks["step"]) as track:
+            try:
+                track.reach("STEP")
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{error}\n{self._alarm.examine()}") from None
+            try:
+                self._updater.around(partial(self._run, track, used))
+            except BaseException as error:
+                if damage.begun:
+                    words = str(error).partition("\n")[0]
+                    run.broken = f"step {run.steps + 1} ended half-way ({type(error).__name__}: {words})"
+                raise
+            if not self._delayed:
+                damage.tell(self._model.comm)
+
+    def settle(self) -> None:
+        """What the last step began to update is done, and what it gave comes to where it is read; all ranks do it.
+
+        Raises:
+            StepError: on every rank: some rank could not do its part of the updates.
+        """
+        if not self._delayed:
+            return
+        delayed, self._delayed = self._delayed, []
+        handlers, runner, model = self._handlers, self._runner, self._model
+        handlers.cursor.end()
+        model.tiers.forget_spares()
+        for each in delayed:
+            each.settle()
+        handlers.damage.tell(model.comm)
+        if not handlers.damage.unfinished:
+            model.run.unwritten = model.run.unwritten or self._not_back(model.run.steps)
+        assert handlers.optimizer is not None
+        with model.comm.agreement.uninterrupted(), torch.no_grad():
+            model.gate.secure()  # what users wrote into parameters that others come over now
+            handlers.optimizer.take_updated()
+            model.comm.meter.arrive()
+            with runner.between(runner.orders.tracks["arrive"]) as track:
+                track.finish()
+        for unit in model.units:
+            torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
+        self._changes.updated()
+        self._refuse_half(handlers.damage, model.run.steps)
+
+    def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
+        """The optimizer's step, with whatever hooks it has around it."""
+        track.run(track.walk.next(("RELEASE",)))  # it reads shards, and may write them: before the second cursor does
+        self._model.let_go()
+        if not self._updater.fused:
+            host = self._model.layout.updates_on is Tier.HOST
+            with torch.no_grad(), self._handlers.updating() if host else nullcontext():
+                whole = self._norms.coefficient if self._runner.orders.meets != "signs" else lambda device: None
+                self._updater.step_whole(self._model.units, used, whole, self._handlers.damage.begin)
+        cursor, tracks = self._handlers.cursor, self._runner.orders.tracks
+        with cursor.following(tracks["beside"]):
+            track.finish()
+        self._model.tiers.forget_spares()
+        if tracks["behind"].ops:
+            self._updater.hold(self._model.units, used, self._norms.coefficient(torch.device("cpu")))
+            cursor.begin(tracks["behind"])
+            self._delayed = Delayed.over(cursor, self._model.units)

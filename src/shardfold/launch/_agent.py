@@ -1,0 +1,388 @@
+"""The agent of one node, on torch's elastic agent: starts ranks, watches them, says what died, starts them again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from shardfold import accelerator
+from shardfold.errors import ConfigError
+from shardfold.launch import hosts
+from shardfold.launch._rendezvous import Attempts, meeting_of
+from shardfold.launch.death import Death, OomWatch, host_name
+from shardfold.launch.options import Options, streams
+from shardfold.launch.plan import Node, script_command
+from shardfold.launch.process import SAID, exit_status, num_cores
+from shardfold.launch.workers import Outlet, Worker, caused, end_all, watch
+from shardfold.tiers.limit import memory_limit
+
+__all__ = ["Agent", "run_node"]
+
+AFTER_DEATH = 5.0  # seconds that the other ranks have before they are killed
+AFTER_SIGNAL = 30.0
+LEAVE = 3.0
+
+
+class Agent(SimpleElasticAgent):
+    """torch's agent decides when ranks are started and how often; how they are started, watched and ended is here."""
+
+    def __init__(self, spec: WorkerSpec, meeting: Attempts, node: Node, options: Options, command: list[str]) -> None:
+        super().__init__(spec)
+        self.meeting, self.node, self.options = meeting, node, options
+        self.script, self.arguments = command[0], command[1:]
+        self.host = node.name or host_name()
+        self.labelled = node.name is not None
+        self.workers: list[Worker] = []
+        self.death: Death | None = None  # the first of this attempt
+        self.mine = False  # whether it is this node's to tell of
+        self.oom = OomWatch()
+        self.logs = log_folder(options)
+
+    # What torch's agent asks for.
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.death, self.mine, self.oom, self.workers = None, False, OomWatch(), []
+        try:
+            for place in worker_group.workers:
+                self.workers.append(self._start(worker_group, place))
+        finally:
+            watch(self.workers)
+        return {worker.local_rank: worker.process.pid for worker in self.workers}
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        given = self.options.shutdown_timeout
+        grace = AFTER_SIGNAL if self.death is None else AFTER_DEATH
+        end_all(self.workers, death_sig, grace if given is None else min(grace, given) if self.death else given)
+
+    def _exit_barrier(self) -> None:
+        self.meeting.leave()
+        self.meeting.let_leave(LEAVE)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        for worker in self.workers:
+            worker.look()
+        failed = [worker for worker in self.workers if worker.returncode]
+        failed.sort(key=lambda worker: worker.ended or 0.0)
+        running = any(worker.returncode is None for worker in self.workers)
+        if failed and (first := caused(failed, running)) is not None:
+            self.death = self._own(worker_group, first)
+        else:
+            self.death = self._heard() or self.meeting.beat()
+        if self.death is not None:
+            return self._failed(worker_group, failed)
+        if all(worker.returncode == 0 for worker in self.workers):
+            for worker in self.workers:
+                worker.drain()
+            if self.meeting.finish():
+                values = {place.global_rank: None for place in worker_group.workers}
+                return RunResult(WorkerState.SUCCEEDED, return_values=values)
+        return RunResult(WorkerState.HEALTHY)
+
+    # How.
+
+    def _start(self, group: WorkerGroup, place: Any) -> Worker:
+        local_rank, count = place.local_rank, group.spec.local_world_size
+        cores = None
+        environment = {**os.environ, **self._variables(group, place)}
+        if self.options.bind_cores_to_rank:
+            cores = share_of_cores(self.options.bind_core_list, local_rank, count)
+            environment["OMP_NUM_THREADS"] = str(len(cores))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
+        command = script_command(self.options, self.script, self.arguments, environment["LOCAL_RANK"])
+        outlets = self._outlets(local_rank, place.global_rank)
+        reads = local_rank == 0 and not self.labelled
+        try:
+            return Worker(local_rank, command, environment, outlets, cores, reads)
+        except OSError as error:
+            raise ConfigError(f"{command[0]!r} cannot be run: {error.strerror}.") from None
+
+    def _variables(self, group: WorkerGroup, place: Any) -> dict[str, str]:
+        spec, nodes = group.spec, group.group_world_size
+        variables: dict[str, Any] = {
+            "RANK": place.global_rank,
+            "LOCAL_RANK": place.local_rank,
+            "WORLD_SIZE": place.world_size,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": nodes,
+            "ROLE_NAME": spec.role,
+            "ROLE_RANK": place.role_rank,
+            "ROLE_WORLD_SIZE": place.role_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            # DeepSpeed's further names.
+            "CROSS_RANK": group.group_rank,
+            "CROSS_SIZE": nodes,
+            "LOCAL_SIZE": spec.local_world_size,
+        }
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if self.node.slots is not None:
+            visible = hosts.visible_devices(self.node.slots, visible)
+        if self.options.virtual_local_rank:
+            visible = hosts.visible_devices([place.local_rank], visible)
+            variables["LOCAL_RANK"] = 0
+        if visible is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = visible
+        return {name: str(value) for name, value in variables.items()}
+
+    def _outlets(self, local_rank: int, rank: int) -> tuple[Outlet, Outlet]:
+        """Where standard output and standard error of a rank go."""
+        shown = (
+            str(local_rank) in self.options.local_ranks_filter.split(",") if self.options.local_ranks_filter else True
+        )
+        label = f"[{self.host}:{rank}] " if self.labelled else ""
+        if self.options.enable_each_rank_log:
+            both = Outlet(False, "", self.logs / f"{STARTED}_rank{rank}.log")
+            return both, both
+        attempt = self._worker_group.spec.max_restarts - self._remaining_restarts
+        outlets: list[Outlet] = []
+        for bit, name in ((1, "stdout"), (2, "stderr")):
+            teed = streams(self.options.tee, local_rank, "--tee") & bit
+            kept = streams(self.options.redirects, local_rank, "--redirects") & bit
+            file = self.logs / f"attempt_{attempt}" / str(local_rank) / f"{name}.log" if teed or kept else None
+            of_rank = label or f"[{self.options.role}{local_rank}]: " if teed else label
+            outlets.append(Outlet(shown and bool(teed or not kept), of_rank, file))
+        return outlets[0], outlets[1]
+
+    def _heard(self) -> Death | None:
+        """The first death that another node's agent told of."""
+        try:
+            return self.meeting.heard()
+        except RendezvousError:
+            return Death(-1, 0, "of node 0", 0)
+
+    def _own(self, group: WorkerGroup, worker: Worker) -> Death:
+        """This node's first failure, which the other agents are told of."""
+        returncode = worker.returncode or 0
+        place = group.workers[worker.local_rank]
+        killed = returncode == -signal.SIGKILL
+        death = Death(
+            place.global_rank,
+            place.world_size,
+            self.host,
+            returncode,
+            worker.resident if returncode < 0 else 0,
+            memory_limit() if returncode < 0 else 0,
+            self.oom.witness(worker.process.pid) if killed else "",
+            time.time() - (time.monotonic() - (worker.ended or 0.0)),
+            worker.follows,
+            worker.why,
+        )
+        self.meeting.tell(death)
+        return death
+
+    def _failed(self, group: WorkerGroup, failed: list[Worker]) -> RunResult:
+        """End the other ranks, say what happened and let torch's agent start all again or give up."""
+        assert self.death is not None
+        self.meeting.tell_no_more()
+        self._shutdown()
+        # A rank fails because another is gone: the earliest death is the cause, and only together do agents know it.
+        self.death = self.meeting.first(LEAVE) or self.death
+        ours = {place.global_rank for place in group.workers}
+        self.mine = self.death.host != self.host if self.death.rank < 0 else self.death.rank in ours
+        if self.death.rank < 0 and self.node.backend == "static":
+            self._remaining_restarts = 0  # a node with a rank of its own is not replaced: do not wait for it
+        self.meeting.leave()
+        self.meeting.let_leave(LEAVE)
+        left = self._remaining_restarts
+        others = self.death.world_size - 1
+        if left:
+            restart = group.spec.max_restarts - left + 1
+            then = f"; all ranks are started again (restart {restart} of {group.spec.max_restarts})"
+        elif self.death.rank < 0:
+            then = "; all ranks were ended"
+        else:
+            then = (
+                f"; the other {others} ranks were ended"
+                if others > 1
+                else "; the other rank was ended"
+                if others
+                else ""
+            )
+        if self.death.returncode == SAID and self.options.passes_local_rank:
+            then += "; --no-local-rank leaves out the --local_rank=N that DeepSpeed's launcher gives to scripts"
+        if self.mine or not self.labelled:
+            say(self.death.sentence(then))
+        failures = {
+            group.workers[worker.local_rank].global_rank: ProcessFailure(
+                local_rank=worker.local_rank,
+                pid=worker.process.pid,
+                exitcode=worker.returncode or 0,
+                error_file="<N/A>",
+            )
+            for worker in failed
+        }
+        return RunResult(WorkerState.FAILED, failures=failures)
+
+
+STARTED = time.strftime("%Y%m%d%H%M%S")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def log_folder(options: Options) -> Path:
+    """Return the folder that this job's files go to, one that is new."""
+    if options.enable_each_rank_log:
+        folder = Path(options.enable_each_rank_log)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"--enable-each-rank-log {folder} is a file: give a folder.")
+        return folder
+    if options.redirects == "0" and options.tee == "0":
+        return Path()
+    base = Path(options.log_dir) if options.log_dir else None
+    if base is not None:
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--log-dir {base} cannot be made: {error.strerror}.") from None
+    return Path(tempfile.mkdtemp(prefix=f"{options.rdzv_id}_", dir=base))
+
+
+def share_of_cores(listed: str | None, local_rank: int, count: int) -> list[int]:
+    """Return the cores of one rank of ``count``: equal shares of neighbours."""
+    cores = sorted(os.sched_getaffinity(0)) if listed is None else hosts.parse_cores(listed)
+    absent = set(cores) - os.sched_getaffinity(0)
+    if absent:
+        raise ConfigError(f"--bind-core-list names core {min(absent)}, which this process may not use.")
+    share = len(cores) // count
+    if not share:
+        raise ConfigError(
+            f"{count} ranks cannot have a core each of {len(cores)}: start fewer, or leave out the binding."
+        )
+    return cores[share * local_rank : share * (local_rank + 1)]
+
+
+def num_procs(wanted: str | None, chatty: bool) -> int:
+    """Return how many ranks this machine gets."""
+    if wanted is not None and wanted.isdecimal():
+        return int(wanted)
+    gpus = accelerator.count(accelerator.found())
+    if wanted == "gpu" and not gpus:
+        raise ConfigError("--nproc-per-node gpu: there is no GPU that this process sees; give a number, or cpu.")
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        return num_cores()
+    if wanted is None and not gpus and chatty:
+        say("shardfold run: one process, as there is no GPU here (--nproc-per-node N starts more).")
+    return gpus or 1
+
+
+def run_node(node: Node, options: Options, command: list[str]) -> int:
+    """Run the ranks of one node to their end and return the exit status.
+
+    Args:
+        node: as planned.
+        options: as given.
+        command: the script and its arguments.
+
+    Raises:
+        ConfigError: an option does not fit this machine, or the port is in use.
+    """
+    if "LOGLEVEL" not in os.environ:
+        for logger in [
+            name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")
+        ]:
+            logging.getLogger(logger).setLevel(logging.CRITICAL)  # what they tell is told here, in a sentence
+    conf = dict(pair.strip().split("=", 1) for pair in options.rdzv_conf.split(",")) if options.rdzv_conf else {}
+    name = options.rdzv_id if options.rdzv_id != "none" else os.environ.get("SLURM_JOB_ID", "none")
+    meeting = meeting_of(node, node.name or host_name(), name, conf)
+    count = num_procs(node.procs, options.chatty)
+    spec = WorkerSpec(
+        role=options.role,
+        local_world_size=count,
+        rdzv_handler=meeting,
+        entrypoint=command[0],
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval,
+    )
+    agent = Agent(spec, meeting, node, options, command)
+    if options.chatty and (options.redirects != "0" or options.tee != "0"):
+        say(f"shardfold run: logs are in {agent.logs}")
+    with signals(options.signals_to_handle), pid_file(options.save_pid):
+        try:
+            agent.run()
+        except SignalException as stopped:
+            if node.nodes[1] > 1:
+                with suppress(RendezvousError):
+                    meeting.tell(Death(-1, 0, agent.host, -stopped.sigval, at=time.time()))
+                    meeting.tell_no_more()
+                    meeting.leave()
+                    meeting.let_leave(LEAVE)
+            return exit_status(-stopped.sigval)
+        except RendezvousError as error:
+            say(f"Error: host {agent.host} waited for the other nodes in vain: {error}.")
+            return 1
+        finally:
+            end_all(agent.workers, signal.SIGKILL, 0.0)
+            meeting.shutdown()
+    return (exit_status(agent.death.returncode) or 1) if agent.death is not None else 0
+
+
+@contextmanager
+def signals(names: str) -> Iterator[None]:
+    """Raise torch's exception at the first of these signals; the agent forwards it. A second one ends the waiting."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SignalException(f"received signal {number}", signal.Signals(number))
+
+    before: Mapping[int, Any] = {}
+    try:
+        numbers = [signal.Signals[name.strip()] for name in names.split(",")]
+    except KeyError as error:
+        raise ConfigError(f"--signals-to-handle {names}: there is no signal {error}.") from None
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def pid_file(wanted: bool) -> Iterator[None]:
+    path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
+    if wanted:
+        # Everybody may write into that folder: what is there already may be somebody else's link to a file of ours.
+        with suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                path.unlink()
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        except OSError as error:
+            raise ConfigError(f"--save-pid: {path} cannot be made: {error.strerror}.") from None
+        with open(fd, "w") as file:
+            file.write(str(os.getpid()))
+    try:
+        yield
+    finally:
+        if wanted:
+            path.unlink(missing_ok=True)
