@@ -50,11 +50,21 @@ __all__ = [
 ]
 
 NEEDED = (
-    "Stream", "current_stream", "stream", "synchronize",
-    "is_available", "device_count", "current_device", "set_device",
-    "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
-    "get_rng_state", "set_rng_state", "manual_seed",
-)  # fmt: skip
+    "Stream",
+    "current_stream",
+    "stream",
+    "synchronize",
+    "is_available",
+    "device_count",
+    "current_device",
+    "set_device",
+    "memory_allocated",
+    "max_memory_allocated",
+    "reset_peak_memory_stats",
+    "get_rng_state",
+    "set_rng_state",
+    "manual_seed",
+)
 """What the module of a device type offers, or nothing trains there."""
 
 WITHOUT = ("cpu", "meta")  # device types that have no streams and need none

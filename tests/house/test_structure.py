@@ -20,9 +20,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "structure.py"
 CEILINGS = {
     "foreign_writes": 386,
     "class_names": 0,
-    "file_names": 32,
-    "single_modules": 89,
-    "skipped": 292,
+    "file_names": 0,
+    "single_modules": 13,
+    "skipped": 26,
     "arguments": 28,
 }
 """What the script counts at most. Who makes one of them smaller writes the new number here; nobody makes one larger."""
@@ -83,12 +83,17 @@ def test_figures_only_shrink(figure: str) -> None:
     assert count <= CEILINGS[figure], f"python {SCRIPT.name} lists them: {found}"
 
 
+def _public_first(name: str) -> tuple[bool, str]:
+    return name.startswith("_"), name
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.relative_to(SOURCES).as_posix())
 def test_a_room_lists_its_modules(room: Path) -> None:
-    """The docstring of each package has one line for each of its modules and packages, in their order."""
+    """The docstring of each package has one line for each of its modules and packages, private ones last."""
     there = [path.stem for path in room.glob("*.py") if path.stem not in ("__init__", "__main__")]
     there += [path.parent.name for path in room.glob("*/__init__.py")]
-    assert LISTED.findall(ast.get_docstring(trees()[room / "__init__.py"], clean=False) or "") == sorted(there)
+    listed = LISTED.findall(ast.get_docstring(trees()[room / "__init__.py"], clean=False) or "")
+    assert listed == sorted(there, key=_public_first)
 
 
 def test_what_counts(tmp_path: Path) -> None:

@@ -656,6 +656,55 @@ def test_step_hooks_of_an_optimizer_run_around_each_update(kind: Any) -> None:
     torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-11)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another that does not initialize its base class, as Accelerate's is."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(
+        lambda self: self.inner.param_groups, lambda self, to: setattr(self.inner, "param_groups", to)
+    )
+    state = property(lambda self: self.inner.state, lambda self, to: setattr(self.inner, "state", to))
+    defaults = property(lambda self: self.inner.defaults, lambda self, to: setattr(self.inner, "defaults", to))
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(group)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_an_optimizer_that_wraps_another_is_stepped(kind: Any, layout: str) -> None:
+    """It takes no hooks of its own; the one inside does, and they run once in each step."""
+
+    def weights(wrap: Any) -> dict[str, Tensor]:
+        model, calls = make_model(), []
+        optimizer = kind(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        engine = sf.Engine(model, optimizer=wrap(optimizer), layout=layout)
+        for step in range(3):
+            engine.backward(engine(rows(step)).square().mean())
+            assert engine.step().updated
+        state = engine.state_dict()
+        engine.close()
+        assert calls == ["before"] * 3
+        return state
+
+    torch.testing.assert_close(weights(Wrapping), weights(lambda it: it), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, sf.optim.Lion])
 def test_a_hook_that_raises_before_the_step_leaves_all_as_it_was(kind: Any) -> None:
     """A class with a step of its own, too; the hook that a user registers last is heard as well."""

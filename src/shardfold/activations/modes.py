@@ -184,9 +184,14 @@ class Replacements:
                 given = place.current
                 room = self._rooms.setdefault(given, SliceBuffer(given.contiguous)) if given.contiguous else None
                 again = recomputing(
-                    place, own, self._needs, self._movers,
-                    whole=measuring, slicer=self._slicers.get(given.over), room=room,
-                )  # fmt: skip
+                    place,
+                    own,
+                    self._needs,
+                    self._movers,
+                    whole=measuring,
+                    slicer=self._slicers.get(given.over),
+                    room=room,
+                )
                 replace_forward(place.module, again)
             elif place.current.tile is not None:
                 replace_forward(place.module, tiling(place, own, place.current.tile, self._needs))
@@ -200,9 +205,13 @@ class Replacements:
             modes = tuple(mode for mode in modes if mode not in RECOMPUTED)
         whole = any(place.module is module for module in place.unit.modules)
         return Spot(
-            place.unit.name if whole else place.path, type(place.module), modes or (given.mode,), given.smallest,
-            KEPT | set(given.kept), lambda mode: self._movers.rate(mode, given.folder),
-        )  # fmt: skip
+            place.unit.name if whole else place.path,
+            type(place.module),
+            modes or (given.mode,),
+            given.smallest,
+            KEPT | set(given.kept),
+            lambda mode: self._movers.rate(mode, given.folder),
+        )
 
     def _among(self, given: Activations) -> tuple[str, ...]:
         """What a budget chooses from. On the CPU a copy in host memory saves nothing there."""

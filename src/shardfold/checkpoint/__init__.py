@@ -9,26 +9,21 @@ deepspeed        folders that DeepSpeed wrote, as a checkpoint
 deepspeed_ranks  which elements a rank of DeepSpeed's has
 draft            the folder in which a checkpoint is written, until it takes its place
 elsewhere        files that lie on other hosts, read over the network
-_export           weights into others' files, as a whole or not at all
 files            safetensors files, written and read a few MiB at a time
-_fit              whether a checkpoint fits an engine, by its index alone
 folders          folders of checkpoints: which are complete, which is the latest, which are removed
-index           what the index says, as values: pieces and where their elements are
 given            what users give a save or a load, checked first
 holder           the process that writes into a folder, and whether it still lives
 hosts            which ranks see the same folder
 imports          others' files as a checkpoint
+index           what the index says, as values: pieces and where their elements are
 inspect          what is in a checkpoint, by its index alone; no torch
 job              one save, as one rank sees it
 load             loading into an engine of any layout
 messages         what ranks tell each other during a save, through the key-value store
-_load_model            a model with the weights of a checkpoint, without an engine
 names            names that differ from the model's
 opened           the same checkpoint on all ranks, wherever its parts are
-_outcome          a checkpoint on every host, or none on any
 paths            what a checkpoint's own files may name
 pickled          files of ``torch.save``, read without running any code of theirs
-_pt               the file that ``torch.save`` makes, written tensor by tensor
 reader           a checkpoint on disk, read in pieces, without an engine
 rng              states of random generators, as values
 run_lock         which run a folder belongs to; one process at a time saves there
@@ -38,6 +33,11 @@ trees            the run's own state as JSON
 trust            which objects in files are read, and for whom
 verify           whether a checkpoint is what was written
 writer           a checkpoint written by one process: what every import ends in
+_export           weights into others' files, as a whole or not at all
+_fit              whether a checkpoint fits an engine, by its index alone
+_load_model            a model with the weights of a checkpoint, without an engine
+_outcome          a checkpoint on every host, or none on any
+_pt               the file that ``torch.save`` makes, written tensor by tensor
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ _HOMES = {
     "Saving": "job",
     "Verification": "verify",
     "Writer": "writer",
-    "export_to": "export",
+    "export_to": "_export",
     "import_from": "imports",
-    "load_model": "model",
+    "load_model": "_load_model",
     "trusted": "trust",
 }
 

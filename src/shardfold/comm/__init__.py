@@ -3,21 +3,21 @@
     agreement          what all ranks do next; waiting that ends
     answered           the shared store, asked for no longer than a collective may take
     backend            what carries tensors of a device; how ``torch.distributed`` is started with it
-    _boards            what ranks of one host tell each other in memory
     coalesced          many tensors in one collective
     comm               one rank's way to the others: everything that is sent goes through it
     cores              cores of the machine that a rank computes on
     device_mesh        ``torch.distributed.DeviceMesh``: read as ``mesh=``, and made
     dtypes             dtypes of a table as PyTorch's
-    _encoded           collectives of values that are encoded on the link
     hops               collectives in two hops: over nodes, and over the ranks of each
     links              seconds that collectives and formats take, measured
     mesh               the ranks by axis, and every process group
     meter              bytes handed to collectives and moved between tiers
-    _near              ranks of one host read each other's memory
     peers              the ranks of one program, and the small messages of all of them
     polling            waiting for keys of the shared store, so that it can end
     transport          plain collectives of ``torch.distributed``
+    _boards            what ranks of one host tell each other in memory
+    _encoded           collectives of values that are encoded on the link
+    _near              ranks of one host read each other's memory
     _transport_choice  which transport carries an engine's data
     _watchdog          who is stuck, and where
 

@@ -128,9 +128,13 @@ def neighbours(
         cells = (ctypes.c_int64 * (len(board) // WORD)).from_buffer(board)
         cells[-1] = token = secrets.randbits(62)
         mine = {
-            "place": place, "process": os.getpid(), "board": ctypes.addressof(cells), "size": len(board),
-            "base": next(_engines) << 32, "token": token,
-        }  # fmt: skip
+            "place": place,
+            "process": os.getpid(),
+            "board": ctypes.addressof(cells),
+            "size": len(board),
+            "base": next(_engines) << 32,
+            "token": token,
+        }
     said = [json.loads(text) for text in exchange("near/boards", json.dumps(mine))]
     own = [other for other, entry in enumerate(said) if mine and entry and _readable(mine, entry)]
     seen = [set(json.loads(text)) for text in exchange("near/seen", json.dumps(own))]

@@ -78,9 +78,15 @@ def scatter_encoded(
 
 
 def scatter_bundle(
-    transport: Transport, memory: DeviceTier, form: Format, fulls: Sequence[Tensor], outs: Sequence[Tensor],
-    group: Any, *, states: Sequence[Tensor | None],
-) -> tuple[Pending, Pending]:  # fmt: skip
+    transport: Transport,
+    memory: DeviceTier,
+    form: Format,
+    fulls: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    group: Any,
+    *,
+    states: Sequence[Tensor | None],
+) -> tuple[Pending, Pending]:
     """As :func:`scatter_encoded`, of several, which travel as one: what a rank is to have of each lies one behind the
     other."""
     ranks = dist.get_world_size(group)
@@ -115,9 +121,14 @@ def _decode(
 
 
 def _sums(
-    memory: DeviceTier, form: Format, sent: Tensor, received: Tensor, sizes: Sequence[int], outs: Sequence[Tensor],
+    memory: DeviceTier,
+    form: Format,
+    sent: Tensor,
+    received: Tensor,
+    sizes: Sequence[int],
+    outs: Sequence[Tensor],
     add: bool,
-) -> None:  # fmt: skip
+) -> None:
     accelerator.used_here(sent)  # the side stream made it; that the collective has read it, only this one knows
     accelerator.used_here(received)
     for row, out in zip(received.view(-1, sum(sizes)).split(list(sizes), 1), outs, strict=True):

@@ -776,8 +776,9 @@ class Agreement:
         LOG.error(
             "rank %d leaves all process groups, because other ranks wait in one of them and would never end: from here "
             "on it cannot use torch.distributed. %s",
-            self.peers.rank, self.aborted(),
-        )  # fmt: skip
+            self.peers.rank,
+            self.aborted(),
+        )
         self._mesh.abandon()
 
 

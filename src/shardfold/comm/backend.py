@@ -133,6 +133,8 @@ def _without_own(device: torch.device, shared: str) -> str:
         raise ConfigError(f"{shared}: {own} refuses that, and Gloo carries no tensors of it; start fewer ranks.")
     LOG.warning(
         "%s, which %s refuses: gradients and parameters travel by way of the host (Gloo), which is 10 to 100 times "
-        "slower; start one rank per device for anything but a trial.", shared, own,
-    )  # fmt: skip
+        "slower; start one rank per device for anything but a trial.",
+        shared,
+        own,
+    )
     return GLOO

@@ -98,9 +98,15 @@ class Comm:
         """With the transport that the backend and the device of ``mesh`` have; every rank calls it."""
         waits = agreement if agreement.peers.size > 1 else agreement.job
         transport = data_transport(
-            memory.device, mesh.groups(), mesh.rank, on_streams=mesh.on_streams, empty=memory.empty,
-            recycle=memory.recycle, exchange=agreement.job.exchange, waiter=waits.wait,
-        )  # fmt: skip
+            memory.device,
+            mesh.groups(),
+            mesh.rank,
+            on_streams=mesh.on_streams,
+            empty=memory.empty,
+            recycle=memory.recycle,
+            exchange=agreement.job.exchange,
+            waiter=waits.wait,
+        )
         return cls(mesh, agreement, transport, Meter(mesh), memory)
 
     @property
@@ -164,9 +170,14 @@ class Comm:
         return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state, parts=parts)
 
     def bundle(
-        self, op: Op, flats: Sequence[Tensor], *, pending: list[Pending], outs: Sequence[Tensor] = (),
+        self,
+        op: Op,
+        flats: Sequence[Tensor],
+        *,
+        pending: list[Pending],
+        outs: Sequence[Tensor] = (),
         states: Sequence[Tensor | None] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As :meth:`collective`, of several flats that one collective carries, encoded."""
         agreement, form = self._among(op.axes), FORMATS[op.format]
         with agreement.uninterrupted():
@@ -265,8 +276,9 @@ class Comm:
             self.job.aside(what)
             group = self.mesh.among(places)
             self.job.wait(dist.all_reduce(values, group=group, async_op=True))
-        self.meter.layer(Sent(LAYERS, "SHARE", self.mesh.sizes.stages),
-                         int(ring_bytes("ALL_REDUCE", values.nbytes, len(places))))  # fmt: skip
+        self.meter.layer(
+            Sent(LAYERS, "SHARE", self.mesh.sizes.stages), int(ring_bytes("ALL_REDUCE", values.nbytes, len(places)))
+        )
 
     def broadcast_among(self, values: Tensor, places: Sequence[int], what: str) -> None:
         """Gives the ranks at these places along the stages the values of the first."""

@@ -158,8 +158,9 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
         LOG.warning(
             "the model is trained on the CPU, although this machine has a device of the type %s: its module in PyTorch "
             "has no %s; device='cpu' says that you know.",
-            there.type, ", ".join(lacks),
-        )  # fmt: skip
+            there.type,
+            ", ".join(lacks),
+        )
         return torch.device("cpu")
     return accelerator.indexed(there)
 
@@ -227,9 +228,14 @@ class DataMesh:
     """
 
     def __init__(
-        self, sizes: Given | None, device: torch.device, timeout: timedelta, rare: str = "", meets: bool = False,
+        self,
+        sizes: Given | None,
+        device: torch.device,
+        timeout: timedelta,
+        rare: str = "",
+        meets: bool = False,
         asks: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         accelerator.use(device)
         _start(device, timeout)
         self.name, self.device = "", device

@@ -1,32 +1,32 @@
 """HOW: the interpreter. Events of a model come in, operations of its program go out.
 
     arguments     what an engine is given, checked first
-    _auto_layout  layout and activations by a plan of the user's own model
-    _away         states that rest in host memory for a while, between steps
     backward      from a loss to gradients
     consistency   arguments and settings that every rank has to have alike
     cursor        a thread that goes through a section of the program beside the first
     damage        updates that failed on some rank
-    _delayed      updates that go on behind their step
     engine        what users call
     fitting       whether a new engine's states fit: ``layout="auto"``, and a warning
     freeze        when ranks sum gradients, and when they send signs of momentum
-    _gate         when something beside the passes may be done
     handlers      one for each verb
     hooks         a model's forward and backward as events
-    _norms        the norm of gradients, clipping, overflow
-    _orders       in which order units run, and the programs of it
     passes        which operations an event of a pass brings about
     peak_rate     operations a second that a device could do
-    _pipelined    a batch through the stages of a pipeline
     replicated    batches and gradients that ranks along an axis of tensor have alike
-    _reports      memory, traffic, times, text
     rounds        when groups of ranks that train apart come together
     runner        events in, operations out
     stats         what a step costs, as data
+    track         operations bound to their calls, and the one place that runs them
+    _auto_layout  layout and activations by a plan of the user's own model
+    _away         states that rest in host memory for a while, between steps
+    _delayed      updates that go on behind their step
+    _gate         when something beside the passes may be done
+    _norms        the norm of gradients, clipping, overflow
+    _orders       in which order units run, and the programs of it
+    _pipelined    a batch through the stages of a pipeline
+    _reports      memory, traffic, times, text
     _step         the optimizer step
     _tf32         TF32 switches of PyTorch while an engine lives
-    track         operations bound to their calls, and the one place that runs them
     _visible      gradients of all units as users see them
     _vote         whether all ranks come to a round in time
     _wires        the formats in which parameters and gradients travel, chosen

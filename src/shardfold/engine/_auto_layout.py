@@ -180,10 +180,14 @@ class Sampled:
                     )
                 sizes[name] = mesh.sizes[name]
         division = Division(
-            **sizes, sequence_parallel=self.sequence_parallel, plan=self.tensor, attention=self.attention,
-            order=self.order, micro_batches=self.accumulate if sizes.get("pipeline", 1) > 1 else 1,
+            **sizes,
+            sequence_parallel=self.sequence_parallel,
+            plan=self.tensor,
+            attention=self.attention,
+            order=self.order,
+            micro_batches=self.accumulate if sizes.get("pipeline", 1) > 1 else 1,
             streams=accelerator.has_streams(mesh.device),
-        )  # fmt: skip
+        )
         batch, compute = self._parts()
         return [
             Subject(model, batch, compute, units=self.units, division=replace(division, stage=stage))
@@ -196,11 +200,17 @@ class Sampled:
         device = known_device(accelerator.product(mesh.device) or "")
         behaviour = GPU if streams else CPU if local >= mesh.world else replace(CPU, transport="gloo")
         return PlannedRank(
-            axes=mesh.sizes.axes, precision=self.precision, micro_batches=self.accumulate, overlap=self.overlap,
-            moments=moments_of(self.optimizer), clip=self.clips, behaviour=behaviour,
-            memory=memory - RESERVE if memory else float("inf"), host=host if streams else None,
+            axes=mesh.sizes.axes,
+            precision=self.precision,
+            micro_batches=self.accumulate,
+            overlap=self.overlap,
+            moments=moments_of(self.optimizer),
+            clip=self.clips,
+            behaviour=behaviour,
+            memory=memory - RESERVE if memory else float("inf"),
+            host=host if streams else None,
             where=Cluster(device, max(mesh.world // local, 1), local) if device is not None else None,
-        )  # fmt: skip
+        )
 
 
 @contextmanager

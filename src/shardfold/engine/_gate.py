@@ -53,9 +53,14 @@ class PassGate:
             raise UsageError(f"{call}: {self._model.run.broken}: load a checkpoint before going on.")
 
     def meet(
-        self, what: str, *, follow: bool = False, settle: bool = False, buffers: bool = True,
+        self,
+        what: str,
+        *,
+        follow: bool = False,
+        settle: bool = False,
+        buffers: bool = True,
         check: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.refuse_closed(what)
         self._runner.settle(what)
         self._runner.bring_back("params")  # they may be gathered

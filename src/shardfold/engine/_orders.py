@@ -44,8 +44,12 @@ def mode_of(section: str) -> str:
 
 def _title(section: str) -> str:
     """The section as messages call it."""
-    return {"first": "first forward", "eval": "forward in evaluation",
-            "quiet": "backward in no_sync", "last_weights": "weights, last"}.get(section, section)  # fmt: skip
+    return {
+        "first": "first forward",
+        "eval": "forward in evaluation",
+        "quiet": "backward in no_sync",
+        "last_weights": "weights, last",
+    }.get(section, section)
 
 
 def _key(mode: str, part: Part | None) -> tuple[str, frozenset[str] | None]:
@@ -81,9 +85,15 @@ class Orders:
     """
 
     def __init__(
-        self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: Clip | None,
+        self,
+        layout: Layout,
+        comm: Comm,
+        handlers: Handlers,
+        overlap: Overlap,
+        *,
+        clip: Clip | None,
         stashes: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._layout, self._comm, self._handlers = layout, comm, handlers
         self._options = {
             "clip": clip is not None and clip.norm is not None,
@@ -120,14 +130,22 @@ class Orders:
         orders = RunOrders.of(specs, self.found["forward"], self.found["backward"], self.found["eval"])
         optimizer = self._handlers.optimizer
         options: dict[str, Any] = {
-            **self._options, "meets": self.meets, "apart": self.apart,
+            **self._options,
+            "meets": self.meets,
+            "apart": self.apart,
             "speculated": self._speculated(orders.backward, specs),
             "num_moments": optimizer.num_moments() if optimizer is not None else 0,
-        }  # fmt: skip
+        }
         self.bound = bind(
-            self._layout, specs, self._comm.mesh.sizes, overlap=self._overlap, orders=orders, late=self.late,
-            unplaced=self._unplaced(), **options,
-        )  # fmt: skip
+            self._layout,
+            specs,
+            self._comm.mesh.sizes,
+            overlap=self._overlap,
+            orders=orders,
+            late=self.late,
+            unplaced=self._unplaced(),
+            **options,
+        )
         self._handlers.repeated = {name for order in orders for name in _repeated(order)}
         self.tracks = {name: self._track(name, ops) for name, ops in self.bound.sections.items()}
         self._part_tracks: dict[tuple[str, Part], Track] = {}

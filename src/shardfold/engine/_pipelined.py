@@ -76,9 +76,15 @@ class Pipelined:
     """
 
     def __init__(
-        self, model: ShardedModel, runner: Runner, hooks: Hooks, backward: Backward, stages: Stages | None,
-        choice: OrderChoice, versions: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: ShardedModel,
+        runner: Runner,
+        hooks: Hooks,
+        backward: Backward,
+        stages: Stages | None,
+        choice: OrderChoice,
+        versions: int | None = None,
+    ) -> None:
         self._model, self._runner, self._hooks, self._backward = model, runner, hooks, backward
         self.stages, self.choice = stages, choice
         self.sequence: SequenceAxis | None = None  # over which ranks have parts of a micro-batch
@@ -264,9 +270,15 @@ class Pipelined:
             return self._run("engine.eval_batch()", batch, compute, count, train=False)
 
     def _run(
-        self, what: str, batch: Any, compute: Compute | None, count: int, *, train: bool,
+        self,
+        what: str,
+        batch: Any,
+        compute: Compute | None,
+        count: int,
+        *,
+        train: bool,
         ends: Callable[[Sequence[Borders]], Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """``ends``: gives what is returned, once all has run; None: the mean loss."""
         compute, parts = compute or default_compute, list[Any]()
 

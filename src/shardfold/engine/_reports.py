@@ -43,9 +43,14 @@ class Reports:
     """
 
     def __init__(
-        self, model: ShardedModel, table: Layout, updater: ShardedOptimizer | None, runner: Runner,
-        replaced: Replacements, clock: Clock,
-    ) -> None:  # fmt: skip
+        self,
+        model: ShardedModel,
+        table: Layout,
+        updater: ShardedOptimizer | None,
+        runner: Runner,
+        replaced: Replacements,
+        clock: Clock,
+    ) -> None:
         self._model, self._table, self._updater = model, table, updater
         self._runner, self._replaced, self._clock = runner, replaced, clock
         self.stages: Callable[[], list[str]] = list  # tells of the stages of a pipeline, in lines
@@ -126,11 +131,16 @@ class Reports:
             held["updated", Tier.HOST] = updater.updated_row().table
         accumulate = self._runner.accumulate
         return explain(
-            self._table, bound, held, accumulate,
+            self._table,
+            bound,
+            held,
+            accumulate,
             updater.traffic() if updater is not None else None,
-            parts=model.rules.described(), activations=self._replaced.explained(),
+            parts=model.rules.described(),
+            activations=self._replaced.explained(),
             layers=[
-                *self.wires, *self.stages(),
+                *self.wires,
+                *self.stages(),
                 *described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
                 *experts_described(model.module),
             ],
@@ -138,7 +148,7 @@ class Reports:
                 bound.program, model.layout, specs, sizes, step_of(accumulate, bound.program), num_moments=moments
             ),
             behaviour=Behaviour(accelerator.has_streams(model.device), model.comm.transport.kind),
-        )  # fmt: skip
+        )
 
     def described(self) -> str:
         """What ``print(engine)`` shows, in one line: layout, ranks, precision, units and parameters."""

@@ -68,9 +68,18 @@ class Stepper:
     """
 
     def __init__(
-        self, model: ShardedModel, updater: ShardedOptimizer, runner: Runner, changes: Changes, scaler: Scaler | None,
-        alarm: Alarm, shares: Shares, replaced: Replacements, replicated: Replicated, clock: Clock,
-    ) -> None:  # fmt: skip
+        self,
+        model: ShardedModel,
+        updater: ShardedOptimizer,
+        runner: Runner,
+        changes: Changes,
+        scaler: Scaler | None,
+        alarm: Alarm,
+        shares: Shares,
+        replaced: Replacements,
+        replicated: Replicated,
+        clock: Clock,
+    ) -> None:
         self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
         self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
         self._replicated = replicated

@@ -33,9 +33,14 @@ class _Way(NamedTuple):
 
 
 def chosen(
-    auto: AutoWire, table: Layout, precision: Any, comm: Comm, overlap: Overlap, accumulate: int,
+    auto: AutoWire,
+    table: Layout,
+    precision: Any,
+    comm: Comm,
+    overlap: Overlap,
+    accumulate: int,
     cut: Callable[[Rules], list[UnitSpec]],
-) -> tuple[Layout, list[str]]:  # fmt: skip
+) -> tuple[Layout, list[str]]:
     """The table with the wires that are the fastest here, the same on all ranks, and what was measured, in lines.
 
     ``cut`` gives the units of the model by rules. All ranks of the job call it.
@@ -62,9 +67,14 @@ def chosen(
 
 
 def _ways(
-    auto: AutoWire, table: Layout, purpose: str, precision: Any, comm: Comm, overlap: Overlap,
+    auto: AutoWire,
+    table: Layout,
+    purpose: str,
+    precision: Any,
+    comm: Comm,
+    overlap: Overlap,
     cut: Callable[[Rules], list[UnitSpec]],
-) -> list[_Way]:  # fmt: skip
+) -> list[_Way]:
     """By each wire that a transfer of the table may take on this mesh."""
     sizes, found, seen = comm.mesh.sizes, list[_Way](), set[str]()
     for option in wires(table, purpose, auto):

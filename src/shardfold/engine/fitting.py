@@ -34,9 +34,14 @@ LOG = getLogger("shardfold")
 
 
 def table_of(
-    layout: str | Layout, offload: Any, outer: Any, model: nn.Module, precision: Any,
-    mesh: Mapping[str, int] | Sequence[Axis] | None, device: str | torch.device | None,
-) -> Layout:  # fmt: skip
+    layout: str | Layout,
+    offload: Any,
+    outer: Any,
+    model: nn.Module,
+    precision: Any,
+    mesh: Mapping[str, int] | Sequence[Axis] | None,
+    device: str | torch.device | None,
+) -> Layout:
     """The table of an engine with these arguments; ``"auto"`` is said in the log.
 
     Raises:
@@ -61,7 +66,7 @@ def table_of(
 
 def warn_of_memory(
     layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int, device: torch.device, precision: Precision
-) -> None:  # fmt: skip
+) -> None:
     """Says in the log that a step of these units will not fit into the device, and which layout would.
 
     Args:
@@ -96,9 +101,14 @@ def _needed(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int,
 
 
 def _advice(
-    layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int, device: torch.device, precision: Precision,
+    layout: Layout,
+    units: Sequence[UnitSpec],
+    mesh: Mesh,
+    moments: int,
+    device: torch.device,
+    precision: Precision,
     memory: float,
-) -> str:  # fmt: skip
+) -> str:
     """Which layout would fit, or how much the smallest takes."""
     if any(segment.table_or(layout) != layout for unit in units for segment in unit.segments):
         return "Layouts that divide more states, or offload= of some to a slower tier, take less"

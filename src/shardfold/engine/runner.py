@@ -89,9 +89,15 @@ class Runner:
     """
 
     def __init__(
-        self, model: ShardedModel, handlers: Handlers, overlap: Overlap, accumulate: int, *, clip: Clip | None,
+        self,
+        model: ShardedModel,
+        handlers: Handlers,
+        overlap: Overlap,
+        accumulate: int,
+        *,
+        clip: Clip | None,
         stashes: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.handlers, self.accumulate = model, handlers, accumulate
         self.comm, self.agreement = model.comm, model.comm.agreement
         self.orders = Orders(model.layout, model.comm, handlers, overlap, clip=clip, stashes=stashes)
@@ -174,9 +180,16 @@ class Runner:
         verb = "B" if mode_of(section) == "backward" else "F"
         gathers = "first" if self.orders.bound.program.first else "forward"
         return NegotiatedPass(
-            verb, self.orders.unordered(section, self._ran), self.by_name, self._of_pass(self.roots), self.agreement,
-            self.handlers, refill=self.orders.unordered(gathers), own=own, nested=nested,
-        )  # fmt: skip
+            verb,
+            self.orders.unordered(section, self._ran),
+            self.by_name,
+            self._of_pass(self.roots),
+            self.agreement,
+            self.handlers,
+            refill=self.orders.unordered(gathers),
+            own=own,
+            nested=nested,
+        )
 
     def _deviate(self, unit: Unit) -> None:
         """A unit is needed that the recorded order has passed."""
@@ -215,9 +228,14 @@ class Runner:
     # -- meetings
 
     def meet(
-        self, what: str, *, evaluating: bool = False, more: int | None = None, flags: Sequence[bool] = (),
+        self,
+        what: str,
+        *,
+        evaluating: bool = False,
+        more: int | None = None,
+        flags: Sequence[bool] = (),
         alike: str = "",
-    ) -> Sequence[bool | int]:  # fmt: skip
+    ) -> Sequence[bool | int]:
         """All ranks are about to do ``what``; ranks that still evaluate, or need more of a pass, are helped first. The
         flags, and behind them whether not all gave the same text ``alike``.
 

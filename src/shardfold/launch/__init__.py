@@ -1,6 +1,5 @@
 """Starting ranks: Shardfold's own commands on this machine, a user's script anywhere.
 
-_agent        the agent of one node: starts ranks, watches them, starts them again
 death         how a rank died: signal, status, memory
 hosts         which hosts, and which of their slots
 local         Shardfold's own commands as ranks on this machine
@@ -8,12 +7,13 @@ namespaces    nodes on this machine, as network namespaces
 options       the options of ``shardfold run``
 plan          what a call of ``shardfold run`` is to do
 process       ports, cores, signals, and how an end is told
-_remote       starts an agent on each of several hosts, and sees all of them to their end: by ssh, srun or mpirun
 remote_agent  the agent on one of several hosts, as a program
-_rendezvous   where agents meet, and a store of its own for each attempt
 run           ``shardfold run``: decides what to do and does it
 scheduler     what Slurm and MPI say of the job that this process is part of
 workers       the ranks of one node as processes
+_agent        the agent of one node: starts ranks, watches them, starts them again
+_remote       starts an agent on each of several hosts, and sees all of them to their end: by ssh, srun or mpirun
+_rendezvous   where agents meet, and a store of its own for each attempt
 """
 
 from shardfold.launch.local import GRACE_AFTER_SIGTERM, launch, launch_local, rank_environment

@@ -104,7 +104,7 @@ class Alarm:
                     "become inf or NaN stay so: a checkpoint from before brings finite ones back. "
                     "Clip(norm=..., error_if_nonfinite=True) would raise instead.",
                     self.report.first,
-                )  # fmt: skip
+                )
         self._rung = raised and not overflowed
 
     def settle(self) -> None:

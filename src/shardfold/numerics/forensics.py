@@ -79,8 +79,10 @@ class NumericsReport(NamedTuple):
         """The numbers of every unit."""
         lines = [f"{'unit':<24}{'state':<14}{'min':>12}{'max':>12}{'norm':>12}{'inf/NaN':>9}"]
         for row in self.units:
-            lines.append(f"{row.unit:<24}{row.state:<14}{row.minimum:>12.4g}{row.maximum:>12.4g}{row.norm:>12.4g}"
-                         f"{row.num_nonfinite:>9}")  # fmt: skip
+            lines.append(
+                f"{row.unit:<24}{row.state:<14}{row.minimum:>12.4g}{row.maximum:>12.4g}{row.norm:>12.4g}"
+                f"{row.num_nonfinite:>9}"
+            )
         return "\n".join(lines)
 
     def __str__(self) -> str:

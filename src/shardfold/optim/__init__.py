@@ -17,7 +17,6 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     muon            Muon: momentum whose singular values are made equal, for the matrices of hidden layers
     onebit          1-bit Adam
     onebit_lamb     1-bit LAMB
-    _owners         whole matrices on one rank each
     parts           what an optimizer of ours sees: parts of parameters, and the ranks that have the other parts
     schedules       learning-rate schedules
     sharded         any element-wise ``torch.optim`` optimizer on shards
@@ -26,6 +25,7 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     speculation     updates in host memory before it is known whether the step is finite
     threads         threads that update blocks in host memory beside each other, each with one thread of torch's
     zero_one_adam   0/1 Adam
+    _owners         whole matrices on one rank each
 """
 
 from shardfold.optim.adafactor import Adafactor

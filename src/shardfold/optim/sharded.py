@@ -40,7 +40,7 @@ from shardfold.sharding.shard import Shard
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
-from shardfold.torch_internals import step_pre_hooks
+from shardfold.torch_internals import own_step_pre_hooks, step_pre_hooks
 
 __all__ = ["ShardedOptimizer", "build", "check_rounding", "check_tier"]
 
@@ -404,7 +404,7 @@ class ShardedOptimizer:
 
     def _has_pre_hooks(self) -> bool:
         """Whether something of the user's is called before each step."""
-        return bool(step_pre_hooks or self.torch_optimizer._optimizer_step_pre_hooks)  # pyright: ignore
+        return bool(step_pre_hooks or own_step_pre_hooks(self.torch_optimizer))
 
     def _segments(self) -> Iterator[Segment]:
         return (shard.segment for shard in self._fused.values())
@@ -461,12 +461,18 @@ class ShardedOptimizer:
                     piece.tensor.grad = grad if factor is None else grad * factor.to(device)
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
-        hook = self.torch_optimizer.register_step_pre_hook(lambda *_: begun())  # the last of them
+        # An optimizer that wraps another may take no hooks: those of the one inside then run behind `begun`.
+        hook = None
+        if own_step_pre_hooks(self.torch_optimizer) is None:
+            begun()
+        else:
+            hook = self.torch_optimizer.register_step_pre_hook(lambda *_: begun())  # the last of them
         try:
             with self.guard.stepping() if self.guard is not None else nullcontext():
                 self.torch_optimizer.step()
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
             for piece in self._every_piece():
                 piece.tensor.grad = None
 

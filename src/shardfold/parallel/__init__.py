@@ -7,11 +7,9 @@ draws            random numbers of what is divided along an axis of tensor
 expert_parallel  experts that are shared out over the ranks of an axis, and the tokens' way to them and back
 following        code of a module's own that says sizes of whole tensors
 functions        collectives of split layers, as autograd sees them
-_guess           a plan of a model that brings none, by a trace
 head             a classifier with a margin whose classes are split over ranks that read other samples
 infer            which layers can be cut, found in a run without memory
 kernels          attention of one tile, forward and backward
-_known           the plans of models that bring one, and of some that do not
 layer_traffic    bytes that layers cut along an axis of tensor send
 lengths          the numbers that a linear layer or an embedding keeps of its own shape
 link             what layers ask of the ranks along one axis, or along all axes of data
@@ -26,6 +24,8 @@ sharding_rules   how parts of tensors go through operations
 split            modules that are cut where they stand
 stream           sequence parallelism between layers that are cut
 ulysses          attention by two all-to-alls, which divide heads
+_guess           a plan of a model that brings none, by a trace
+_known           the plans of models that bring one, and of some that do not
 """
 
 from __future__ import annotations

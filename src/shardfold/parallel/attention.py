@@ -90,9 +90,14 @@ class Attention:
 
 
 def open_sequence(
-    model: nn.Module, comm: Comm, attention: str | None, *, shares: int, apart: Callable[[], bool],
+    model: nn.Module,
+    comm: Comm,
+    attention: str | None,
+    *,
+    shares: int,
+    apart: Callable[[], bool],
     link: type[MeshLink] = MeshLink,
-) -> SequenceAxis | None:  # fmt: skip
+) -> SequenceAxis | None:
     """The axis of sequence of an engine's mesh, which the model's attention crosses from now on; None: it has none.
     ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshLink`, which ``link`` is.
 
@@ -196,9 +201,17 @@ def _rename(model: Any) -> Callable[[], None]:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
     """As transformers calls an attention: ``(batch, heads, tokens, dim)`` to ``(batch, tokens, heads, dim)``.
 
     Raises:
@@ -221,9 +234,15 @@ def _attend(
     if not module.training:
         dropout = 0.0
     out = axis.attend(
-        query, key, value, causal=causal, scale=scaling, dropout=dropout, window=options.get("sliding_window"),
+        query,
+        key,
+        value,
+        causal=causal,
+        scale=scaling,
+        dropout=dropout,
+        window=options.get("sliding_window"),
         softcap=options.get("softcap"),
-    )  # fmt: skip
+    )
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -218,8 +218,10 @@ def _banded(span: TokenSpan, seen: TokenSpan, window: int) -> Iterable[tuple[Ran
     edges = {stop, *(at for place in places for at in range(start + (place - start) % window, stop, window))}
     for x, y in pairwise(sorted(edges)):
         for a, b, causal, reverse in (
-            (x, y, True, False), (y - window, x, False, False), (x - window + 1, y - window, True, True)
-        ):  # fmt: skip
+            (x, y, True, False),
+            (y - window, x, False, False),
+            (x - window + 1, y - window, True, True),
+        ):
             a, b, end = (max(a, low), min(b, high), y) if not causal else (a, b, y - reverse)
             if a < b and low <= a and b <= high:
                 here = (x - start + span.at, end - start + span.at)

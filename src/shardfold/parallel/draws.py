@@ -27,13 +27,33 @@ __all__ = ["Parts", "look_at_draws"]
 
 DRAWING = frozenset(
     {
-        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
-        F.gumbel_softmax, F.scaled_dot_product_attention, torch.dropout, torch.dropout_, torch.native_dropout,
-        torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout, torch.bernoulli, torch.rand_like,
-        torch.randn_like, torch.multinomial, Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.uniform_,
-        Tensor.normal_, Tensor.exponential_,
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        F.rrelu,
+        F.gumbel_softmax,
+        F.scaled_dot_product_attention,
+        torch.dropout,
+        torch.dropout_,
+        torch.native_dropout,
+        torch.alpha_dropout,
+        torch.feature_dropout,
+        torch.feature_alpha_dropout,
+        torch.bernoulli,
+        torch.rand_like,
+        torch.randn_like,
+        torch.multinomial,
+        Tensor.bernoulli,
+        Tensor.bernoulli_,
+        Tensor.multinomial,
+        Tensor.uniform_,
+        Tensor.normal_,
+        Tensor.exponential_,
     }
-)  # fmt: skip
+)
 """Functions that may draw, with a tensor among their arguments."""
 
 

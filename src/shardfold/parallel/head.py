@@ -161,9 +161,17 @@ class MarginHead(nn.Module):
             most = min(most, round(most * self.sample) + len(labels))
         at_once = rows_at_once(len(labels), most, weight.dtype, weight.device.type)
         head = Head(
-            at_once, weight.dtype, IGNORED, 0.0, "mean", None, wanted, link if link.size > 1 else None, self.classes,
+            at_once,
+            weight.dtype,
+            IGNORED,
+            0.0,
+            "mean",
+            None,
+            wanted,
+            link if link.size > 1 else None,
+            self.classes,
             self.margin,
-        )  # fmt: skip
+        )
         with torch.autocast(unit.device.type, enabled=False):
             return _losses(unit, weight, labels, columns, head, link, sizes)
 
@@ -202,7 +210,7 @@ class MarginHead(nn.Module):
         here = (
             f"{each.dtype} {tuple(each.shape)}" if isinstance(each, Tensor) else described(each)
             for each in (features, targets)
-        )  # fmt: skip
+        )
         return (
             f"MarginHead takes features (rows, {self.weight.shape[1]}) and, as integers, one target for each row; they "
             f"are other{where}: here {' and '.join(here)}."

@@ -91,9 +91,22 @@ def _cuda_differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout, which there is not
     return ATEN._scaled_dot_product_flash_attention_backward(
-        _dense(grad), _dense(q), _dense(k), _dense(v), _dense(out), lse.contiguous(), None, None,
-        q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale,
-    )  # fmt: skip
+        _dense(grad),
+        _dense(q),
+        _dense(k),
+        _dense(v),
+        _dense(out),
+        lse.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        none,
+        none,
+        scale=scale,
+    )
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
@@ -131,9 +144,16 @@ def _math_attend(
 
 
 def _math_differentiate(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     big = wide(q.dtype)
     wide_k, wide_v = k.to(big), v.to(big)
     of_q, of_k, of_v = torch.empty_like(q, dtype=big), torch.zeros_like(wide_k), torch.zeros_like(wide_v)

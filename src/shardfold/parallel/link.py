@@ -202,8 +202,13 @@ class MeshLink(Link):
         if sizes is not None and len(set(sizes)) > 1:
             flat, each = moved.reshape(-1), prod(moved.shape[1:])
             received = flat.new_empty(sum(sizes) * each)
-            self._exchange("ALL_GATHER", flat.repeat(self._size), [len(flat)] * self._size, received,
-                           [size * each for size in sizes])  # fmt: skip
+            self._exchange(
+                "ALL_GATHER",
+                flat.repeat(self._size),
+                [len(flat)] * self._size,
+                received,
+                [size * each for size in sizes],
+            )
             return received.view(sum(sizes), *moved.shape[1:]).movedim(0, dim).contiguous()
         full = moved.new_empty(self._size * len(moved), *moved.shape[1:])
         full.chunk(self._size)[self._rank].copy_(moved)
@@ -216,8 +221,13 @@ class MeshLink(Link):
         if sizes is not None and len(set(sizes)) > 1:
             each, mine = prod(moved.shape[1:]), sizes[self._rank]
             received = moved.new_empty(self._size, mine * each)
-            self._exchange("REDUCE_SCATTER", moved.reshape(-1), [size * each for size in sizes], received.view(-1),
-                           [mine * each] * self._size)  # fmt: skip
+            self._exchange(
+                "REDUCE_SCATTER",
+                moved.reshape(-1),
+                [size * each for size in sizes],
+                received.view(-1),
+                [mine * each] * self._size,
+            )
             out = torch.empty_like(received[0])
             sum_into(out, list(received), add=False)
             return out.view(mine, *moved.shape[1:]).movedim(0, dim).contiguous()
@@ -226,9 +236,10 @@ class MeshLink(Link):
             full = full.clone()  # a transport may sum in it
         out = full.new_empty(len(full) // self._size)
         self._do(
-            "REDUCE_SCATTER", full.nbytes,
+            "REDUCE_SCATTER",
+            full.nbytes,
             lambda group: self._comm.transport.reduce_scatter(full, out, group, add=False),
-        )  # fmt: skip
+        )
         return out.view(len(moved) // self._size, *moved.shape[1:]).movedim(0, dim).contiguous()
 
     def all_to_all(
@@ -284,9 +295,10 @@ class MeshLink(Link):
         sent, by = [0] * self._size, [0] * self._size
         sent[(self._rank + to) % self._size], by[(self._rank - to) % self._size] = len(goes), len(arriving)
         pending = self._begin(
-            "SHIFT", goes.nbytes * (to % self._size != 0),
+            "SHIFT",
+            goes.nbytes * (to % self._size != 0),
             lambda group: self._comm.transport.exchange(goes, sent, arriving, by, group),
-        )  # fmt: skip
+        )
 
         def finish() -> None:
             with apart():
@@ -385,9 +397,7 @@ class AxisLink(Link):
         split_sizes: Sequence[int] | None = None,
         concat_sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        return self._bound().all_to_all(
-            tensor, split, concat, split_sizes=split_sizes, concat_sizes=concat_sizes
-        )  # fmt: skip
+        return self._bound().all_to_all(tensor, split, concat, split_sizes=split_sizes, concat_sizes=concat_sizes)
 
     def exchange(self, rows: Tensor, to: Sequence[int], by: Sequence[int]) -> Tensor:
         return self._bound().exchange(rows, to, by)

@@ -425,9 +425,14 @@ class Splitting:
             ConfigError: heads do not divide.
         """
         cut = ModuleCut(
-            module, path, word.name, word.blocks, stream=self._stream, collected=path.startswith(self._whole),
+            module,
+            path,
+            word.name,
+            word.blocks,
+            stream=self._stream,
+            collected=path.startswith(self._whole),
             begins=not self._scatters,
-        )  # fmt: skip
+        )
         parent: Any = self._modules[path.rpartition(".")[0]]
         width = getattr(parent, "head_dim", None) or getattr(parent, "attention_head_size", None)
         if width is None or word.name not in ("column", "row") or self._plan.traced:  # where views were looked at

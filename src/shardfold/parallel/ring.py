@@ -39,9 +39,17 @@ class _Plan(NamedTuple):
 
 @untraced_from_call
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, link: Link, cut: CutBatch, *, causal: bool, scale: float | None = None,
-    window: int | None = None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    link: Link,
+    cut: CutBatch,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks; all ranks call it.
 
     Args:

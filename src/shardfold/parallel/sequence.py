@@ -135,9 +135,17 @@ class SequenceAxis:
     # -- passes
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None = None,
-        dropout: float = 0.0, window: int | None = None, softcap: float | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Attention of this rank's queries ``(batch, heads, tokens, dim)`` over the keys of all ranks; with a
         ``window`` tokens see the last so many, themselves included; with a ``softcap`` scores are ``softcap *
         tanh(scores / softcap)``.
@@ -167,9 +175,17 @@ class SequenceAxis:
             window = None
         if self.choice == "ulysses":
             return ulysses_attention(
-                query, key, value, self.link, batch.cut, causal=causal, scale=scale, dropout=dropout, window=window,
+                query,
+                key,
+                value,
+                self.link,
+                batch.cut,
+                causal=causal,
+                scale=scale,
+                dropout=dropout,
+                window=window,
                 softcap=softcap,
-            )  # fmt: skip
+            )
         if dropout:
             raise ConfigError(
                 "attention='ring' has no dropout: set the model's dropout of attention to 0, or choose 'ulysses'."
@@ -254,9 +270,16 @@ class SequenceAxis:
 
 
 def whole_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None, dropout: float,
-    window: int | None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None = None,
+) -> Tensor:
     """Attention of the last tokens of whole sequences, on one rank.
 
     Raises:
@@ -272,9 +295,15 @@ def whole_attention(
     if softcap is not None:
         return _capped(query, key, value, mask, query.shape[3] ** -0.5 if scale is None else scale, dropout, softcap)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal and queries > 1 and mask is None,
-        scale=scale, enable_gqa=key.shape[1] != query.shape[1],
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal and queries > 1 and mask is None,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
 
 
 def _capped(

@@ -151,8 +151,10 @@ def _same_order(step: Step, at: Follower) -> None:
     wide = _first_of(shape, out, part.dim)
     raise UnfollowedOperation(
         f"{_short(step.op)} from {shape} to {out} leaves {wide} along the dimension that is divided, which are no "
-        f"multiple of {at.ranks}", step.ins, blocks=wide,
-    )  # fmt: skip
+        f"multiple of {at.ranks}",
+        step.ins,
+        blocks=wide,
+    )
 
 
 def _first_of(shape: Sequence[int], out: Sequence[int], dim: int) -> int:
@@ -339,11 +341,30 @@ def _last_two(step: Step, at: Follower) -> None:
 ALIKE = {
     f"aten.{name}"
     for name in (
-        "_to_copy", "clone", "detach", "alias", "native_dropout", "empty_like", "zeros_like", "ones_like", "full_like",
-        "rand_like", "randn_like", "copy_", "lift_fresh", "bernoulli", "bernoulli_", "masked_fill_", "fill_", "zero_",
-        "uniform_", "normal_", "hardswish", "log_sigmoid_forward",
+        "_to_copy",
+        "clone",
+        "detach",
+        "alias",
+        "native_dropout",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "copy_",
+        "lift_fresh",
+        "bernoulli",
+        "bernoulli_",
+        "masked_fill_",
+        "fill_",
+        "zero_",
+        "uniform_",
+        "normal_",
+        "hardswish",
+        "log_sigmoid_forward",
     )
-}  # fmt: skip
+}
 """Operations on each element that PyTorch does not tag as such."""
 
 RULES: Mapping[str, Callable[[Step, Follower], Any]] = {
@@ -357,8 +378,26 @@ RULES: Mapping[str, Callable[[Step, Follower], Any]] = {
     **{
         f"aten.{name}": _along(1)
         for name in (
-            "sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin", "max", "min", "any", "all",
-            "cumsum", "cumprod", "_softmax", "_log_softmax", "_safe_softmax", "prod", "var_mean",
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "var",
+            "std",
+            "logsumexp",
+            "argmax",
+            "argmin",
+            "max",
+            "min",
+            "any",
+            "all",
+            "cumsum",
+            "cumprod",
+            "_softmax",
+            "_log_softmax",
+            "_safe_softmax",
+            "prod",
+            "var_mean",
         )
     },
     "aten.linalg_vector_norm": _along(2),
@@ -366,4 +405,4 @@ RULES: Mapping[str, Callable[[Step, Follower], Any]] = {
     "aten.expand": _expand,
     "aten.slice": _slice,
     "aten.bmm": _bmm,
-}  # fmt: skip
+}

@@ -459,9 +459,17 @@ def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Own
     elif word == "row" and cut.stream is not None:
         sum_gradients(module, place, ["bias"])
     forward = Forward(
-        module, word, link, shared, rows=cut.rows, stream=cut.stream, collected=cut.collected, begins=cut.begins,
-        path=cut.name, parts=parts,
-    )  # fmt: skip
+        module,
+        word,
+        link,
+        shared,
+        rows=cut.rows,
+        stream=cut.stream,
+        collected=cut.collected,
+        begins=cut.begins,
+        path=cut.name,
+        parts=parts,
+    )
     if word in ("partial", "sequence"):
         if not isinstance(module, DROPOUTS):
             return

@@ -71,9 +71,18 @@ def check_heads(heads: int, ranks: int) -> None:
 
 @untraced_from_call
 def ulysses_attention(
-    query: Tensor, key: Tensor, value: Tensor, link: Link, cut: CutBatch, *, causal: bool, scale: float | None = None,
-    dropout: float = 0.0, window: int | None = None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    link: Link,
+    cut: CutBatch,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """As :func:`ring_attention`, of tokens that are cut into one range for each rank; all ranks call it.
 
     ``dropout`` is that of ``F.scaled_dot_product_attention``; packed documents, windows and soft caps have none.
@@ -102,9 +111,13 @@ def ulysses_attention(
 
 
 def across_heads(
-    query: Tensor, key: Tensor, value: Tensor, link: Link, sizes: Sequence[int],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    link: Link,
+    sizes: Sequence[int],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What ``attend`` makes of some heads of all tokens, given back as all heads of this rank's; all ranks call it.
 
     Args:

@@ -162,9 +162,18 @@ def bind(
     if _waits(layout, units):
         at_end |= {unit.name for unit in units if not unit.root} & set(unplaced)
     lowered = partial(
-        lower, layout, units, mesh, clip=clip, clamp=clamp, stashes=stashes, meets=meets, apart=apart,
-        speculated=speculated, delayed=overlap.delayed_update,
-    )  # fmt: skip
+        lower,
+        layout,
+        units,
+        mesh,
+        clip=clip,
+        clamp=clamp,
+        stashes=stashes,
+        meets=meets,
+        apart=apart,
+        speculated=speculated,
+        delayed=overlap.delayed_update,
+    )
 
     def fetched(op: Op) -> float:
         return fetched_bytes(op, layout, by_name[op.unit], mesh, num_moments)
@@ -176,10 +185,16 @@ def bind(
         return program_passes.reduced_once(lowered()) if overlap.reduce_once else lowered()
 
     return Bound(
-        layout=layout, units=units, mesh=mesh, overlap=overlap, num_moments=num_moments,
-        orders=orders, program=moved(lowered(forward=orders.forward, backward=orders.backward)),
-        _in_evaluation=lambda: moved(lowered(forward=orders.evaluation)), _unmoved=unmoved,
-    )  # fmt: skip
+        layout=layout,
+        units=units,
+        mesh=mesh,
+        overlap=overlap,
+        num_moments=num_moments,
+        orders=orders,
+        program=moved(lowered(forward=orders.forward, backward=orders.backward)),
+        _in_evaluation=lambda: moved(lowered(forward=orders.evaluation)),
+        _unmoved=unmoved,
+    )
 
 
 def _waits(layout: Layout, units: Sequence[UnitSpec]) -> bool:

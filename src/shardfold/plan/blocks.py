@@ -117,9 +117,11 @@ class Blocks(Format):
             for i in range(0, len(blocks), step):
                 some = into[i : i + step]
                 yield (
-                    blocks[i : i + step], some[:, : self.coded], some[:, self.coded :].view(torch.float32),
+                    blocks[i : i + step],
+                    some[:, : self.coded],
+                    some[:, self.coded :].view(torch.float32),
                     None if feedback is None else feedback[i : i + step],
-                )  # fmt: skip
+                )
 
 
 class Integers(Blocks):

@@ -165,9 +165,15 @@ def tier_of(layout: Layout, state: str) -> Tier:
 
 
 def moves(
-    program: Program, layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, times: Mapping[str, int], *,
-    num_moments: int = 2, left_out: Collection[Op] = (),
-) -> dict[Moved, tuple[int, float]]:  # fmt: skip
+    program: Program,
+    layout: Layout,
+    units: Iterable[UnitSpec],
+    mesh: Sizes,
+    times: Mapping[str, int],
+    *,
+    num_moments: int = 2,
+    left_out: Collection[Op] = (),
+) -> dict[Moved, tuple[int, float]]:
     """Operations that bring states to the device and back, and the bytes one rank moves in them, of sections run that
     many times each (``beside`` as often as ``step``): ``{kind: (calls, bytes)}``. ``left_out``: of units that the steps
     do not update, as no rank used them."""
@@ -279,9 +285,14 @@ def step_of(micro_batches: int, program: Program) -> dict[str, int]:
     """How often each section of a program runs in a step."""
     first = int(bool(program.first))
     return {
-        "first": first, "forward": micro_batches - first, "backward": micro_batches - 1, "last": 1, "step": 1,
-        "behind": 1, "arrive": 1,
-    }  # fmt: skip
+        "first": first,
+        "forward": micro_batches - first,
+        "backward": micro_batches - 1,
+        "last": 1,
+        "step": 1,
+        "behind": 1,
+        "arrive": 1,
+    }
 
 
 def section_traffic(

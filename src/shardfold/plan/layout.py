@@ -377,9 +377,11 @@ class Activations:
     def fate(self) -> str:
         """What becomes of it between forward and backward, as a table says it."""
         words = {
-            "recompute": "recomputed", "select": "recomputed, but products", "packed": "device, masks as bits",
+            "recompute": "recomputed",
+            "select": "recomputed, but products",
+            "packed": "device, masks as bits",
             "int8": "device, in 8 bits",
-        }  # fmt: skip
+        }
         return words.get(self.mode, str(self.tier or self.mode)) + self._whereabouts
 
     def __str__(self) -> str:
@@ -926,9 +928,12 @@ def _check_outer(bound: Layout) -> None:
     if form is not None and not _is_outer(form):
         raise LayoutError(
             f"Outer.format is {typed(form.name)!r}, which "
-            + ("keeps what it loses for the next sum: outer gradients begin anew in each round, so leave that out."
-               if form.state is not None else "does not carry fp32, in which outer gradients are: take another.")
-        )  # fmt: skip
+            + (
+                "keeps what it loses for the next sum: outer gradients begin anew in each round, so leave that out."
+                if form.state is not None
+                else "does not carry fp32, in which outer gradients are: take another."
+            )
+        )
 
 
 def _is_outer(form: Format) -> bool:

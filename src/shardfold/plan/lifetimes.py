@@ -89,9 +89,14 @@ class Lifetimes:
     """
 
     def __init__(
-        self, bound: Bound, behaviour: Behaviour, *, clip: bool = False, adopts: bool = False,
+        self,
+        bound: Bound,
+        behaviour: Behaviour,
+        *,
+        clip: bool = False,
+        adopts: bool = False,
         coding: Coding | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._bound, self._behaviour, self._clip, self._adopts = bound, behaviour, clip, adopts
         self._coding = coding or _uncounted
         self._layout, self._mesh, self._units = bound.layout, bound.mesh, bound.by_name
@@ -291,8 +296,12 @@ class Lifetimes:
 
     def _norm(self) -> float:
         """A row of sums of the largest shard's gradients."""
-        numels = [s.length / s.table_or(self._layout).master.parts(self._mesh) for u in self._bound.units
-                  for s in u.segments if s.trainable]  # fmt: skip
+        numels = [
+            s.length / s.table_or(self._layout).master.parts(self._mesh)
+            for u in self._bound.units
+            for s in u.segments
+            if s.trainable
+        ]
         return max(numels, default=0.0) / 4096 * 16
 
     # -- buffers for a short while

@@ -41,7 +41,9 @@ def of_part(section: str, ops: Sequence[Op], backward: Sequence[Op], part: Part 
     every = set(backward)
     waits = section in ("last", "last_weights") and not part.final
     return [
-        op for op in ops
-        if not op.unit or op.unit in part.units
+        op
+        for op in ops
+        if not op.unit
+        or op.unit in part.units
         or (op.unit in part.common and not (waits and op.is_sum and op not in every))
-    ]  # fmt: skip
+    ]

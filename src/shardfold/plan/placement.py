@@ -23,8 +23,16 @@ from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes, Layout, Sizes
 
 __all__ = [
-    "ALIGN_BYTES", "SegmentSpec", "Slot", "SlotRange", "UnitSpec", "enclosing", "pack", "shard_index", "shard_range",
-]  # fmt: skip
+    "ALIGN_BYTES",
+    "SegmentSpec",
+    "Slot",
+    "SlotRange",
+    "UnitSpec",
+    "enclosing",
+    "pack",
+    "shard_index",
+    "shard_range",
+]
 
 ALIGN_BYTES = 256
 """Every parameter and every shard starts at a multiple of this many bytes of the smallest state."""
@@ -110,9 +118,11 @@ class SegmentSpec:
         table = self.table_or(layout)
         blocks = FORMATS[table.gather.format].native is None
         formats = {
-            "gather": table.gather.format, "held": self.dtype if blocks else table.gather.format,
-            "reduce": table.reduce.format, "grads": table.grads.dtype,
-        }  # fmt: skip
+            "gather": table.gather.format,
+            "held": self.dtype if blocks else table.gather.format,
+            "reduce": table.reduce.format,
+            "grads": table.grads.dtype,
+        }
         return self.dtype if self.own else table.buffer if what == "buffer" else formats[what]
 
     def outer_dtype(self, layout: Layout) -> str:

@@ -372,9 +372,16 @@ def render_section(name: str, ops: Sequence[Op], mark: int | None = None, around
 
 
 def redistribute(
-    unit: str, have: Axes | None, need: Axes, *, data: Axes, source: str, target: str, format: Mapping[str, str],
+    unit: str,
+    have: Axes | None,
+    need: Axes,
+    *,
+    data: Axes,
+    source: str,
+    target: str,
+    format: Mapping[str, str],
     hops: Mapping[str, int] | None = None,
-) -> Iterator[Op]:  # fmt: skip
+) -> Iterator[Op]:
     """The collectives that turn how a unit lies into how its reader needs it.
 
     Args:
@@ -537,9 +544,14 @@ class _Lowering:
         yield from self._turn(unit, source, "flat")
 
     def _leave(
-        self, unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = (), again: bool = False,
+        self,
+        unit: UnitSpec,
+        *,
+        forward: bool,
+        reduce: Iterator[Op] | tuple[Op, ...] = (),
+        again: bool = False,
         first: bool = False,
-    ) -> Iterator[Op]:  # fmt: skip
+    ) -> Iterator[Op]:
         table = unit.table_or(self._layout)
         goes = bool(table.held.over) if forward and table.held is not None else table.comes_and_goes
         if forward and table.held is not None and table.held.over:

@@ -75,9 +75,12 @@ class Overlap:
 
     def __post_init__(self) -> None:
         check_flags(
-            "Overlap", update_thread=self.update_thread, compiled_update=self.compiled_update,
-            delayed_update=self.delayed_update, reduce_once=self.reduce_once,
-        )  # fmt: skip
+            "Overlap",
+            update_thread=self.update_thread,
+            compiled_update=self.compiled_update,
+            delayed_update=self.delayed_update,
+            reduce_once=self.reduce_once,
+        )
         for name in ("speculate", "update_thread"):
             if self.delayed_update and getattr(self, name):
                 raise ConfigError(
@@ -106,9 +109,12 @@ class Overlap:
 
 
 def prefetch(
-    ops: tuple[Op, ...], depth: int, moved: tuple[str, ...] = GATHERS, markers: tuple[str, ...] = MARKERS,
+    ops: tuple[Op, ...],
+    depth: int,
+    moved: tuple[str, ...] = GATHERS,
+    markers: tuple[str, ...] = MARKERS,
     from_disk: Callable[[Op], float] | None = None,
-) -> tuple[Op, ...]:  # fmt: skip
+) -> tuple[Op, ...]:
     """Moves what brings each unit's values ``depth`` markers earlier; never before the pass begins or the unit is
     freed. What comes from a file to fill what is gathered moves one more, so that it is there when that is filled. In a
     step, or behind it, ``FETCH`` moves, past the updates of other units; ``from_disk`` gives the bytes of one, and with
@@ -199,9 +205,11 @@ def updates_beside(program: Program) -> Program:
 
 
 def apply(
-    program: Program, overlap: Overlap, late: frozenset[str] = frozenset(),
+    program: Program,
+    overlap: Overlap,
+    late: frozenset[str] = frozenset(),
     fetched: Callable[[Op], float] | None = None,
-) -> Program:  # fmt: skip
+) -> Program:
     """The program that will run: ``program`` with the passes that ``overlap`` asks for, and ``late`` units reduced at
     the end. ``fetched`` gives the bytes of a ``FETCH`` (see :func:`prefetch`)."""
     if overlap.reduce_once:

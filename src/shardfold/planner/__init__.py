@@ -8,7 +8,6 @@
     division       how ranks share one model besides its states
     figures        figures that papers print, computed
     given          what a plan is given, a model and a micro-batch, and what is wrong with them in a sentence
-    _gpu_kernels   what kernels of a GPU keep for backward
     hardware       what devices and links can do, as their makers print it; and what was measured on a machine
     hollow         a model without memory
     inference      memory without training
@@ -20,13 +19,14 @@
     search         which ways to train fit, ranked
     seconds        the time of a step
     setting        what a rank's engine would bind: units, orders, program
-    _stage_traces  traces of one stage of a model
     staged         stages of a rank on paper, by an order of actions
     staged_walks   walks of a model that is cut into stages
     surface        memory over time as numbers that a page computes with
     trace          what a model's forward and backward do, as values
     tracing        runs a model on tensors without memory, and notes what the engine's hooks would hear
     walks          the program walked for many micro-batches at once, each walk done once
+    _gpu_kernels   what kernels of a GPU keep for backward
+    _stage_traces  traces of one stage of a model
 
 It runs the model without values and walks the program that the engine would bind. It knows no engine.
 """

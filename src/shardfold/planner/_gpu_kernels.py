@@ -76,9 +76,16 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _attention(
-    usual: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
+    usual: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     alike = query.dim() == 4 and query.shape[:2] == key.shape[:2] and query.shape[-1] == value.shape[-1]
     if attn_mask is not None or query.itemsize != 2 or not alike:
         return usual(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -106,6 +113,7 @@ class _Attention(torch.autograd.Function):
 
 
 _OTHERWISE: Sequence[tuple[Any, str, Callable[..., Any]]] = (
-    (F, "dropout", _dropout), (torch, "rms_norm", _rms_norm),
+    (F, "dropout", _dropout),
+    (torch, "rms_norm", _rms_norm),
     (F, "scaled_dot_product_attention", _attention),
-)  # fmt: skip
+)

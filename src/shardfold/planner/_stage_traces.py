@@ -61,9 +61,15 @@ class StageTraces:
     """
 
     def __init__(
-        self, model: nn.Module, rows: Callable[[int], Any], compute: Compute,
-        units: Sequence[str | type[nn.Module]] | None, division: Division, number: int, connect: Connect,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        rows: Callable[[int], Any],
+        compute: Compute,
+        units: Sequence[str | type[nn.Module]] | None,
+        division: Division,
+        number: int,
+        connect: Connect,
+    ) -> None:
         self._model, self._rows, self._compute, self._units = model, rows, compute, units
         self._division, self.number, self._connect = division, number, connect
         self._mesh = division.over({"inter": 1, "intra": division.ranks})
@@ -89,9 +95,7 @@ class StageTraces:
             )
         return self._traces[key]
 
-    def of_another(
-        self, other: StageTraces, policy: Precision, mode: str, samples: int, lane: Lane
-    ) -> Trace | None:  # fmt: skip
+    def of_another(self, other: StageTraces, policy: Precision, mode: str, samples: int, lane: Lane) -> Trace | None:
         """What :meth:`trace` of the ``other`` gives, a stage in the middle as this one, by what it gives of this one;
         None: they have more than blocks of one list, or not as many, or other tensors cross their borders, or come
         from other ranks."""
@@ -173,9 +177,15 @@ class StageTraces:
             raise not_run(self._model, self._rows(samples), error) from error
 
     def _run(
-        self, model: nn.Module, cuts: Sequence[Cut], begins: Sequence[str] | None, policy: Precision, mode: str,
-        samples: int, lane: Lane,
-    ) -> Trace:  # fmt: skip
+        self,
+        model: nn.Module,
+        cuts: Sequence[Cut],
+        begins: Sequence[str] | None,
+        policy: Precision,
+        mode: str,
+        samples: int,
+        lane: Lane,
+    ) -> Trace:
         whole, rules = hollow(model, _on_meta, {}), Rules(policy, presets.ddp, ALONE)
         groups = {id(p): 0 for p in whole.parameters() if p.requires_grad}
         units = self._units if begins is None else _inner(cuts)
@@ -193,9 +203,17 @@ class StageTraces:
         stages.settle()
         key = policy, samples, -1 if begins is None else self.number
         found, self.borders[key] = trace_stage(
-            made, stages, cuts, self._rows(samples), lane=lane, precision=policy, mode=mode, compute=self._compute,
-            connect=self._connect, borders=self.borders.get(key),
-        )  # fmt: skip
+            made,
+            stages,
+            cuts,
+            self._rows(samples),
+            lane=lane,
+            precision=policy,
+            mode=mode,
+            compute=self._compute,
+            connect=self._connect,
+            borders=self.borders.get(key),
+        )
         return found
 
 

@@ -79,9 +79,16 @@ def best(
     subject = Subject(model, batch, compute, real=real)
     divisions = [division_of(each) for each in axes]
     found = search_divisions(
-        subject, where, divisions, precision=precision, layouts=layouts, modes=modes,
-        batch=samples, host=host_bytes(host), wire=AutoWire.named(wire),
-    )  # fmt: skip
+        subject,
+        where,
+        divisions,
+        precision=precision,
+        layouts=layouts,
+        modes=modes,
+        batch=samples,
+        host=host_bytes(host),
+        wire=AutoWire.named(wire),
+    )
     return found.best
 
 
@@ -156,8 +163,13 @@ def largest_batch(
     where = cluster(gpus, memory=memory)
     streams = where.device.streams
     found = largest_of(
-        [Subject(model, batch, compute, real=real, division=Division(streams=streams))], layout=layout,
-        mode=activations, precision=precision, mesh=where.mesh, micro_batches=accumulate, budget=where.device.usable,
+        [Subject(model, batch, compute, real=real, division=Division(streams=streams))],
+        layout=layout,
+        mode=activations,
+        precision=precision,
+        mesh=where.mesh,
+        micro_batches=accumulate,
+        budget=where.device.usable,
         behaviour=GPU if streams else CPU,
-    )  # fmt: skip
+    )
     return found.largest

@@ -73,17 +73,26 @@ class Candidate:
         if "tensor" in axes:
             more |= {"tensor": self.division.plan, "sequence_parallel": self.division.sequence_parallel}
         return {
-            "layout": self.table if self.wires else self.layout, "precision": self.precision, "activations": self.mode,
-            "accumulate": self.accumulate, "overlap": Overlap(prefetch=self.prefetch), **more,
-        }  # fmt: skip
+            "layout": self.table if self.wires else self.layout,
+            "precision": self.precision,
+            "activations": self.mode,
+            "accumulate": self.accumulate,
+            "overlap": Overlap(prefetch=self.prefetch),
+            **more,
+        }
 
     @property
     def train(self) -> dict[str, Any]:
         """Settings of ``shardfold train``, but for what it trains, and on how many processes."""
         found: dict[str, Any] = {
-            "layout": self.layout, "precision": self.precision, "activations": self.mode,
-            "micro_batch": self.micro_batch, "accumulate": self.accumulate, **self.division.axes, **self.wires,
-        }  # fmt: skip
+            "layout": self.layout,
+            "precision": self.precision,
+            "activations": self.mode,
+            "micro_batch": self.micro_batch,
+            "accumulate": self.accumulate,
+            **self.division.axes,
+            **self.wires,
+        }
         if "pipeline" in self.division.axes:
             found["order"] = self.division.order
         return found | ({"sequence_parallel": True} if self.division.sequence_parallel else {})
@@ -103,9 +112,10 @@ class Candidate:
         if self.layout == "infinity":
             zero["offload_param"] = {"device": "cpu"}
         found: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": self.micro_batch, "gradient_accumulation_steps": self.accumulate,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulate,
             "zero_optimization": zero,
-        }  # fmt: skip
+        }
         if self.precision in ("bf16", "fp16"):
             found[self.precision] = {"enabled": True}
         if self.division.tensor > 1:

@@ -91,9 +91,16 @@ def option(
     """What one way to train needs; ``where``: devices whose rates say how long it takes."""
     trace = subject.trace(precision, mode, micro_batch)
     setting = subject.setting(
-        trace, layout=layout, precision=precision, mesh=mesh, overlap=overlap, micro_batches=micro_batches,
-        moments=moments, clip=clip, behaviour=behaviour,
-    )  # fmt: skip
+        trace,
+        layout=layout,
+        precision=precision,
+        mesh=mesh,
+        overlap=overlap,
+        micro_batches=micro_batches,
+        moments=moments,
+        clip=clip,
+        behaviour=behaviour,
+    )
     plan = plan_memory(setting, trace)
     largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget, host=host)
     seconds = None
@@ -106,9 +113,14 @@ def option(
 
 
 def options(
-    subjects: Sequence[Subject], layouts: Mapping[str, Layout], modes: Iterable[str], *, micro_batch: int | None,
-    tick: Callable[[str], None] = lambda doing: None, **how: Any,
-) -> list[Option]:  # fmt: skip
+    subjects: Sequence[Subject],
+    layouts: Mapping[str, Layout],
+    modes: Iterable[str],
+    *,
+    micro_batch: int | None,
+    tick: Callable[[str], None] = lambda doing: None,
+    **how: Any,
+) -> list[Option]:
     """All of these, the first layouts first; of the stages of ``subjects`` that which needs the most.
 
     Args:
@@ -142,9 +154,13 @@ def options(
 
 
 def _staged_walks(
-    subjects: Sequence[Subject], *, precision: str | Precision = "bf16", moments: int = 2,
-    where: Cluster | None = None, **_: object,
-) -> StagedWalks | None:  # fmt: skip
+    subjects: Sequence[Subject],
+    *,
+    precision: str | Precision = "bf16",
+    moments: int = 2,
+    where: Cluster | None = None,
+    **_: object,
+) -> StagedWalks | None:
     """Of the ranks that have stages; None: there are none, or no rates."""
     if where is None or subjects[0].division.pipeline == 1:
         return None
@@ -186,9 +202,17 @@ def largest_of(
     """
     table = presets.named(layout)
     (found,) = options(
-        subjects, {str(layout) if isinstance(layout, str) else "layout": table}, [mode], micro_batch=None,
-        precision=precision, mesh=mesh, micro_batches=micro_batches, budget=budget, behaviour=behaviour, clip=clip,
-    )  # fmt: skip
+        subjects,
+        {str(layout) if isinstance(layout, str) else "layout": table},
+        [mode],
+        micro_batch=None,
+        precision=precision,
+        mesh=mesh,
+        micro_batches=micro_batches,
+        budget=budget,
+        behaviour=behaviour,
+        clip=clip,
+    )
     return found
 
 

@@ -176,9 +176,7 @@ class Division:
             held.callback(hear_gradients(model))
             for dispatch in dispatches(model):
                 dispatch.even = True
-            axis = open_sequence(
-                model, comm, self.attention, shares=self.tensor, apart=lambda: False, link=PaperLink
-            )  # fmt: skip
+            axis = open_sequence(model, comm, self.attention, shares=self.tensor, apart=lambda: False, link=PaperLink)
             if axis is not None:
                 held.callback(follow(model, axis))
                 batch = axis.shard(whole, True, (), ())

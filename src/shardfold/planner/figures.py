@@ -76,10 +76,19 @@ class OffloadCut(NamedTuple):
 
 
 FLOW: tuple[tuple[str, str, int], ...] = (
-    ("params16", "forward", 2), ("params16", "backward", 2), ("backward", "grads16", 2), ("grads16", "update", 2),
-    ("update", "params32", 4), ("params32", "update", 4), ("update", "momentum", 4), ("momentum", "update", 4),
-    ("update", "variance", 4), ("variance", "update", 4), ("params32", "cast", 4), ("cast", "params16", 2),
-)  # fmt: skip
+    ("params16", "forward", 2),
+    ("params16", "backward", 2),
+    ("backward", "grads16", 2),
+    ("grads16", "update", 2),
+    ("update", "params32", 4),
+    ("params32", "update", 4),
+    ("update", "momentum", 4),
+    ("momentum", "update", 4),
+    ("update", "variance", 4),
+    ("variance", "update", 4),
+    ("params32", "cast", 4),
+    ("cast", "params16", 2),
+)
 """Who gives how many bytes of each parameter to whom in a step (ZeRO-Offload, arXiv 2101.06840, section 3)."""
 HELD = {"params16": 2, "grads16": 2, "params32": 4, "momentum": 4, "variance": 4}
 
@@ -102,9 +111,13 @@ def best_cut() -> OffloadCut:
 def _zero(printed: float, layout: str, precision: Precision, words: str) -> Figure:
     bits = "16-bit" if precision is HALF else "fp32"
     return Figure(
-        f"7.5B on 64 ranks, {layout}, {bits} gradients", words, printed,
-        lambda: states(layout, 7.5e9, 64, precision) / GB, 0.03, "GB",
-    )  # fmt: skip
+        f"7.5B on 64 ranks, {layout}, {bits} gradients",
+        words,
+        printed,
+        lambda: states(layout, 7.5e9, 64, precision) / GB,
+        0.03,
+        "GB",
+    )
 
 
 FP32_GRADS = Precision(compute="bf16")
@@ -128,8 +141,12 @@ FIGURES: tuple[Figure, ...] = (
     Figure("largest model in 80 GB", "M/16", 5, lambda: 80e9 / states("ddp", 1e9, 1), 1e-9, "B"),
     *(
         Figure(
-            f"{name} in fp32, of the weights", f"{2 + moments}", 2 + moments,
-            lambda moments=moments: states("ddp", 1e6, 1, Precision(), moments) / 4e6, 1e-9, "x",
+            f"{name} in fp32, of the weights",
+            f"{2 + moments}",
+            2 + moments,
+            lambda moments=moments: states("ddp", 1e6, 1, Precision(), moments) / 4e6,
+            1e-9,
+            "x",
         )
         for name, moments in (("SGD", 0), ("momentum", 1), ("Adam", 2))
     ),
@@ -138,12 +155,24 @@ FIGURES: tuple[Figure, ...] = (
     Figure("zero2, many ranks", "2Ψ/16Ψ", 0.125, lambda: states("zero2", 2**30, 2**20) / states("ddp", 2**30, 1), 1e-3),
     Figure("zero3, 64 ranks", "1/N", 1 / 64, lambda: states("zero3", 2**30, 64) / states("ddp", 2**30, 1), 1e-9),
     *(
-        Figure(f"sent in a step, {layout}, all ranks", f"{times}(n-1)Ψ", times,
-               lambda layout=layout: sent(layout, 8), 1e-9, "(n-1)Ψ")
+        Figure(
+            f"sent in a step, {layout}, all ranks",
+            f"{times}(n-1)Ψ",
+            times,
+            lambda layout=layout: sent(layout, 8),
+            1e-9,
+            "(n-1)Ψ",
+        )
         for layout, times in (("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3))
     ),
-    Figure("ring all-reduce, sent by a rank of 1,000", "2S(N-1)/N", 2, lambda: ring_bytes("ALL_REDUCE", 1.0, 1000),
-           2e-3, "S"),
+    Figure(
+        "ring all-reduce, sent by a rank of 1,000",
+        "2S(N-1)/N",
+        2,
+        lambda: ring_bytes("ALL_REDUCE", 1.0, 1000),
+        2e-3,
+        "S",
+    ),
     Figure("pipeline, 4 micro-batches a stage", "M/(M + K - 1)", 0.80, lambda: 4e4 / (4e4 + 1e4 - 1), 5e-3),
     Figure("pipeline, 8 micro-batches a stage", "M/(M + K - 1)", 0.889, lambda: 8e4 / (8e4 + 1e4 - 1), 5e-3),
     Figure("GPT-3 1.3B, tensor: all-reduces of a step", "24 layers x 4", 96, lambda: 24 * 4, 0),
@@ -151,41 +180,86 @@ FIGURES: tuple[Figure, ...] = (
     Figure("in all, beside 1.3B of data parallelism", "96 x 67M", 6.4, lambda: 96 * 32 * 1024 * 2048 / 1e9, 1e-2, "B"),
     Figure("checkpoints of n = 10,000 layers", "n/k + k at k = √n", 200, lambda: 10_000 / 100 + 100, 0, "layers"),
     Figure("its computation", "F/(F + 2F)", 1 / 3, lambda: 1 / 3, 1e-9),
-    Figure("bert-base-cased in fp32", "(108,310,272 x 4 + 2 x 512 x 8) / 2^20", 413.18,
-           lambda: (108_310_272 * 4 + 2 * 512 * 8) / MIB, 3e-5, "MiB"),
-    Figure("a 7B in fp32", "(7,000,559,616 x 4 + 128 MiB) / 2^30", 26.2, lambda: (SEVEN * 4 + ROTARY) / GIB, 1e-3,
-           "GiB"),
+    Figure(
+        "bert-base-cased in fp32",
+        "(108,310,272 x 4 + 2 x 512 x 8) / 2^20",
+        413.18,
+        lambda: (108_310_272 * 4 + 2 * 512 * 8) / MIB,
+        3e-5,
+        "MiB",
+    ),
+    Figure(
+        "a 7B in fp32", "(7,000,559,616 x 4 + 128 MiB) / 2^30", 26.2, lambda: (SEVEN * 4 + ROTARY) / GIB, 1e-3, "GiB"
+    ),
     Figure("in 16 bits", "half", 13.1, lambda: (SEVEN * 4 + ROTARY) / 2 / GIB, 1e-3, "GiB"),
     Figure("in 8 bits", "a quarter", 6.55, lambda: (SEVEN * 4 + ROTARY) / 4 / GIB, 1e-3, "GiB"),
     Figure("in 4 bits", "an eighth", 3.28, lambda: (SEVEN * 4 + ROTARY) / 8 / GIB, 2e-3, "GiB"),
-    Figure("its largest layer in fp32", "64,000 x 4,096 x 4 / 2^20", 1000, lambda: 64_000 * 4096 * 4 / MIB, 1e-3,
-           "MiB"),
+    Figure(
+        "its largest layer in fp32", "64,000 x 4,096 x 4 / 2^20", 1000, lambda: 64_000 * 4096 * 4 / MIB, 1e-3, "MiB"
+    ),
     Figure("its training by Adam", "x 4", 104.8, lambda: 4 * (SEVEN * 4 + ROTARY) / GIB, 1e-3, "GiB"),
-    Figure("LLaMA-6B, activations of a sample", "(4096 + 11008) x 2048 x 32", 990,
-           lambda: (4096 + 11008) * 2048 * 32 / 1e6, 1e-3, "MB"),
-    Figure("50 samples and 25.3 GB of states", "25.3 + 50 x 0.99", 74.8,
-           lambda: 25.3 + 50 * (4096 + 11008) * 2048 * 32 / 1e9, 1e-3, "GB"),
+    Figure(
+        "LLaMA-6B, activations of a sample",
+        "(4096 + 11008) x 2048 x 32",
+        990,
+        lambda: (4096 + 11008) * 2048 * 32 / 1e6,
+        1e-3,
+        "MB",
+    ),
+    Figure(
+        "50 samples and 25.3 GB of states",
+        "25.3 + 50 x 0.99",
+        74.8,
+        lambda: 25.3 + 50 * (4096 + 11008) * 2048 * 32 / 1e9,
+        1e-3,
+        "GB",
+    ),
     Figure("MFU on A100, 7B, 3,158.7 tokens/s", "6Ψ x rate / 312e12", 0.41, lambda: 6 * 6.74e9 * RATE / 312e12, 0.0125),
-    Figure("with attention counted", "(6Ψ + 12 L d s) x rate / 312e12", 0.47,
-           lambda: (6 * 6.74e9 + 12 * 32 * 4096 * 4096) * RATE / 312e12, 0.0125),
-    Figure("with causal attention counted", "half of it", 0.44,
-           lambda: (6 * 6.74e9 + 6 * 32 * 4096 * 4096) * RATE / 312e12, 0.0125),
-    Figure("FSDP with masters in fp32, against 16-bit states", "16Ψ/8Ψ", 2,
-           lambda: states("ddp", 1e6, 1)
-           / states("ddp", 1e6, 1, Precision(compute="bf16", grads="bf16", reduce="bf16", master="bf16",
-                                             moments="bf16")), 1e-9, "x"),
+    Figure(
+        "with attention counted",
+        "(6Ψ + 12 L d s) x rate / 312e12",
+        0.47,
+        lambda: (6 * 6.74e9 + 12 * 32 * 4096 * 4096) * RATE / 312e12,
+        0.0125,
+    ),
+    Figure(
+        "with causal attention counted",
+        "half of it",
+        0.44,
+        lambda: (6 * 6.74e9 + 6 * 32 * 4096 * 4096) * RATE / 312e12,
+        0.0125,
+    ),
+    Figure(
+        "FSDP with masters in fp32, against 16-bit states",
+        "16Ψ/8Ψ",
+        2,
+        lambda: (
+            states("ddp", 1e6, 1)
+            / states(
+                "ddp", 1e6, 1, Precision(compute="bf16", grads="bf16", reduce="bf16", master="bf16", moments="bf16")
+            )
+        ),
+        1e-9,
+        "x",
+    ),
     Figure("10^12 parameters", "16Ψ", 16, lambda: states("ddp", 1e12, 1) / 1e12, 1e-9, "TB"),
     Figure("on each of 1,024 ranks", "16Ψ/N", 15.6, lambda: states("zero3", 1e12, 1024) / GB, 0.03, "GB"),
     Figure("ranks of 6 x 8 x 64", "the product", 3072, lambda: 6 * 8 * 64, 0),
     Figure("ZeRO++ between nodes", "3Ψ / (0.5 + 0 + 0.25)Ψ", 4, lambda: 3 / (0.5 + 0 + 0.25), 1e-9, "x"),
     Figure("1-bit Adam behind a warm-up of 15 %", "1/(w + (1 - w)/16)", 5, lambda: 1 / (0.15 + 0.85 / 16), 0.03, "x"),
-    Figure("ZeRO-Offload, least traffic of all cuts", "2 of gradients down, 2 of parameters up", 4,
-           lambda: best_cut().traffic, 0, "bytes a parameter"),
+    Figure(
+        "ZeRO-Offload, least traffic of all cuts",
+        "2 of gradients down, 2 of parameters up",
+        4,
+        lambda: best_cut().traffic,
+        0,
+        "bytes a parameter",
+    ),
     Figure("what it leaves on the GPU", "params16", 2, lambda: best_cut().device, 0, "bytes a parameter"),
     Figure("largest in fp16", "(2 - 2^-10) x 2^15", 65504, lambda: (2 - 2**-10) * 2**15, 0),
     Figure("A100, fp16 against fp32", "312/19.5", 16, lambda: 312 / 19.5, 0, "x"),
     Figure("+30 % on 39 % of the time", "1/(0.61 + 0.39/1.3) - 1", 0.10, lambda: 1 / (0.61 + 0.39 / 1.3) - 1, 0.02),
-)  # fmt: skip
+)
 
 KNOWN_ERRORS: tuple[tuple[str, str], ...] = (
     ('the largest number in fp16 is "65506"', "65504"),

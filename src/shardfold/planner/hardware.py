@@ -127,15 +127,31 @@ class Device:
 
 
 def _gpu(
-    name: str, memory: float, fp16: float, fp32: float, bandwidth: float, near: float, far: float, host: float,
-    source: str, bf16: float | None = None, **more: Any,
-) -> Device:  # fmt: skip
+    name: str,
+    memory: float,
+    fp16: float,
+    fp32: float,
+    bandwidth: float,
+    near: float,
+    far: float,
+    host: float,
+    source: str,
+    bf16: float | None = None,
+    **more: Any,
+) -> Device:
     """Rates in TFLOP/s and GB/s, memory in GiB."""
     flops = {"fp16": fp16 * 1e12, "fp32": fp32 * 1e12, "bf16": (fp16 if bf16 is None else bf16) * 1e12}
     return Device(
-        name=name, memory=memory * GIB, flops=flops, bandwidth=bandwidth * 1e9, near=Interconnect(near * 1e9),
-        far=Interconnect(far * 1e9), host=host * 1e9, source=source, **more,
-    )  # fmt: skip
+        name=name,
+        memory=memory * GIB,
+        flops=flops,
+        bandwidth=bandwidth * 1e9,
+        near=Interconnect(near * 1e9),
+        far=Interconnect(far * 1e9),
+        host=host * 1e9,
+        source=source,
+        **more,
+    )
 
 
 _A100 = "NVIDIA A100 datasheet (2021): 312 TFLOP/s in 16 bits, 19.5 in fp32, NVLink 300 GB/s each way; 200 Gbit/s a GPU"
@@ -149,26 +165,70 @@ DEVICES: dict[str, Device] = {
         _gpu("A100-40G", 39.39, 312, 19.5, 1555, 300, 25, 25, _A100),
         _gpu("A100-80G", 79.14, 312, 19.5, 2039, 300, 25, 25, _A100),
         _gpu("H100", 79.10, 989, 67, 3350, 450, 50, 50, _H100),
-        _gpu("H200", 139.7, 989, 67, 4800, 450, 50, 50,
-             "NVIDIA H200 datasheet (2024): 141 GB at 4.8 TB/s, rates as the H100's"),
+        _gpu(
+            "H200",
+            139.7,
+            989,
+            67,
+            4800,
+            450,
+            50,
+            50,
+            "NVIDIA H200 datasheet (2024): 141 GB at 4.8 TB/s, rates as the H100's",
+        ),
         _gpu("V100-16G", 15.77, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
         _gpu("V100-32G", 31.73, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
-        _gpu("2080Ti", 10.75, 53.8, 13.4, 616, 12, 1.25, 12,
-             "NVIDIA Turing whitepaper (2018): fp16 with fp32 sums at half rate; PCIe 3.0 x16; 10 Gbit/s", bf16=13.4),
-        _gpu("4090", 23.63, 165.2, 82.6, 1008, 25, 1.25, 25,
-             "NVIDIA Ada whitepaper (2022): fp16 with fp32 sums; PCIe 4.0 x16, no NVLink; 10 Gbit/s"),
+        _gpu(
+            "2080Ti",
+            10.75,
+            53.8,
+            13.4,
+            616,
+            12,
+            1.25,
+            12,
+            "NVIDIA Turing whitepaper (2018): fp16 with fp32 sums at half rate; PCIe 3.0 x16; 10 Gbit/s",
+            bf16=13.4,
+        ),
+        _gpu(
+            "4090",
+            23.63,
+            165.2,
+            82.6,
+            1008,
+            25,
+            1.25,
+            25,
+            "NVIDIA Ada whitepaper (2022): fp16 with fp32 sums; PCIe 4.0 x16, no NVLink; 10 Gbit/s",
+        ),
         _gpu("L4", 22.03, 121, 30.3, 300, 25, 3.1, 25, "NVIDIA L4 datasheet (2023), dense; PCIe 4.0 x16; 25 Gbit/s"),
-        _gpu("MI300X", 191.69, 1307.4, 163.4, 5300, 448, 50, 50,
-             "AMD Instinct MI300X datasheet (2023), dense; Infinity Fabric 7 x 64 GB/s; 400 Gbit/s a GPU"),
+        _gpu(
+            "MI300X",
+            191.69,
+            1307.4,
+            163.4,
+            5300,
+            448,
+            50,
+            50,
+            "AMD Instinct MI300X datasheet (2023), dense; Infinity Fabric 7 x 64 GB/s; 400 Gbit/s a GPU",
+        ),
     )
-}  # fmt: skip
+}
 
 
 PRODUCTS: Mapping[str, str] = {
-    r"A100-SXM4-40GB": "A100-40G", r"A100-SXM4-80GB": "A100-80G", r"H100 80GB HBM3": "H100", r"H200": "H200",
-    r"V100-SXM2-16GB": "V100-16G", r"V100-SXM2-32GB": "V100-32G", r"RTX 2080 Ti": "2080Ti", r"RTX 4090$": "4090",
-    r"NVIDIA L4$": "L4", r"MI300X": "MI300X",
-}  # fmt: skip
+    r"A100-SXM4-40GB": "A100-40G",
+    r"A100-SXM4-80GB": "A100-80G",
+    r"H100 80GB HBM3": "H100",
+    r"H200": "H200",
+    r"V100-SXM2-16GB": "V100-16G",
+    r"V100-SXM2-32GB": "V100-32G",
+    r"RTX 2080 Ti": "2080Ti",
+    r"RTX 4090$": "4090",
+    r"NVIDIA L4$": "L4",
+    r"MI300X": "MI300X",
+}
 """What drivers call the devices of :data:`DEVICES`, as patterns."""
 
 

@@ -343,9 +343,15 @@ class _Step:
         walk.move_to(due.stop)
 
     def _point(
-        self, number: int, at: bool, section: str, more: float = 0.0, what: str = "", op: Op | None = None,
+        self,
+        number: int,
+        at: bool,
+        section: str,
+        more: float = 0.0,
+        what: str = "",
+        op: Op | None = None,
         about: Event | None = None,
-    ) -> Point:  # fmt: skip
+    ) -> Point:
         terms = self._lifetimes.terms
         if more:
             terms = {**terms, what: terms.get(what, 0.0) + more}
@@ -372,8 +378,15 @@ def words_of(event: Event) -> str:
 
 
 _WORDS = {
-    "begin": "before the model", "enter": "before {}", "leave": "in {}", "end_forward": "behind the last unit",
-    "begin_backward": "the loss", "sent": "behind the last unit of the stage",
-    "inputs": "between the parts of a backward", "end": "the end", "enter_backward": "before the backward of {}",
-    "gradient": "the backward of {}", "complete": "the backward of {}",
-}  # fmt: skip
+    "begin": "before the model",
+    "enter": "before {}",
+    "leave": "in {}",
+    "end_forward": "behind the last unit",
+    "begin_backward": "the loss",
+    "sent": "behind the last unit of the stage",
+    "inputs": "between the parts of a backward",
+    "end": "the end",
+    "enter_backward": "before the backward of {}",
+    "gradient": "the backward of {}",
+    "complete": "the backward of {}",
+}

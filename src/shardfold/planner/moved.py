@@ -43,9 +43,7 @@ class PaperMovers(Movers):
 
     kinds = (Tensor, FakeTensor)
 
-    def __init__(
-        self, model: nn.Module, mode: str, *, streams: bool, smallest: int, quiet: Any = nullcontext
-    ) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, mode: str, *, streams: bool, smallest: int, quiet: Any = nullcontext) -> None:
         tier = SimpleNamespace(allocate=self._allocate)
         device: Any = SimpleNamespace(device=torch.device("cpu"))
         tiers: Any = SimpleNamespace(device=device, named=lambda mode, folder: tier)

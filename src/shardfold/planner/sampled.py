@@ -139,17 +139,30 @@ def _offloads(table: Layout) -> bool:
 
 
 def _planned(
-    subjects: Sequence[Subject], table: Layout, layout: str, mode: str, place: PlannedRank, *, timed: bool,
+    subjects: Sequence[Subject],
+    table: Layout,
+    layout: str,
+    mode: str,
+    place: PlannedRank,
+    *,
+    timed: bool,
     samples: int | None = None,
-) -> _Tried:  # fmt: skip
+) -> _Tried:
     """One way; of stages that whose rank needs the most."""
     found = _Tried(layout, mode, -1.0, 0.0, 0.0, "", 0)
     for subject in subjects:
         trace = subject.trace(place.precision, mode, samples)
         setting = subject.setting(
-            trace, layout=table, precision=place.precision, mesh=place.axes, overlap=place.overlap,
-            micro_batches=place.micro_batches, moments=place.moments, clip=place.clip, behaviour=place.behaviour,
-        )  # fmt: skip
+            trace,
+            layout=table,
+            precision=place.precision,
+            mesh=place.axes,
+            overlap=place.overlap,
+            micro_batches=place.micro_batches,
+            moments=place.moments,
+            clip=place.clip,
+            behaviour=place.behaviour,
+        )
         plan = plan_memory(setting, trace)
         held = plan.tiers.get(Tier.HOST, 0.0)
         needed = plan.peak + (held if place.host is None else 0.0)
@@ -204,7 +217,7 @@ def _name(place: PlannedRank) -> str:
 
 def _refusal(
     subjects: Sequence[Subject], tables: Mapping[str, Layout], tried: Sequence[_Tried], place: PlannedRank
-) -> str:  # fmt: skip
+) -> str:
     """What would fit, in a sentence."""
     least = min(tried, key=lambda each: each.needed)
     samples = subjects[0].samples

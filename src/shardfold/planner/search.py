@@ -127,9 +127,15 @@ def search(
 
 
 def search_divisions(
-    subject: Subject, where: Cluster, divisions: Iterable[Division], *, layouts: Iterable[str] = LAYOUTS,
-    modes: Iterable[str] = MODES, tick: Callable[[str], None] = lambda doing: None, **how: Any,
-) -> Search:  # fmt: skip
+    subject: Subject,
+    where: Cluster,
+    divisions: Iterable[Division],
+    *,
+    layouts: Iterable[str] = LAYOUTS,
+    modes: Iterable[str] = MODES,
+    tick: Callable[[str], None] = lambda doing: None,
+    **how: Any,
+) -> Search:
     """The searches of each of some divisions as one; see :func:`search`.
 
     Args:

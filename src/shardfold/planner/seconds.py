@@ -119,9 +119,13 @@ class Work:
     """
 
     def __init__(
-        self, device: Device, few: Trace, more: Trace | None = None, at: np.ndarray | None = None,
+        self,
+        device: Device,
+        few: Trace,
+        more: Trace | None = None,
+        at: np.ndarray | None = None,
         ways: Mapping[str, Way] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sizes = 1 if at is None else len(at)
 
         def rows(a: np.ndarray, b: np.ndarray | None) -> np.ndarray:
@@ -211,9 +215,7 @@ def schedule_of(points: Iterable[Point]) -> Schedule:
     return found
 
 
-def plan_seconds(
-    setting: Setting, plan: MemoryPlan, device: Device, ways: Mapping[str, Way] | None = None
-) -> Seconds:  # fmt: skip
+def plan_seconds(setting: Setting, plan: MemoryPlan, device: Device, ways: Mapping[str, Way] | None = None) -> Seconds:
     """Seconds of a step on such devices; ``ways``: see :class:`Work`."""
     trace = plan.trace
     rows = row_seconds(
@@ -221,9 +223,14 @@ def plan_seconds(
     )
     step, compute, update = (float(each[0]) for each in rows)
     return Seconds(
-        step, compute, step - compute - update, update, setting.micro_batches * trace.flops,
-        setting.micro_batches * trace.attention, setting.micro_batches * trace.tokens,
-    )  # fmt: skip
+        step,
+        compute,
+        step - compute - update,
+        update,
+        setting.micro_batches * trace.flops,
+        setting.micro_batches * trace.attention,
+        setting.micro_batches * trace.tokens,
+    )
 
 
 def row_seconds(setting: Setting, schedule: Schedule, device: Device, work: Work, micro_batches: np.ndarray) -> Rows:
@@ -256,9 +263,14 @@ def _passed(setting: Setting, part: str, ops: Sequence[Op]) -> list[Op]:
 
 
 def part_seconds(
-    setting: Setting, ops: Iterable[tuple[int, Op]], start: int, stop: int, device: Device, work: Work,
+    setting: Setting,
+    ops: Iterable[tuple[int, Op]],
+    start: int,
+    stop: int,
+    device: Device,
+    work: Work,
     known: dict[Op, float],
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Seconds of a part of a step.
 
     Args:

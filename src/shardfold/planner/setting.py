@@ -132,7 +132,7 @@ class Subject:
                 units = sorted(self._parts[number].units)
             self.stages[number] = StageTraces(
                 self.model, self.rows, self.compute, units, self.division, number, self._connect
-            )  # fmt: skip
+            )
 
     def cuts(self, table: Layout, precision: Precision, mesh: Mesh) -> tuple[Rules, list[Cut]]:
         """The units on a mesh, and the rules that they follow."""
@@ -252,9 +252,17 @@ class Subject:
         why = {"zeros": "its layers have workspaces that are seen in no other run"} if self._own_kernels else {}
         try:
             return trace_model(
-                self.hollow, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute,
-                real=self._real, connect=self._connect if self.division.axes else None, moving=self._moving, **why,
-            )  # fmt: skip
+                self.hollow,
+                cuts,
+                self.rows(samples),
+                precision=policy,
+                mode=mode,
+                compute=self.compute,
+                real=self._real,
+                connect=self._connect if self.division.axes else None,
+                moving=self._moving,
+                **why,
+            )
         except ModelError:
             if samples != self.samples:  # where it does not train on the user's own either, that one is named
                 _ = self._found(policy, mode, self.samples)
@@ -279,10 +287,16 @@ class Subject:
         kept = [name for unit in units if (name := folded.kept(unit)) is not None]
         try:
             few = trace_model(
-                folded.model, cut(folded.model, kept, groups, rules, self.mesh), self.rows(samples),
-                precision=policy, mode=mode, compute=self.compute, real=False,
-                connect=self._connect if self.division.axes else None, moving=self._moving,
-            )  # fmt: skip
+                folded.model,
+                cut(folded.model, kept, groups, rules, self.mesh),
+                self.rows(samples),
+                precision=policy,
+                mode=mode,
+                compute=self.compute,
+                real=False,
+                connect=self._connect if self.division.axes else None,
+                moving=self._moving,
+            )
         except Exception:  # a model that goes by the number of its blocks: all of them are traced
             few = None
         found = few and folded.unfolded(few)
@@ -330,7 +344,13 @@ class Subject:
         orders = RunOrders.of(specs, onward, back, onward)
 
         bound = bind(
-            layout, specs, sizes, overlap=overlap, orders=orders, num_moments=moments, clip=clip,
+            layout,
+            specs,
+            sizes,
+            overlap=overlap,
+            orders=orders,
+            num_moments=moments,
+            clip=clip,
             unplaced={spec.name for spec in specs} - set(back),
-        )  # fmt: skip
+        )
         return Setting(bound=bound, micro_batches=micro_batches, clip=clip, behaviour=behaviour)

@@ -82,9 +82,12 @@ def lanes_of(actions: Sequence[Action]) -> list[Lane]:
 
 
 def stages_of(
-    model: nn.Module, division: Division, device: torch.device, begins: Sequence[str] | None = None,
+    model: nn.Module,
+    division: Division,
+    device: torch.device,
+    begins: Sequence[str] | None = None,
     own: Sequence[int] | None = None,
-) -> Stages:  # fmt: skip
+) -> Stages:
     """The stages of a model; ``begins``: as ``Engine(stages=)`` takes them; ``own``: those that are here, None: those
     of the rank.
 
@@ -230,7 +233,7 @@ def _coming(
 
 def _size(
     spans: Mapping[Lane, Mapping[str, Span]], lanes: Mapping[tuple[int, int], Lane], what: tuple[str, int, int]
-) -> float:  # fmt: skip
+) -> float:
     """Bytes of activations that come for a stage, which are as many as its gradients that go back, or of gradients."""
     kind, stage, batch = what
     own = spans[lanes[stage, batch]]
@@ -283,10 +286,13 @@ def in_order(trace_of: Callable[[Lane], Trace], division: Division, parts: Mappi
         passes.append(action.one._replace(begin=begin, end=len(events)))
     first = next(iter(traces.values()))
     return replace(
-        first, events=tuple(events), passes=tuple(passes), batch=first.batch * count,
+        first,
+        events=tuple(events),
+        passes=tuple(passes),
+        batch=first.batch * count,
         loss=next((trace.loss for trace in traces.values() if trace.loss), ""),
         touched=frozenset[str]().union(*(trace.touched for trace in traces.values())),
-    )  # fmt: skip
+    )
 
 
 def _passes(actions: Sequence[Action], bases: Sequence[float], parts: Mapping[int, Part]) -> list[_Action]:
@@ -298,8 +304,12 @@ def _passes(actions: Sequence[Action], bases: Sequence[float], parts: Mapping[in
     for action, base in zip(actions, bases, strict=True):
         verb, stage, batch = action
         last = verb in "BW" and action == lasts[stage]
-        section = {"F": "forward", "I": "quiet", "B": "last" if last else "backward",
-                   "W": "last_weights" if last else "weights"}[verb]  # fmt: skip
+        section = {
+            "F": "forward",
+            "I": "quiet",
+            "B": "last" if last else "backward",
+            "W": "last_weights" if last else "weights",
+        }[verb]
         part = parts.get(stage)
         if part is not None and last:
             part = part._replace(last=True, final=action == final)

@@ -87,9 +87,13 @@ class StagedWalks:
     """
 
     def __init__(
-        self, subject: Subject, where: Cluster, precision: str | Precision, moments: int,
+        self,
+        subject: Subject,
+        where: Cluster,
+        precision: str | Precision,
+        moments: int,
         ranks: Sequence[Subject] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         division = subject.division
         self._where, self._precision, self._moments, self._division = where, precision, moments, division
         self._mesh = division.over(where.mesh)
@@ -129,7 +133,7 @@ class StagedWalks:
 
     def fitting(
         self, plain: Candidate, limit: int, batch: int | None, room: float = inf
-    ) -> tuple[list[FittingCandidate], str]:  # fmt: skip
+    ) -> tuple[list[FittingCandidate], str]:
         """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does. In the
         ``room`` of host memory there are states only, which :meth:`resting_too_much` looks at."""
         if plain.mode in MOVED:
@@ -173,14 +177,22 @@ class StagedWalks:
         return [
             FittingCandidate(
                 replace(
-                    plain, micro_batch=int(samples[i]), accumulate=int(counts[i]),
+                    plain,
+                    micro_batch=int(samples[i]),
+                    accumulate=int(counts[i]),
                     division=replace(self._division, stage=0, micro_batches=int(counts[i])),
                 ),
-                float(peaks[i]), host, self._seconds(plain, times, i, samples, int(counts[i]), float(step[i])),
-                float(rate[i]), int(totals[i]), zeros, loss,
+                float(peaks[i]),
+                host,
+                self._seconds(plain, times, i, samples, int(counts[i]), float(step[i])),
+                float(rate[i]),
+                int(totals[i]),
+                zeros,
+                loss,
             )
-            for i in map(int, fits) if int(samples[i]) in wanted
-        ], ""  # fmt: skip
+            for i in map(int, fits)
+            if int(samples[i]) in wanted
+        ], ""
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of a step of one candidate, whether it fits or not."""
@@ -216,10 +228,16 @@ class StagedWalks:
         key = rank.division.stage, plain.table, plain.prefetch, trace.structure, trace.passes
         if key not in self._done:
             setting = rank.setting(
-                trace, layout=plain.table, precision=self._precision, mesh=self._mesh.axes,
-                overlap=Overlap(prefetch=plain.prefetch), micro_batches=2, moments=self._moments, clip=True,
+                trace,
+                layout=plain.table,
+                precision=self._precision,
+                mesh=self._mesh.axes,
+                overlap=Overlap(prefetch=plain.prefetch),
+                micro_batches=2,
+                moments=self._moments,
+                clip=True,
                 behaviour=self._behaviour,
-            )  # fmt: skip
+            )
             self._done[key] = setting, plan_memory(setting, trace)
         return self._done[key]
 

@@ -111,9 +111,15 @@ def activity_of(
 
 
 def surface_of(
-    subject: Subject, layout: str | Layout, activity: Activity, precision: str | Precision, mode: str, *,
-    moments: int = 2, clip: bool = True,
-) -> Surface:  # fmt: skip
+    subject: Subject,
+    layout: str | Layout,
+    activity: Activity,
+    precision: str | Precision,
+    mode: str,
+    *,
+    moments: int = 2,
+    clip: bool = True,
+) -> Surface:
     """The surface of a layout; its ranks are those of data."""
     trace = subject.trace(precision, mode, LINE[0])
 
@@ -152,6 +158,11 @@ def _points(few: MemoryPlan, more: MemoryPlan | None, trace: Trace) -> Points:
             mine[:] = [p for p in mine if not (new[0] >= p[0] and sum(new) >= sum(p))] + [new]
     rows = [(at, int(level), a, b) for (at, level), mine in sorted(kept.items()) for a, b in mine]
     return Points(
-        [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], [row[3] for row in rows],
-        (float(rest[0]), float(rest[1])), few.fixed.get("workspace", 0.0), (float(host[0]), float(host[1])),
-    )  # fmt: skip
+        [row[0] for row in rows],
+        [row[1] for row in rows],
+        [row[2] for row in rows],
+        [row[3] for row in rows],
+        (float(rest[0]), float(rest[1])),
+        few.fixed.get("workspace", 0.0),
+        (float(host[0]), float(host[1])),
+    )

@@ -312,11 +312,17 @@ class Trace:
             others = {sends.axis: sends.num_bytes for sends in b.sent}
             sent = tuple(s._replace(num_bytes=on(s.num_bytes, others.get(s.axis, s.num_bytes))) for s in a.sent)
             return Computation(
-                products, on(a.product_bytes, b.product_bytes), on(a.other_bytes, b.other_bytes), a.calls,
-                on(a.attention, b.attention), sent, a.product_calls, on(a.again, b.again),
+                products,
+                on(a.product_bytes, b.product_bytes),
+                on(a.other_bytes, b.other_bytes),
+                a.calls,
+                on(a.attention, b.attention),
+                sent,
+                a.product_calls,
+                on(a.again, b.again),
                 on(a.attention_again, b.attention_again),
                 a.moves if a.moves is STAYS else Moves(*(on(x, y) for x, y in zip(a.moves, b.moves, strict=True))),
-            )  # fmt: skip
+            )
 
         def event(a: Event, b: Event) -> Event:
             level, peak, tops = on(a.level, b.level), on(a.peak, b.peak), ()
@@ -324,9 +330,13 @@ class Trace:
                 tops = tuple(on(x, y) for x, y in zip(a.tops, b.tops, strict=True))
                 peak = max([peak, *(level + top for top in tops)])
             return a._replace(
-                peak=peak, level=level, size=on(a.size, b.size), work=mixed(a.work, b.work), tops=tops,
+                peak=peak,
+                level=level,
+                size=on(a.size, b.size),
+                work=mixed(a.work, b.work),
+                tops=tops,
                 away=on(a.away, b.away),
-            )  # fmt: skip
+            )
 
         events = tuple(event(a, b) for a, b in zip(self.events, other.events, strict=True))
         return replace(self, events=events, batch=on(self.batch, other.batch), tokens=on(self.tokens, other.tokens))

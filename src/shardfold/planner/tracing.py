@@ -167,10 +167,17 @@ def trace_model(
     except Exception as error:
         if real is None and runs_with_memory(model, batch):
             return trace_model(
-                model, cuts, batch, precision=precision, mode=mode, compute=compute, real=True, connect=connect,
+                model,
+                cuts,
+                batch,
+                precision=precision,
+                mode=mode,
+                compute=compute,
+                real=True,
+                connect=connect,
                 zeros="its forward asks for values" if _asks_for_values(error) else "it does not run without",
                 moving=moving,
-            )  # fmt: skip
+            )
         if isinstance(error, ShardfoldError):
             raise
         if real or not _asks_for_values(error):
@@ -200,9 +207,17 @@ def silent() -> Iterator[None]:
 
 
 def _trace(
-    model: nn.Module, cuts: Sequence[Cut], batch: Any, precision: Precision, mode: str, compute: Compute,
-    connect: Connect | None, moving: Moving, *, real: bool,
-) -> Trace:  # fmt: skip
+    model: nn.Module,
+    cuts: Sequence[Cut],
+    batch: Any,
+    precision: Precision,
+    mode: str,
+    compute: Compute,
+    connect: Connect | None,
+    moving: Moving,
+    *,
+    real: bool,
+) -> Trace:
     """See :func:`trace_model`."""
     fake = nullcontext() if real else FakeMode(allow_non_fake_inputs=True)
 
@@ -226,15 +241,29 @@ def _trace(
         held.enter_context(listener.hooked(mode, precision, moving))
         listener.run(compute, values)
     return Trace(
-        tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*made.buffers()]), mode=mode,
-        tokens=_tokens(values), touched=frozenset(listener.touched), loss=listener.loss,
-    )  # fmt: skip
+        tuple(listener.events),
+        batch=_nbytes(values),
+        buffers=_nbytes([*made.buffers()]),
+        mode=mode,
+        tokens=_tokens(values),
+        touched=frozenset(listener.touched),
+        loss=listener.loss,
+    )
 
 
 def trace_stage(
-    model: nn.Module, stages: Stages, cuts: Sequence[Cut], batch: Any, *, lane: Lane, precision: Precision, mode: str,
-    compute: Compute, connect: Connect, borders: Borders | None = None,
-) -> tuple[Trace, Borders]:  # fmt: skip
+    model: nn.Module,
+    stages: Stages,
+    cuts: Sequence[Cut],
+    batch: Any,
+    *,
+    lane: Lane,
+    precision: Precision,
+    mode: str,
+    compute: Compute,
+    connect: Connect,
+    borders: Borders | None = None,
+) -> tuple[Trace, Borders]:
     """The trace of one micro-batch in one stage, and what crosses borders.
 
     Args:
@@ -266,16 +295,25 @@ def trace_stage(
         held.enter_context(listener.hooked(mode, precision, HERE))
         listener.run_stage(stage, compute, values, split=lane.split)
     found = Trace(
-        tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*model.buffers()]), mode=mode,
-        tokens=_tokens(values), touched=frozenset(listener.touched), loss=listener.loss,
-    )  # fmt: skip
+        tuple(listener.events),
+        batch=_nbytes(values),
+        buffers=_nbytes([*model.buffers()]),
+        mode=mode,
+        tokens=_tokens(values),
+        touched=frozenset(listener.touched),
+        loss=listener.loss,
+    )
     return found, borders
 
 
 def _borders(
-    stages: Stages, batch: Any, compute: Compute, precision: Precision, fake: Any,
+    stages: Stages,
+    batch: Any,
+    compute: Compute,
+    precision: Precision,
+    fake: Any,
     make: Callable[[Tensor, torch.dtype], Tensor],
-) -> Borders:  # fmt: skip
+) -> Borders:
     """What crosses borders, found without memory; on zeros where code around the pieces asks for values."""
 
     def zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -367,9 +405,16 @@ class _Listener:
         )
         self.sent.clear()
         work = Computation(
-            tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention, sent, self._products,
-            *self._again, *(() if self._movers is None else (self._movers.taken(),)),
-        )  # fmt: skip
+            tuple(self._work.items()),
+            self._bytes,
+            self._others,
+            self._calls,
+            self._attention,
+            sent,
+            self._products,
+            *self._again,
+            *(() if self._movers is None else (self._movers.taken(),)),
+        )
         self._again = 0.0, 0.0
         self._work, self._bytes, self._others, self._calls, self._attention, self._products = {}, 0.0, 0.0, 0, 0.0, 0
         level = self._live.level

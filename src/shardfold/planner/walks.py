@@ -64,7 +64,7 @@ class Walks:
 
     def fitting(
         self, plain: Candidate, limit: int, batch: int | None, room: float = inf
-    ) -> tuple[list[FittingCandidate], str]:  # fmt: skip
+    ) -> tuple[list[FittingCandidate], str]:
         """What fits of all micro-batches up to ``limit`` of a candidate that has one sample, with so many bytes of host
         memory for each rank; or why none does."""
         mode = plain.mode
@@ -107,12 +107,16 @@ class Walks:
         return [
             FittingCandidate(
                 replace(plain, micro_batch=n, accumulate=int(accumulate[n - 1])),
-                float(peaks[n - 1]), float(host[n - 1]),
+                float(peaks[n - 1]),
+                float(host[n - 1]),
                 self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),
-                float(rate[n - 1]), int(totals[n - 1]), few.zeros, few.loss,
+                float(rate[n - 1]),
+                int(totals[n - 1]),
+                few.zeros,
+                few.loss,
             )
             for n in sizes
-        ], ""  # fmt: skip
+        ], ""
 
     def _of_one(self, mode: str, limit: int) -> Trace | None:
         """The trace of one sample; None: the model does not train on so few, as under batch normalization."""
@@ -137,9 +141,14 @@ class Walks:
             return accumulate * (a + (b - a) * at)
 
         return Seconds(
-            step, compute, step - compute - update, update, all_of(few.flops, more.flops),
-            all_of(few.attention, more.attention), all_of(few.tokens, more.tokens),
-        )  # fmt: skip
+            step,
+            compute,
+            step - compute - update,
+            update,
+            all_of(few.flops, more.flops),
+            all_of(few.attention, more.attention),
+            all_of(few.tokens, more.tokens),
+        )
 
     def _work(self, mode: str, limit: int, few: Trace, more: Trace) -> Work:
         if (mode, limit) not in self._works:
@@ -152,10 +161,16 @@ class Walks:
         key = plain.table, plain.prefetch, several, trace.structure
         if key not in self._done:
             setting = self._subject.setting(
-                trace, layout=plain.table, precision=self._precision, mesh=self._mesh.axes,
-                overlap=Overlap(prefetch=plain.prefetch), micro_batches=1 + several, moments=self._moments, clip=True,
+                trace,
+                layout=plain.table,
+                precision=self._precision,
+                mesh=self._mesh.axes,
+                overlap=Overlap(prefetch=plain.prefetch),
+                micro_batches=1 + several,
+                moments=self._moments,
+                clip=True,
                 behaviour=self._behaviour,
-            )  # fmt: skip
+            )
             plan = plan_memory(setting, trace)
             self._done[key] = setting, plan, schedule_of(plan.points)
         setting, plan, schedule = self._done[key]
@@ -173,8 +188,12 @@ def too_much_at_rest(tiers: Mapping[Tier, float], host: float, budget: float) ->
 def wires_of(table: Layout, program: Program, mesh: Mesh, auto: AutoWire) -> list[dict[str, str]]:
     """Wires that a layout may have, as arguments of a candidate; its own first. Two hops need nodes of several ranks,
     and transfers that the program does not make have one wire."""
-    sent = {op.purpose for section in ("forward", "backward", "last", "step") for op in program.section(section)
-            if op.verb in COLLECTIVES}  # fmt: skip
+    sent = {
+        op.purpose
+        for section in ("forward", "backward", "last", "step")
+        for op in program.section(section)
+        if op.verb in COLLECTIVES
+    }
     hops = (1, 2) if all(mesh.get(axis, 1) > 1 for axis in DATA_AXES) else (1,)
     each: list[list[dict[str, str]]] = []
     for purpose in PURPOSES:
@@ -183,9 +202,10 @@ def wires_of(table: Layout, program: Program, mesh: Mesh, auto: AutoWire) -> lis
         if purpose in sent:
             others = (option.wire for option in wires(table, purpose, auto))
             found += [
-                {purpose: str(wire)} for wire in others
+                {purpose: str(wire)}
+                for wire in others
                 if wire != own and wire.hops in hops and _takes(table, purpose, wire)
-            ]  # fmt: skip
+            ]
         each.append(found)
     return [gather | reduce for gather, reduce in product(*each)]
 

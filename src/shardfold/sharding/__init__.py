@@ -1,6 +1,5 @@
 """A model that is split over ranks: :class:`shardfold.sharding.model.ShardedModel` is what all else works on.
 
-    _added_groups    what users add to the groups of an optimizer that an engine drives, looked at when they add it
     autograd         what autograd is doing at this moment, and what it could save of a value
     buffers          buffers are rank 0's on every rank, as under DDP
     changes          whether a model still is what its units were made of
@@ -13,7 +12,6 @@
     gradient_buffer  the flat that gradients are copied into and sent from
     gradients        the gradients of one unit since the last step: where they lie, and how far they are summed
     groups           what an optimizer says of how units are cut
-    _hidden          ``parameter.grad`` where no rank could show the gradient itself
     loans            while whole values are lent to the user, some things must not happen to them
     lost             what the formats of reductions have lost and keep, over all ranks
     materialize      models constructed without memory, made real unit by unit
@@ -41,6 +39,8 @@
     whole            whole parameters for a while, whoever holds them: engines, nobody yet, or this rank alone
     whole_segments   all values of a state that is split: of whole segments, or of single parameters
     whole_state      a model's whole values out of shards, and back: state dicts, and the names of what is in them
+    _added_groups    what users add to the groups of an optimizer that an engine drives, looked at when they add it
+    _hidden          ``parameter.grad`` where no rank could show the gradient itself
 
 It imports ``comm``, ``tiers`` and ``plan``.
 """

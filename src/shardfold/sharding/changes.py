@@ -105,9 +105,15 @@ class Changes:
             return own.get(id(p), p.dtype not in (main, ours))
 
         cuts = cut(
-            model.module, self._units, trained, rules, model.comm.mesh.sizes, keeps, alignment(model.optimizer),
+            model.module,
+            self._units,
+            trained,
+            rules,
+            model.comm.mesh.sizes,
+            keeps,
+            alignment(model.optimizer),
             model.comm.mesh.coords,
-        )  # fmt: skip
+        )
         check_reach(model.optimizer, [c.spec for c in cuts], model.comm.mesh.sizes.reading)
         return cuts
 

@@ -110,9 +110,12 @@ CONVERSIONS: frozenset[Any] = frozenset(
 SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _COMPATIBLE: Any = copies_shallowly if copies_shallowly is not torch.numel else None
 _READS: frozenset[Any] = CONVERSIONS | {
-    Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.type,
+    Tensor.detach,
+    Tensor.clone,
+    Tensor.contiguous,
+    Tensor.type,
     Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-}  # fmt: skip
+}
 _VIEWS: frozenset[Any] = frozenset({Tensor.detach, Tensor.data.__get__})  # pyright: ignore[reportAttributeAccessIssue]
 """Of a hollow tensor these are hollow too: what is written into them is not lost in silence."""
 

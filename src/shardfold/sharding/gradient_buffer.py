@@ -106,8 +106,13 @@ class GradientBuffer:
     def complete(self) -> None:
         """Zeroes what no gradient reached: on this rank those parameters contribute nothing to the sum."""
         self.flush()
-        zero = [view for row, touched in zip(self.views, self.touched, strict=True) if not all(touched)
-                for view, was in zip(row, touched, strict=True) if not was]  # fmt: skip
+        zero = [
+            view
+            for row, touched in zip(self.views, self.touched, strict=True)
+            if not all(touched)
+            for view, was in zip(row, touched, strict=True)
+            if not was
+        ]
         if self._pads or zero:  # as one call: each would cost as much as the gradient of a small parameter
             foreach_zero_(self._pads + zero)
 

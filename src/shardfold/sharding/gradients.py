@@ -195,9 +195,13 @@ class Gradients:
         return buffer
 
     def _send_away(
-        self, sends: Sequence[Callable[..., None]], flats: Sequence[Tensor], states: Sequence[Tensor | None], *,
+        self,
+        sends: Sequence[Callable[..., None]],
+        flats: Sequence[Tensor],
+        states: Sequence[Tensor | None],
+        *,
         scatter: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As :meth:`send`, of gradients whose sum goes to a slower tier (:meth:`store`)."""
         if scatter:
             # In the order in which they would be added up in memory, so that sums are the same to the bit.

@@ -40,9 +40,14 @@ class Gate(Protocol):
         ...
 
     def meet(
-        self, what: str, *, follow: bool = False, settle: bool = False, buffers: bool = True,
+        self,
+        what: str,
+        *,
+        follow: bool = False,
+        settle: bool = False,
+        buffers: bool = True,
         check: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """All ranks are about to do ``what`` between passes, or all raise, also where ``check`` raises on one only: it
         sends nothing. ``follow`` the model first if it changed. To follow, or to ``settle``, what the last step began
         is finished. ``buffers``: they are rank 0's from then on."""

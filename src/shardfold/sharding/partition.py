@@ -140,8 +140,10 @@ def _let_stay(cuts: Sequence[Cut], rules: Rules) -> None:
     apart = {segment.distinct for spec in specs for segment in spec.segments}
     near = {
         rules.table(i, axes, whole=whole): rules.table(i, axes, near=True, whole=whole)
-        for i in range(len(rules.near)) for axes in apart for whole in ((False, True) if rules.small else (False,))
-    }  # fmt: skip
+        for i in range(len(rules.near))
+        for axes in apart
+        for whole in ((False, True) if rules.small else (False,))
+    }
     changed = with_staying(specs, rules.layouts[-1], lambda table: near[table])
     for c, spec in zip(cuts, changed, strict=True):
         c.spec = spec

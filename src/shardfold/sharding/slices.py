@@ -22,9 +22,17 @@ from shardfold.sharding.partitioned import early_shard
 from shardfold.sharding.registry import model_of
 
 __all__ = [
-    "Slice", "check_early", "check_reach", "divided_dims", "mark_shared", "mark_slice", "marked_on", "places_of",
-    "shared_number", "slices_on",
-]  # fmt: skip
+    "Slice",
+    "check_early",
+    "check_reach",
+    "divided_dims",
+    "mark_shared",
+    "mark_slice",
+    "marked_on",
+    "places_of",
+    "shared_number",
+    "slices_on",
+]
 
 _MARKS, _PLACES = "_shardfold_slices", "_shardfold_places"
 INSIDE = " It has none: give the layer inside that owns it."
@@ -215,8 +223,7 @@ def check_early(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         ModelError: parameters that are split already have rank 0's values, on a mesh where ranks may have others.
     """
-    apart = [axis.name for axis in mesh.axes
-             if axis.size > 1 and axis.name not in (*mesh.reading, *mesh.stages)]  # fmt: skip
+    apart = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name not in (*mesh.reading, *mesh.stages)]
     alike = all(axis.role is Role.TENSOR for axis in mesh.axes if axis.name in apart)
     early = [(name, p) for name, p in model.named_parameters() if early_shard(p) is not None]
     if apart and early and alike:  # what is no slice has one value on all ranks along the axis

@@ -78,9 +78,17 @@ class Links(Namespaces):
         self._calls += 1
         store = str(self._folder / f"store-{self._calls}")
         return self._pool.run(
-            _on_node, tuple(self.spaces), self.ranks, store, timeout + 60, fn, args, kwargs, timeout=timeout,
+            _on_node,
+            tuple(self.spaces),
+            self.ranks,
+            store,
+            timeout + 60,
+            fn,
+            args,
+            kwargs,
+            timeout=timeout,
             distributed=False,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Ends the ranks, and removes nodes and links."""
@@ -103,8 +111,10 @@ def _on_node(
     rank, world = int(os.environ["RANK"]), len(spaces) * ranks
     _enter(spaces[rank // ranks])
     os.environ.update(
-        GLOO_SOCKET_IFNAME=INTERFACE, LOCAL_RANK=str(rank % ranks), LOCAL_WORLD_SIZE=str(ranks),
-    )  # fmt: skip
+        GLOO_SOCKET_IFNAME=INTERFACE,
+        LOCAL_RANK=str(rank % ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+    )
     limit = timedelta(seconds=timeout)
     made = dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
     made.set_timeout(limit)

@@ -8,13 +8,13 @@
     doctor        what is wrong with an installation, and what this machine can do
     effects       options that would do nothing under the others
     entry         where the command begins; says what is not installed
-    _explained    what ``shardfold explain --config`` prints
     extras        what is installed only on request
     interruption  Ctrl-C of the command, from its start on
     observe       what a run shows and leaves behind: metrics as data, progress on the terminal, pictures
     packages      models of other packages by a name
     planning      the command `shardfold plan`: models by name, what fits where, as text
     recipes       complete trainings to run, read and copy: `lm` trains a byte-level GPT on any text
+    _explained    what ``shardfold explain --config`` prints
 
 It may import anything but ``testing``.
 """

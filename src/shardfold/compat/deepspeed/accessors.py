@@ -16,11 +16,23 @@ __all__ = ["ConfigAccessors"]
 
 ZERO = "zero_optimization."
 PATHS: Mapping[str, str] = {
-    **{f"zero_{name}": ZERO + name for name in (
-        "reduce_scatter", "overlap_comm", "sub_group_size", "reduce_bucket_size", "allgather_bucket_size",
-        "contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint", "allgather_partitions",
-        "round_robin_gradients", "ignore_unused_parameters", "compute_grad_norm",
-    )},
+    **{
+        f"zero_{name}": ZERO + name
+        for name in (
+            "reduce_scatter",
+            "overlap_comm",
+            "sub_group_size",
+            "reduce_bucket_size",
+            "allgather_bucket_size",
+            "contiguous_gradients",
+            "load_from_fp32_weights",
+            "elastic_checkpoint",
+            "allgather_partitions",
+            "round_robin_gradients",
+            "ignore_unused_parameters",
+            "compute_grad_norm",
+        )
+    },
     "zero_hpz_partition_size": ZERO + "zero_hpz_partition_size",
     "zero_quantized_weights": ZERO + "zero_quantized_weights",
     "zero_quantized_gradients": ZERO + "zero_quantized_gradients",
@@ -68,21 +80,42 @@ PATHS: Mapping[str, str] = {
     "flops_profiler_detailed": "flops_profiler.detailed",
     "flops_profiler_output_file": "flops_profiler.output_file",
     "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
-    **{f"autotuning_{name}": f"autotuning.{name}" for name in (
-        "enabled", "start_profile_step", "end_profile_step", "metric",
-    )},
+    **{
+        f"autotuning_{name}": f"autotuning.{name}"
+        for name in (
+            "enabled",
+            "start_profile_step",
+            "end_profile_step",
+            "metric",
+        )
+    },
     "tensorboard_enabled": "tensorboard.enabled",
     "tensorboard_output_path": "tensorboard.output_path",
     "tensorboard_job_name": "tensorboard.job_name",
-}  # fmt: skip
+}
 #: What is not here, whatever the config asks for: the answers are no, and None for a section.
 NEVER = (
-    "amp_enabled", "compile_autosp", "compile_autotp", "compile_zero_optimization_stage", "checkpoint_writer_enabled",
-    "curriculum_enabled_legacy", "curriculum_learning_enabled", "data_efficiency_enabled", "data_sampling_enabled",
-    "eigenvalue_enabled", "elasticity_enabled", "is_deepcompile_active", "is_deepcompile_enabled", "pld_enabled",
-    "autotuning_profile_model_info", "quantize_training", "random_ltd_enabled", "sparse_gradients_enabled",
-    "super_offload", "uses_parallelization_pass_only",
-)  # fmt: skip
+    "amp_enabled",
+    "compile_autosp",
+    "compile_autotp",
+    "compile_zero_optimization_stage",
+    "checkpoint_writer_enabled",
+    "curriculum_enabled_legacy",
+    "curriculum_learning_enabled",
+    "data_efficiency_enabled",
+    "data_sampling_enabled",
+    "eigenvalue_enabled",
+    "elasticity_enabled",
+    "is_deepcompile_active",
+    "is_deepcompile_enabled",
+    "pld_enabled",
+    "autotuning_profile_model_info",
+    "quantize_training",
+    "random_ltd_enabled",
+    "sparse_gradients_enabled",
+    "super_offload",
+    "uses_parallelization_pass_only",
+)
 NO_SECTION = (
     "amp_params",
     "curriculum_params_legacy",
@@ -99,13 +132,15 @@ OFF: Mapping[str, Mapping[str, Any]] = {
         "enabled": False,
         "data_sampling": {"enabled": False, "curriculum_learning": {"enabled": False}},
         "data_routing": {
-            "enabled": False, "random_ltd": {"enabled": False, "layer_token_lr_schedule": {"enabled": False}},
+            "enabled": False,
+            "random_ltd": {"enabled": False, "layer_token_lr_schedule": {"enabled": False}},
         },
     },
-}  # fmt: skip
+}
 SAFE_MODULES = (
-    "torch.nn.modules.linear.Linear", *(f"torch.nn.modules.conv.Conv{n}d" for n in (1, 2, 3)),
-)  # fmt: skip
+    "torch.nn.modules.linear.Linear",
+    *(f"torch.nn.modules.conv.Conv{n}d" for n in (1, 2, 3)),
+)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -177,10 +212,12 @@ class ConfigAccessors:
         """Of fp16's dynamic loss scale, as the arguments of DeepSpeed's ``DynamicLossScaler``."""
         fp16 = Section(self._settings, "fp16")
         return {
-            "init_scale": 2**fp16.initial_scale_power, "scale_window": fp16.loss_scale_window,
-            "min_scale": fp16.min_loss_scale, "delayed_shift": fp16.hysteresis,
+            "init_scale": 2**fp16.initial_scale_power,
+            "scale_window": fp16.loss_scale_window,
+            "min_scale": fp16.min_loss_scale,
+            "delayed_shift": fp16.hysteresis,
             "consecutive_hysteresis": fp16.consecutive_hysteresis,
-        }  # fmt: skip
+        }
 
     def dynamic_loss_scale(self) -> bool:
         """Whether fp16's loss scale moves."""

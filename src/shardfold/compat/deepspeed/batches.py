@@ -118,12 +118,18 @@ class Batches:
         if data_sampler is None and route != "train":
             data_sampler = DistributedSampler(dataset, *ranks, shuffle=False)
         return DeepSpeedDataLoader(
-            dataset, batch_size or self.train_micro_batch_size_per_gpu(),
-            data_parallel_world_size=ranks[0], data_parallel_rank=ranks[1],
-            collate_fn=collate_fn or self.collate_fn, data_sampler=data_sampler, local_rank=self.local_rank,
-            dataloader_drop_last=self._settings.drop_last, tput_timer=self.tput_timer if route == "train" else None,
-            pin_memory=pin_memory and torch.cuda.is_available(), num_local_io_workers=num_local_io_workers,
-        )  # fmt: skip
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            data_parallel_world_size=ranks[0],
+            data_parallel_rank=ranks[1],
+            collate_fn=collate_fn or self.collate_fn,
+            data_sampler=data_sampler,
+            local_rank=self.local_rank,
+            dataloader_drop_last=self._settings.drop_last,
+            tput_timer=self.tput_timer if route == "train" else None,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            num_local_io_workers=num_local_io_workers,
+        )
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:

@@ -15,7 +15,7 @@ __all__ = ["CheckpointedCall", "GroupRanks", "is_cut"]
 
 
 class GroupRanks:
-    """The ranks of a process group, of which each keeps a slice (see ``Along`` of ``activations.partitioned_inputs``)."""
+    """The ranks of a process group, of which each keeps a slice (``Along`` of ``activations.partitioned_inputs``)."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -55,9 +55,13 @@ class CheckpointedCall:
     """
 
     def __init__(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-        sliced: tuple[list[Any], Sliced] | None, on_host: bool,
-    ) -> None:  # fmt: skip
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        sliced: tuple[list[Any], Sliced] | None,
+        on_host: bool,
+    ) -> None:
         self._function, self._count, self._keys = function, len(args), list(kwargs)
         # The first run has what is given, which nobody keeps behind it.
         self._given: list[Any] | None = [*args, *kwargs.values()]

@@ -15,76 +15,146 @@ from shardfold.errors import did_you_mean
 __all__ = ["OPTIMIZERS", "SCHEDULERS", "SIGNED", "hyper", "idle"]
 
 ADAM = {
-    "lr": "number", "betas": "pair of numbers", "eps": "number", "weight_decay": "number", "bias_correction": "boolean",
-    "amsgrad": "boolean", "torch_adam": "boolean", "adam_w_mode": "boolean", "foreach": "boolean", "fused": "boolean",
+    "lr": "number",
+    "betas": "pair of numbers",
+    "eps": "number",
+    "weight_decay": "number",
+    "bias_correction": "boolean",
+    "amsgrad": "boolean",
+    "torch_adam": "boolean",
+    "adam_w_mode": "boolean",
+    "foreach": "boolean",
+    "fused": "boolean",
     "fp32_optimizer_states": "boolean",
-}  # fmt: skip
+}
 ONE_BIT = {
-    "lr": "number", "bias_correction": "boolean", "betas": "pair of numbers", "eps": "number",
-    "eps_inside_sqrt": "boolean", "weight_decay": "number", "amsgrad": "boolean", "cuda_aware": "boolean",
+    "lr": "number",
+    "bias_correction": "boolean",
+    "betas": "pair of numbers",
+    "eps": "number",
+    "eps_inside_sqrt": "boolean",
+    "weight_decay": "number",
+    "amsgrad": "boolean",
+    "cuda_aware": "boolean",
     "comm_backend_name": "string",
-}  # fmt: skip
+}
 OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
     "Adam": ADAM,
     "AdamW": ADAM,
     "Lamb": {
-        "lr": "number", "bias_correction": "boolean", "betas": "pair of numbers", "eps": "number",
-        "eps_inside_sqrt": "boolean", "weight_decay": "number", "max_coeff": "number", "min_coeff": "number",
+        "lr": "number",
+        "bias_correction": "boolean",
+        "betas": "pair of numbers",
+        "eps": "number",
+        "eps_inside_sqrt": "boolean",
+        "weight_decay": "number",
+        "max_coeff": "number",
+        "min_coeff": "number",
         "amsgrad": "boolean",
     },
     "OneBitAdam": {**ONE_BIT, "freeze_step": "integer"},
     "OneBitLamb": {
-        **ONE_BIT, "freeze_step": "integer", "max_coeff": "number", "min_coeff": "number", "coeff_beta": "number",
-        "factor_max": "number", "factor_min": "number", "factor_threshold": "number",
+        **ONE_BIT,
+        "freeze_step": "integer",
+        "max_coeff": "number",
+        "min_coeff": "number",
+        "coeff_beta": "number",
+        "factor_max": "number",
+        "factor_min": "number",
+        "factor_threshold": "number",
     },
     "ZeroOneAdam": {
-        **ONE_BIT, "var_freeze_step": "integer", "var_update_scaler": "integer", "local_step_scaler": "integer",
+        **ONE_BIT,
+        "var_freeze_step": "integer",
+        "var_update_scaler": "integer",
+        "local_step_scaler": "integer",
         "local_step_clipper": "integer",
     },
     "Lion": {"lr": "number", "betas": "pair of numbers", "weight_decay": "number", "fp32_optimizer_states": "boolean"},
     "Muon": {
-        "lr": "number", "momentum": "number", "weight_decay": "number", "muon_lr": "number", "adam_lr": "number",
-        "betas": "pair of numbers", "eps": "number", "torch_adam": "boolean", "adam_w_mode": "boolean",
-        "ns_method": "string", "per_head_muon": "boolean", "bias_correction": "boolean",
+        "lr": "number",
+        "momentum": "number",
+        "weight_decay": "number",
+        "muon_lr": "number",
+        "adam_lr": "number",
+        "betas": "pair of numbers",
+        "eps": "number",
+        "torch_adam": "boolean",
+        "adam_w_mode": "boolean",
+        "ns_method": "string",
+        "per_head_muon": "boolean",
+        "bias_correction": "boolean",
     },
-}  # fmt: skip
+}
 """Types that DeepSpeed has itself, whatever the letter case, and their arguments."""
 
 SIGNED = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 """Those whose ranks send signs of momentum."""
 TORCH_OPTIMIZERS = (
-    "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 MUP_OPTIMIZERS = ("MuAdam", "MuAdamW", "MuSGD")
 REFUSED = {
-    "lbfgs": "it needs a closure", "sparseadam": "it needs sparse gradients",
-}  # fmt: skip
+    "lbfgs": "it needs a closure",
+    "sparseadam": "it needs sparse gradients",
+}
 
 WARMUP = {"warmup_num_steps": "integer", "warmup_type": "string", "last_batch_iteration": "integer"}
 SCHEDULERS: Mapping[str, Mapping[str, str]] = {
     "LRRangeTest": {
-        "lr_range_test_min_lr": "rate", "lr_range_test_step_size": "integer", "lr_range_test_step_rate": "number",
-        "lr_range_test_staircase": "boolean", "last_batch_iteration": "integer",
+        "lr_range_test_min_lr": "rate",
+        "lr_range_test_step_size": "integer",
+        "lr_range_test_step_rate": "number",
+        "lr_range_test_staircase": "boolean",
+        "last_batch_iteration": "integer",
     },
     "OneCycle": {
-        "cycle_min_lr": "rate", "cycle_max_lr": "rate", "decay_lr_rate": "number", "cycle_first_step_size": "number",
-        "cycle_second_step_size": "number", "cycle_first_stair_count": "integer",
-        "cycle_second_stair_count": "integer", "decay_step_size": "number", "cycle_momentum": "boolean",
-        "cycle_min_mom": "rate", "cycle_max_mom": "rate", "decay_mom_rate": "number",
+        "cycle_min_lr": "rate",
+        "cycle_max_lr": "rate",
+        "decay_lr_rate": "number",
+        "cycle_first_step_size": "number",
+        "cycle_second_step_size": "number",
+        "cycle_first_stair_count": "integer",
+        "cycle_second_stair_count": "integer",
+        "decay_step_size": "number",
+        "cycle_momentum": "boolean",
+        "cycle_min_mom": "rate",
+        "cycle_max_mom": "rate",
+        "decay_mom_rate": "number",
         "last_batch_iteration": "integer",
     },
     "WarmupLR": {"warmup_min_lr": "rate", "warmup_max_lr": "rate", **WARMUP},
     "WarmupDecayLR": {"total_num_steps": "integer", "warmup_min_lr": "rate", "warmup_max_lr": "rate", **WARMUP},
     "WarmupCosineLR": {
-        "total_num_steps": "integer", "warmup_min_ratio": "number", "cos_min_ratio": "number", **WARMUP,
+        "total_num_steps": "integer",
+        "warmup_min_ratio": "number",
+        "cos_min_ratio": "number",
+        **WARMUP,
     },
-}  # fmt: skip
+}
 """The five schedules of DeepSpeed, and their arguments."""
 
 TORCH_SCHEDULERS = (
-    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR",
-    "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR",
-)  # fmt: skip
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "ExponentialLR",
+    "LinearLR",
+    "MultiStepLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "StepLR",
+)
 
 HOST_STATES = "it is of DeepSpeed's optimizer on the host: moments have the dtype that the section bf16 says"
 IDLE: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {

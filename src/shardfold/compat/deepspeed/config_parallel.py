@@ -33,11 +33,22 @@ SEQUENCE_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "intra", "tensor", "pipeline"
 AUTOTP = "tensor_parallel.autotp_size"
 SPECS = "tensor_parallel.partition_config"
 KNOWN = (
-    "use_default_specs", "layer_specs", "strict_mode", "tp_size", "embedding_partition_dim", "lm_head_patterns",
-)  # fmt: skip
+    "use_default_specs",
+    "layer_specs",
+    "strict_mode",
+    "tp_size",
+    "embedding_partition_dim",
+    "lm_head_patterns",
+)
 KNOWN_OF_SPEC = (
-    "patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce",
-)  # fmt: skip
+    "patterns",
+    "partition_type",
+    "shape",
+    "partition_dim",
+    "model_types",
+    "gather_output",
+    "grad_allreduce",
+)
 
 
 class Said(NamedTuple):

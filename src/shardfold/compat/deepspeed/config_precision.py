@@ -39,9 +39,14 @@ class Scaling(NamedTuple):
         if not self.dynamic:
             return LossScale.static(self.initial)
         return LossScale(
-            initial=self.initial, interval=self.interval, hysteresis=self.hysteresis, refill=self.refill, delay=1,
-            floor=self.floor, patience=1,
-        )  # fmt: skip
+            initial=self.initial,
+            interval=self.interval,
+            hysteresis=self.hysteresis,
+            refill=self.refill,
+            delay=1,
+            floor=self.floor,
+            patience=1,
+        )
 
 
 def precision_of(get: Get, given: Mapping[str, Any], stage: int, notes: list[Note]) -> Precision:
@@ -63,10 +68,16 @@ def precision_of(get: Get, given: Mapping[str, Any], stage: int, notes: list[Not
     master = _master(get, stage)
     grads, reduce = _travel(given, stage, notes, narrow=master)
     return Precision(
-        compute=compute, grads=grads, reduce=reduce, master=master, moments=master, autocast=autocast,
+        compute=compute,
+        grads=grads,
+        reduce=reduce,
+        master=master,
+        moments=master,
+        autocast=autocast,
         buffers=_buffers(get, compute, notes),
-        inputs="compute" if compute == "fp16" and get("fp16.auto_cast") else "own", outputs="compute",
-    )  # fmt: skip
+        inputs="compute" if compute == "fp16" and get("fp16.auto_cast") else "own",
+        outputs="compute",
+    )
 
 
 def _dtype(name: str) -> str:
@@ -145,9 +156,13 @@ def loss_scale_of(get: Get) -> Scaling | None:
             f"fp16.min_loss_scale is {floor:g}, more than the first scale 2 ** fp16.initial_scale_power = {initial:g}."
         )
     return Scaling(
-        dynamic=True, initial=initial, interval=get("fp16.loss_scale_window"), hysteresis=get("fp16.hysteresis"),
-        refill=get("fp16.consecutive_hysteresis"), floor=floor,
-    )  # fmt: skip
+        dynamic=True,
+        initial=initial,
+        interval=get("fp16.loss_scale_window"),
+        hysteresis=get("fp16.hysteresis"),
+        refill=get("fp16.consecutive_hysteresis"),
+        floor=floor,
+    )
 
 
 def layout_of(get: Get, stage: int, ranks: int, notes: list[Note], early: bool) -> tuple[str, dict[str, int] | None]:

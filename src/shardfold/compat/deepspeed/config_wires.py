@@ -28,8 +28,12 @@ def wires_of(get: Callable[[str], Any], stage: int, notes: list[Note]) -> dict[s
         notes.append(Note(ZERO + "zeropp_loco_param", loco, "it is for zero_quantized_gradients, which is not set"))
     elif loco:
         notes.append(
-            Note(ZERO + "zeropp_loco_param", loco, "all that a reduction loses is added to the next one: nothing of it "
-                 "is averaged away (err_beta) or forgotten from time to time (reset_T)")
-        )  # fmt: skip
+            Note(
+                ZERO + "zeropp_loco_param",
+                loco,
+                "all that a reduction loses is added to the next one: nothing of it "
+                "is averaged away (err_beta) or forgotten from time to time (reset_T)",
+            )
+        )
     found = {"gather": "int8x2"} if weights else {}
     return found | ({"reduce": "int4x2+error" if loco else "int4x2"} if gradients else {})

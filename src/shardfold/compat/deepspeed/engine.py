@@ -110,13 +110,21 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
         take_over(model)
         tensor = self._tensor_plan(model)
         self._core = Engine(
-            model, optimizer=optimizer, layout=settings.table, precision=settings.precision,
-            activations=self._activations(model), accumulate=settings.accumulate,
+            model,
+            optimizer=optimizer,
+            layout=settings.table,
+            precision=settings.precision,
+            activations=self._activations(model),
+            accumulate=settings.accumulate,
             clip=Clip(norm=limit) if limit is not None else None,
             loss_scale=settings.loss_scale if optimizer is not None else None,
-            mesh=with_experts(settings.mesh, model), tensor=tensor, overlap=settings.overlap, device=_device(args),
-            stages=self._stages(model), units=self._units(model),
-        )  # fmt: skip
+            mesh=with_experts(settings.mesh, model),
+            tensor=tensor,
+            overlap=settings.overlap,
+            device=_device(args),
+            stages=self._stages(model),
+            units=self._units(model),
+        )
         self._cross(model)
         self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
         made_here(self._core)
@@ -197,8 +205,9 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
         if lost != self._lost:
             logger.warning(
                 "an exception in forward or backward has lost the gradients that had come since the last update, which "
-                "begins anew: %d micro-batches of it did not count.", self._begun,
-            )  # fmt: skip
+                "begins anew: %d micro-batches of it did not count.",
+                self._begun,
+            )
             self.micro_steps -= self._begun
             self._begun = 0
             self._tell_boundary()
@@ -446,9 +455,15 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See :func:`shardfold.compat.deepspeed.saving.load_checkpoint`."""
         return _saving().load_checkpoint(
-            self, load_dir, tag, strict=load_module_strict, optimizer=load_optimizer_states,
-            scheduler=load_lr_scheduler_states, module_only=load_module_only, custom=custom_load_fn,
-        )  # fmt: skip
+            self,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom=custom_load_fn,
+        )
 
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

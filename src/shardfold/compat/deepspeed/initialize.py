@@ -141,10 +141,11 @@ def _engine_class(model: nn.Module) -> type[DeepSpeedEngine]:
 def _config(args: Any, config: Any, config_params: Any) -> Any:
     """The one config that was given."""
     given = {
-        "config=": config, "config_params=": config_params if config is None else None,
+        "config=": config,
+        "config_params=": config_params if config is None else None,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
         "args.deepscale_config": getattr(args, "deepscale_config", None),
-    }  # fmt: skip
+    }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:
         raise WrongArgument(

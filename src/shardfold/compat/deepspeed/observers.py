@@ -167,10 +167,12 @@ class Observers:
         assert profiler is not None
         if is_rank_0():
             profiler.print_model_profile(
-                profile_step=get["flops_profiler.profile_step"], module_depth=get["flops_profiler.module_depth"],
-                top_modules=get["flops_profiler.top_modules"], detailed=get["flops_profiler.detailed"],
+                profile_step=get["flops_profiler.profile_step"],
+                module_depth=get["flops_profiler.module_depth"],
+                top_modules=get["flops_profiler.top_modules"],
+                detailed=get["flops_profiler.detailed"],
                 output_file=get["flops_profiler.output_file"],
-            )  # fmt: skip
+            )
         profiler.end_profile()
 
     @staticmethod

@@ -127,9 +127,11 @@ def _signed(kind: Callable[..., Optimizer], groups: list[Any], given: dict[str, 
 
 #: Of ZeroOneAdam: DeepSpeed's names, and ours.
 NAMES = {
-    "var_freeze_step": "freeze_step", "var_update_scaler": "variance_scaler", "local_step_scaler": "local_scaler",
+    "var_freeze_step": "freeze_step",
+    "var_update_scaler": "variance_scaler",
+    "local_step_scaler": "local_scaler",
     "local_step_clipper": "local_clipper",
-}  # fmt: skip
+}
 RANGES = {"min_coeff": 0.01, "max_coeff": 10.0, "factor_min": 0.5, "factor_max": 4.0}
 
 

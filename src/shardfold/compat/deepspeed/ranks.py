@@ -37,8 +37,13 @@ class Ways:
         rest, self.tensor_rank = divmod(place, tensor)
         self.reading_rank = rest
         self.data_rank, self.sequence_rank = divmod(rest, sequence)
-        stages = [[[[first + (d * sequence + s) * tensor + t for t in range(tensor)] for s in range(sequence)]
-                   for d in range(self.data)] for first in range(0, world_size, of_stage)]  # fmt: skip
+        stages = [
+            [
+                [[first + (d * sequence + s) * tensor + t for t in range(tensor)] for s in range(sequence)]
+                for d in range(self.data)
+            ]
+            for first in range(0, world_size, of_stage)
+        ]
         self.tensor_group = self.sequence_group = None
         self.data_group = self.reading_group = world.get_world_group() if world.is_initialized() else None
         if tensor > 1:

@@ -149,13 +149,19 @@ def save_checkpoint(
         log_dist(
             f"{folder / tag} will have no gradients: those of {engine._core.micro_batch} micro-batches since the last "
             "update are not in it, so a run that goes on from it begins with the first micro-batch of a step.",
-            ranks=[0], level=logging.WARNING,
-        )  # fmt: skip
+            ranks=[0],
+            level=logging.WARNING,
+        )
     engine._core.saver.lock.replaces = True  # as DeepSpeed does, whose callers name each checkpoint
     engine._core.save(
-        folder / tag, state=state, wait=True, frozen=frozen, latest=save_latest, gradients="leave",
+        folder / tag,
+        state=state,
+        wait=True,
+        frozen=frozen,
+        latest=save_latest,
+        gradients="leave",
         shared=False if local else None,
-    )  # fmt: skip
+    )
     if engine.global_rank == 0 or (local and int(os.environ.get("LOCAL_RANK", "0")) == 0):
         script = folder / "zero_to_fp32.py"
         script.write_text(SCRIPT)
@@ -189,14 +195,17 @@ def _everyone(engine: SavedEngine, text: str) -> list[str]:
 def _own_state(engine: SavedEngine) -> dict[str, Any]:
     schedule = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
     return {
-        "global_steps": engine.global_steps, "global_samples": engine.global_samples,
-        "skipped_steps": engine.skipped_steps, "dp_world_size": engine.dp_world_size,
-        "mp_world_size": engine.mp_world_size, "zero_stage": engine.zero_optimization_stage(),
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "dp_world_size": engine.dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+        "zero_stage": engine.zero_optimization_stage(),
         "lr_scheduler": _packed({"state": schedule}, "lr_scheduler") if schedule is not None else None,
         "ds_version": version,
         "ds_config": json.loads(json.dumps(engine._settings.raw, default=str)),  # which may have any object
         "buffer_names": _buffer_names(engine.module),
-    }  # fmt: skip
+    }
 
 
 def _buffer_names(module: nn.Module) -> list[str]:
@@ -303,8 +312,9 @@ def load_checkpoint(
     if tag is None:
         log_dist(
             f"there is no file {folder / LATEST}, so nothing was loaded: give the tag of a checkpoint.",
-            ranks=[0], level=logging.WARNING,
-        )  # fmt: skip
+            ranks=[0],
+            level=logging.WARNING,
+        )
         return None, None
     path = folder / str(tag)
     weights_only = module_only or not optimizer or engine.basic_optimizer is None
@@ -440,8 +450,9 @@ def _foreign_state(path: Path) -> dict[str, Any]:
     if not is_plain(own.get("lr_scheduler")):
         log_dist(
             f"the schedule's state in {path} is left out: it has objects, of which nothing runs here.",
-            ranks=[0], level=logging.WARNING,
-        )  # fmt: skip
+            ranks=[0],
+            level=logging.WARNING,
+        )
         del own["lr_scheduler"]
     return _counted(own, path)
 
@@ -578,8 +589,9 @@ def save_16bit_model(engine: SavedEngine, save_dir: Any, save_filename: str, exc
     if engine.zero_optimization_partition_weights() and not engine._settings.gather_16bit_on_save:
         log_dist(
             f"{target} was not written, as stage3_gather_16bit_weights_on_model_save is false.",
-            ranks=[0], level=logging.WARNING,
-        )  # fmt: skip
+            ranks=[0],
+            level=logging.WARNING,
+        )
         return False
     state = consolidated(engine, exclude_frozen_parameters)
     if state is not None:

@@ -142,11 +142,18 @@ def measure_pieces(
         saved[number] += call.saved
     forward[-1] += min(tail.forward[1:])  # what comes behind the last piece, as the loss, is of the last stage
     backward[-1] += min(tail.backward[1:])
-    return PieceCosts(tuple(
-        PieceCost(path=piece.path, forward=forward[i], backward=backward[i], saved=int(saved[i]),
-                  held=sum(p.nbytes for p in piece.module.parameters()))
-        for i, piece in enumerate(pieces)
-    ))  # fmt: skip
+    return PieceCosts(
+        tuple(
+            PieceCost(
+                path=piece.path,
+                forward=forward[i],
+                backward=backward[i],
+                saved=int(saved[i]),
+                held=sum(p.nbytes for p in piece.module.parameters()),
+            )
+            for i, piece in enumerate(pieces)
+        )
+    )
 
 
 class _Tail:
@@ -173,8 +180,10 @@ class _Tail:
 
 def _kind(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What two calls that take as long have in common."""
-    given = [(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
-             for x in tree_flatten((args, kwargs))[0]]  # fmt: skip
+    given = [
+        (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
+        for x in tree_flatten((args, kwargs))[0]
+    ]
     own = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()]
     return type(module), repr(module), tuple(own), tuple(given)
 
@@ -218,8 +227,11 @@ def _drawn(x: Tensor, device: torch.device) -> Tensor:
     """Values for an input of which the shape is known."""
     if x.is_floating_point():
         return torch.randn(x.shape, dtype=x.dtype, device=device).requires_grad_(x.requires_grad)
-    return torch.ones(x.shape, dtype=x.dtype, device=device) if x.dtype == torch.bool else torch.zeros(
-        x.shape, dtype=x.dtype, device=device)  # fmt: skip
+    return (
+        torch.ones(x.shape, dtype=x.dtype, device=device)
+        if x.dtype == torch.bool
+        else torch.zeros(x.shape, dtype=x.dtype, device=device)
+    )
 
 
 def _now(device: torch.device) -> float:

@@ -304,9 +304,9 @@ class Skeleton:
 
 def _result(given: Any) -> TracedResult:
     leaves, spec = tree_flatten(given)
-    return TracedResult(spec, tuple(
-        Made(tuple(x.shape), x.dtype, False) if isinstance(x, Tensor) else Constant(x) for x in leaves
-    ))  # fmt: skip
+    return TracedResult(
+        spec, tuple(Made(tuple(x.shape), x.dtype, False) if isinstance(x, Tensor) else Constant(x) for x in leaves)
+    )
 
 
 class _SavedBytes(saved_tensors_hooks):

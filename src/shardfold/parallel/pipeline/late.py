@@ -134,9 +134,18 @@ class _Convolution(torch.autograd.Function):
         def run(w: Tensor, mask: Sequence[bool]) -> Any:
             stride, padding, dilation, groups = ctx.how
             return torch.ops.aten.convolution_backward(
-                grad, given, w, [shape[0]] if has_bias else None, stride, padding, dilation, False,
-                [0] * len(stride), groups, list(mask),
-            )  # fmt: skip
+                grad,
+                given,
+                w,
+                [shape[0]] if has_bias else None,
+                stride,
+                padding,
+                dilation,
+                False,
+                [0] * len(stride),
+                groups,
+                list(mask),
+            )
 
         inputs = None
         if ctx.needs_input_grad[1]:
@@ -206,9 +215,14 @@ def _convolution(call: Any, sizes: int) -> Any:
 
 
 def _embedding(
-    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Any:  # fmt: skip
+    input: Any,
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
     if not _takes(weight) or max_norm is not None or sparse:
         return None
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]

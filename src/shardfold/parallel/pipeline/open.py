@@ -63,18 +63,19 @@ def check_ahead(name: str, units: Sequence[Unit], overlap: Overlap, *, scales: b
     """
     split = any(unit.split for unit in units)
     shared = next((slot.name for u in units for s in u.segments if s.spec.places for slot in s.spec.slots), "")
+    whole = "those of earlier steps are kept whole; choose ddp, zero1 or zero2"
     refused = {
-        "a layout that splits parameters, as zero3: those of earlier steps are kept whole; choose ddp, zero1 or zero2":
-            split,
+        f"a layout that splits parameters, as zero3: {whole}": split,
         "a loss scale, which may have moved by the time that a gradient arrives; choose bf16 or fp32": scales,
         "an axis of sequence": sequence,
         "Overlap(update_thread=True)": overlap.update_thread,
         f"{shared!r}, which several stages have: it would have another age on each; untie it": bool(shared),
-    }  # fmt: skip
+    }
     for what, given in refused.items():
         if given:
-            raise ConfigError(f"pipeline={name!r} updates weights while micro-batches are under way, which does not go "
-                              f"with {what}.")  # fmt: skip
+            raise ConfigError(
+                f"pipeline={name!r} updates weights while micro-batches are under way, which does not go with {what}."
+            )
 
 
 def open_stages(

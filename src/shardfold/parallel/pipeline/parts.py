@@ -41,6 +41,4 @@ def parts_of(
             f"pipeline={order!r}: the unit {apart[0]!r} has parts in several stages of a rank: choose units=, or "
             "stages=, so that each unit is in one."
         )
-    return {
-        stage: Part(frozenset(name for name, of in found.items() if of == {stage}), common) for stage in stages.own
-    }  # fmt: skip
+    return {stage: Part(frozenset(name for name, of in found.items() if of == {stage}), common) for stage in stages.own}

@@ -77,9 +77,10 @@ def _is_single(module: nn.Module) -> bool:
     """Whether its lists have nothing with parameters, so that it is one piece; those in which
     ``torch.nn.utils.parametrize`` keeps what it makes a parameter of are the module's own."""
     lists = [
-        part for name, part in module.named_modules()
+        part
+        for name, part in module.named_modules()
         if isinstance(part, LISTS) and "parametrizations" not in name.split(".")
-    ]  # fmt: skip
+    ]
     return not any(True for part in lists for _ in part.parameters())
 
 

@@ -184,14 +184,18 @@ def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains
         return ConfigError(f"pipeline= is given an order in which {said}.")
 
     if len(order) != ranks:
-        raise refuse(f"{len(order)} rank{'s have' if len(order) != 1 else ' has'} a line, where the axis has {ranks}: "
-                     f"give mesh= {len(order)} ranks of pipeline, or the order {ranks} lines")  # fmt: skip
+        raise refuse(
+            f"{len(order)} rank{'s have' if len(order) != 1 else ' has'} a line, where the axis has {ranks}: "
+            f"give mesh= {len(order)} ranks of pipeline, or the order {ranks} lines"
+        )
     place: dict[int, int] = {}
     seen: set[Action] = set()
     has = batches_of(order)
     if has != batches:
-        raise refuse(f"there are {has} micro-batches, where accumulate= gives {batches}: give accumulate={has}, or an "
-                     f"order of {batches}")  # fmt: skip
+        raise refuse(
+            f"there are {has} micro-batches, where accumulate= gives {batches}: give accumulate={has}, or an "
+            f"order of {batches}"
+        )
     for rank, actions in enumerate(order):
         for action in actions:
             other = place.setdefault(action.stage, rank)
@@ -209,13 +213,17 @@ def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains
         raise refuse(f"no rank has stage {absent}")
     counts = [sum(each == rank for each in place.values()) for rank in range(ranks)]
     if len(set(counts)) > 1:
-        raise refuse(f"rank {counts.index(min(counts))} has {min(counts)} stages and rank {counts.index(max(counts))} "
-                     f"has {max(counts)}: give all as many")  # fmt: skip
+        raise refuse(
+            f"rank {counts.index(min(counts))} has {min(counts)} stages and rank {counts.index(max(counts))} "
+            f"has {max(counts)}: give all as many"
+        )
     places = [place[stage] for stage in range(len(place))]
     for stage, (here, there) in enumerate(pairwise(places)):
         if (there - here) % ranks not in (0, 1, ranks - 1):
-            raise refuse(f"stage {stage} is on rank {here} and stage {stage + 1} on rank {there}: stages that follow "
-                         "each other are on one rank or on neighbours")  # fmt: skip
+            raise refuse(
+                f"stage {stage} is on rank {here} and stage {stage + 1} on rank {there}: stages that follow "
+                "each other are on one rank or on neighbours"
+            )
     for stage, rank in enumerate(places):
         for batch in range(batches):
             _check_one(seen, rank, stage, batch, refuse, trains=trains)

@@ -362,9 +362,10 @@ class Stages:
                         continue
                     seen.add(id(module))
                     found += [
-                        (module, name, placeholder(_made(p), self._device)) for name, p in module._parameters.items()
+                        (module, name, placeholder(_made(p), self._device))
+                        for name, p in module._parameters.items()
                         if p is not None and id(p) not in self._ids[stage]
-                    ]  # fmt: skip
+                    ]
             self._read[stage] = found
         return self._read[stage]
 

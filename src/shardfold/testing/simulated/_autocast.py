@@ -16,13 +16,37 @@ from shardfold.torch_internals import AUTOCAST_KEYS, ExcludeKeys
 __all__ = ["AUTOCAST"]
 
 LOWER = (
-    "mm", "mv", "bmm", "addmm", "addmv", "baddbmm", "addbmm", "matmul", "linear", "conv1d", "conv2d", "conv3d",
+    "mm",
+    "mv",
+    "bmm",
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "addbmm",
+    "matmul",
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
     "scaled_dot_product_attention",
-)  # fmt: skip
+)
 FP32 = (
-    "exp", "log", "softmax.int", "log_softmax.int", "layer_norm", "group_norm", "cross_entropy_loss", "nll_loss",
-    "mse_loss", "l1_loss", "binary_cross_entropy_with_logits", "cumsum", "prod", "norm.Scalar", "rsqrt",
-)  # fmt: skip
+    "exp",
+    "log",
+    "softmax.int",
+    "log_softmax.int",
+    "layer_norm",
+    "group_norm",
+    "cross_entropy_loss",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "binary_cross_entropy_with_logits",
+    "cumsum",
+    "prod",
+    "norm.Scalar",
+    "rsqrt",
+)
 
 
 def _cast(dtype: torch.dtype | None, value: Any) -> Any:

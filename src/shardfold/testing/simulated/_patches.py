@@ -23,8 +23,21 @@ from shardfold.torch_internals import replace_backward, replace_data_check, swap
 
 __all__ = ["patch"]
 
-PINNABLE = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like",
-            "rand", "randn", "arange", "tensor")  # fmt: skip
+PINNABLE = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "zeros",
+    "zeros_like",
+    "ones",
+    "ones_like",
+    "full",
+    "full_like",
+    "rand",
+    "randn",
+    "arange",
+    "tensor",
+)
 
 
 def patch() -> None:
@@ -170,10 +183,22 @@ def _accelerators() -> None:
     for kind, ours in ((torch.Stream, Stream), (torch.Event, SimulatedEvent)):
         setattr(replaced, kind.__name__, _standing_for(kind, partial(_made, kind, ours)))
     module, accelerator = torch.get_device_module(NAME), torch.accelerator
-    same = ("synchronize", "current_stream", "set_stream", "memory_allocated", "max_memory_allocated",
-            "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats", "empty_cache")  # fmt: skip
-    for ours, theirs in (*zip(same, same, strict=True), ("current_device", "current_device_index"),
-                         ("set_device", "set_device_index")):  # fmt: skip
+    same = (
+        "synchronize",
+        "current_stream",
+        "set_stream",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "reset_peak_memory_stats",
+        "empty_cache",
+    )
+    for ours, theirs in (
+        *zip(same, same, strict=True),
+        ("current_device", "current_device_index"),
+        ("set_device", "set_device_index"),
+    ):
         if hasattr(accelerator, theirs):
             setattr(accelerator, theirs, getattr(module, ours))
 

@@ -19,8 +19,19 @@ ADVICE = {
     "freed": "the storage has no memory now: give it its memory back with resize_() first, or free it later",
 }
 """By kind of race, the sentence that helps."""
-COLLECTIVES = {"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "scatter", "gather",
-               "send", "recv", "barrier"}  # fmt: skip
+COLLECTIVES = {
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "scatter",
+    "gather",
+    "send",
+    "recv",
+    "barrier",
+}
 
 
 class Access(NamedTuple):

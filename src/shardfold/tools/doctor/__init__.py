@@ -1,6 +1,6 @@
 """``shardfold doctor``: what is wrong with an installation, what costs speed, and what this machine can do.
 
-_diagnoses  what is wrong with an installation, or costs speed: one line each, with how to mend it
 doctor      what ``shardfold doctor`` prints
+_diagnoses  what is wrong with an installation, or costs speed: one line each, with how to mend it
 _rates      what this machine can do: rates of products by dtype, of copies, of collectives by size, of the disk
 """

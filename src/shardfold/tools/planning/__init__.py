@@ -2,6 +2,6 @@
 
 command     what `shardfold plan` does with its options
 models      the models that `shardfold plan` knows, each built without memory, and a micro-batch of them
-_plan_page  a plan as one HTML file
 show        a plan as text: what each layout needs, what the peak is made of, and what would lower it
+_plan_page  a plan as one HTML file
 """

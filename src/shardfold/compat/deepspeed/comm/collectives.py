@@ -100,117 +100,137 @@ def _named(name: str, what: str, call: Callable[..., Any], *, log_name: str | No
 
 
 broadcast = _named(
-    "broadcast", "``src``'s values become everyone's.",
+    "broadcast",
+    "``src``'s values become everyone's.",
     lambda tensor, src, group=None, async_op=False: dist.broadcast(tensor, src, group, async_op),
-)  # fmt: skip
+)
 broadcast_object_list = _named(
-    "broadcast_object_list", "``src``'s objects become everyone's.",
+    "broadcast_object_list",
+    "``src``'s objects become everyone's.",
     lambda object_list, src, group=None, device=None: dist.broadcast_object_list(object_list, src, group, device),
-)  # fmt: skip
+)
 all_reduce = _named(
-    "all_reduce", "Reduces over the ranks, in place.",
+    "all_reduce",
+    "Reduces over the ranks, in place.",
     lambda tensor, op=SUM, group=None, async_op=False: dist.all_reduce(tensor, op, group, async_op),
-)  # fmt: skip
+)
 inference_all_reduce = _named(
-    "inference_all_reduce", "The tensor, reduced in place: there is nothing to wait for, whatever ``async_op``.",
+    "inference_all_reduce",
+    "The tensor, reduced in place: there is nothing to wait for, whatever ``async_op``.",
     lambda tensor, op=SUM, group=None, async_op=False: (dist.all_reduce(tensor, op, group), tensor)[1],
     log_name="all_reduce",
-)  # fmt: skip
+)
 all_reduce_coalesced = _named(
-    "all_reduce_coalesced", "``all_reduce`` of several tensors.",
+    "all_reduce_coalesced",
+    "``all_reduce`` of several tensors.",
     lambda tensors, op=SUM, group=None, async_op=False: _together(
         [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors], async_op
     ),
     log_name="all_reduce",
-)  # fmt: skip
+)
 reduce = _named(
-    "reduce", "Reduces over the ranks, for ``dst``.",
+    "reduce",
+    "Reduces over the ranks, for ``dst``.",
     lambda tensor, dst, op=SUM, group=None, async_op=False: dist.reduce(tensor, dst, op, group, async_op),
-)  # fmt: skip
+)
 all_gather = _named(
-    "all_gather", "Everyone's tensors, by rank.",
+    "all_gather",
+    "Everyone's tensors, by rank.",
     lambda tensor_list, tensor, group=None, async_op=False: dist.all_gather(tensor_list, tensor, group, async_op),
-)  # fmt: skip
+)
 all_gather_object = _named(
-    "all_gather_object", "Everyone's objects, by rank.",
+    "all_gather_object",
+    "Everyone's objects, by rank.",
     lambda object_list, obj, group=None: dist.all_gather_object(object_list, obj, group),
-)  # fmt: skip
+)
 all_gather_into_tensor = _named(
-    "all_gather_into_tensor", "Everyone's tensors, one after another in ``output_tensor``.",
+    "all_gather_into_tensor",
+    "Everyone's tensors, one after another in ``output_tensor``.",
     lambda output_tensor, tensor, group=None, async_op=False: all_gather_single(
         output_tensor, tensor, group=group, async_op=async_op
     ),
-)  # fmt: skip
+)
 reduce_scatter = _named(
-    "reduce_scatter", "Each rank gets its own of the reduced tensors.",
+    "reduce_scatter",
+    "Each rank gets its own of the reduced tensors.",
     lambda output, input_list, op=SUM, group=None, async_op=False: dist.reduce_scatter(
         output, input_list, op, group, async_op
     ),
-)  # fmt: skip
+)
 reduce_scatter_tensor = _named(
-    "reduce_scatter_tensor", "Each rank gets its own range of the reduced tensor.",
+    "reduce_scatter_tensor",
+    "Each rank gets its own range of the reduced tensor.",
     lambda output_tensor, tensor, op=SUM, group=None, async_op=False: reduce_scatter_single(
         output_tensor, tensor, op=op, group=group, async_op=async_op
     ),
-)  # fmt: skip
+)
 all_to_all_single = _named(
-    "all_to_all_single", "Each rank sends a range of its tensor to each other; None: ranges of equal size.",
+    "all_to_all_single",
+    "Each rank sends a range of its tensor to each other; None: ranges of equal size.",
     lambda output, tensor, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False: (
         dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
     ),
-)  # fmt: skip
+)
 all_to_all = _named(
-    "all_to_all", "Each rank sends a tensor to each other.",
+    "all_to_all",
+    "Each rank sends a tensor to each other.",
     lambda output_tensor_list, input_tensor_list, group=None, async_op=False: dist.all_to_all(
         output_tensor_list, input_tensor_list, group, async_op
     ),
-)  # fmt: skip
+)
 gather = _named(
-    "gather", "Everyone's tensors, for ``dst``.",
+    "gather",
+    "Everyone's tensors, for ``dst``.",
     lambda tensor, gather_list=None, dst=0, group=None, async_op=False: dist.gather(
         tensor, gather_list, dst, group, async_op
     ),
-)  # fmt: skip
+)
 scatter = _named(
-    "scatter", "``src`` sends a tensor to each.",
+    "scatter",
+    "``src`` sends a tensor to each.",
     lambda tensor, scatter_list=None, src=0, group=None, async_op=False: dist.scatter(
         tensor, scatter_list, src, group, async_op
     ),
-)  # fmt: skip
+)
 barrier = _named(
-    "barrier", "Waits for every rank.",
-    lambda group=None, async_op=False, device_ids=None: (
-        None if alone() else dist.barrier(group, async_op, device_ids)
-    ),
-)  # fmt: skip
+    "barrier",
+    "Waits for every rank.",
+    lambda group=None, async_op=False, device_ids=None: None if alone() else dist.barrier(group, async_op, device_ids),
+)
 monitored_barrier = _named(
-    "monitored_barrier", "A barrier that names the ranks that did not come; Gloo's.",
+    "monitored_barrier",
+    "A barrier that names the ranks that did not come; Gloo's.",
     lambda group=None, timeout=None, wait_all_ranks=False: (
         None if alone() else dist.monitored_barrier(group, timeout, wait_all_ranks)
     ),
-)  # fmt: skip
+)
 send = _named(
-    "send", "Sends to ``dst``, and waits until it is sent.",
+    "send",
+    "Sends to ``dst``, and waits until it is sent.",
     lambda tensor, dst, group=None, tag=0: dist.send(tensor, dst, group, tag),
-)  # fmt: skip
+)
 recv = _named(
-    "recv", "Waits for a tensor from ``src`` (None: from anyone); gives the sender's rank.",
+    "recv",
+    "Waits for a tensor from ``src`` (None: from anyone); gives the sender's rank.",
     lambda tensor, src=None, group=None, tag=0: dist.recv(tensor, src, group, tag),
-)  # fmt: skip
+)
 isend = _named(
-    "isend", "Begins to send to ``dst``.",
+    "isend",
+    "Begins to send to ``dst``.",
     lambda tensor, dst, group=None, tag=0: dist.isend(tensor, dst, group, tag),
-)  # fmt: skip
+)
 irecv = _named(
-    "irecv", "Begins to receive from ``src``; None: from anyone.",
+    "irecv",
+    "Begins to receive from ``src``; None: from anyone.",
     lambda tensor, src=None, group=None, tag=0: dist.irecv(tensor, src, group, tag),
-)  # fmt: skip
+)
 batch_isend_irecv = _named(
-    "batch_isend_irecv", "Starts them all, and gives what can be waited for.",
+    "batch_isend_irecv",
+    "Starts them all, and gives what can be waited for.",
     lambda p2p_op_list: dist.batch_isend_irecv(
         [dist.P2POp(p.op, p.tensor, p.peer, p.group, p.tag) for p in p2p_op_list]
     ),
-)  # fmt: skip
+)
 
 
 # -- that are not in the log

@@ -125,10 +125,17 @@ class PDSHRunner(MultiNodeRunner):
         pdsh = ["pdsh", "-S", "-f", str(PDSH_MAX_FAN_OUT), "-w", hosts, *split(args.launcher_args)]
         exports = "".join(f"export {key}={value}; " for key, value in self.exports.items())
         start = [
-            exports, f"cd {quote(os.path.abspath('.'))};", sys.executable, "-u", "-m", "deepspeed.launcher.launch",
-            f"--world_info={self.world_info_base64}", "--node_rank=%n", f"--master_addr={args.master_addr}",
+            exports,
+            f"cd {quote(os.path.abspath('.'))};",
+            sys.executable,
+            "-u",
+            "-m",
+            "deepspeed.launcher.launch",
+            f"--world_info={self.world_info_base64}",
+            "--node_rank=%n",
+            f"--master_addr={args.master_addr}",
             f"--master_port={args.master_port}",
-        ]  # fmt: skip
+        ]
         kill = [*pdsh, "pkill -f ", "\\ ".join(start[2:6])]
         if args.venv_script is not None:
             start = [f"source {quote(args.venv_script)};", *start]
@@ -181,9 +188,11 @@ class _MPI(_Pooled):
     def _world(self) -> list[str]:
         """What the ranks have to know of each other, and the hosts."""
         said = {
-            "MASTER_ADDR": self.args.master_addr, "MASTER_PORT": self.args.master_port, "WORLD_SIZE": self._ranks,
+            "MASTER_ADDR": self.args.master_addr,
+            "MASTER_PORT": self.args.master_port,
+            "WORLD_SIZE": self._ranks,
             "LOCAL_SIZE": self._per_host(),
-        }  # fmt: skip
+        }
         return [word for key, value in said.items() for word in ("-genv", key, str(value))]
 
     def _hosts(self) -> list[str]:
@@ -207,9 +216,21 @@ class OpenMPIRunner(_MPI):
         network = [] if chosen else ["--mca", "btl_tcp_if_include", "eth0"]
         exports = [word for key, value in self.exports.items() for word in ("-x", f"{key}={value}")]
         return [
-            "mpirun", "-n", str(self._ranks), "-hostfile", str(self.args.hostfile), "--mca", "btl", "^openib",
-            *network, *given, *exports, *self._python(), self.user_script, *self.user_arguments,
-        ]  # fmt: skip
+            "mpirun",
+            "-n",
+            str(self._ranks),
+            "-hostfile",
+            str(self.args.hostfile),
+            "--mca",
+            "btl",
+            "^openib",
+            *network,
+            *given,
+            *exports,
+            *self._python(),
+            self.user_script,
+            *self.user_arguments,
+        ]
 
 
 class MPICHRunner(_MPI):
@@ -222,9 +243,19 @@ class MPICHRunner(_MPI):
     ) -> list[str]:
         exports = [word for key, value in self.exports.items() for word in ("-genv", f"{key}={value}")]
         return [
-            "mpirun", "-n", str(self._ranks), "-ppn", str(self._per_host()), *split(self.args.launcher_args), *exports,
-            *self._world(), *self._hosts(), *self._python(), self.user_script, *self.user_arguments,
-        ]  # fmt: skip
+            "mpirun",
+            "-n",
+            str(self._ranks),
+            "-ppn",
+            str(self._per_host()),
+            *split(self.args.launcher_args),
+            *exports,
+            *self._world(),
+            *self._hosts(),
+            *self._python(),
+            self.user_script,
+            *self.user_arguments,
+        ]
 
 
 class IMPIRunner(_MPI):
@@ -295,8 +326,14 @@ class MVAPICHRunner(_MPI):
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Mapping[str, int]) -> None:
         super().__init__(args, world_info_base64, resource_pool)
-        wanted = {"SMP_USE_CMA": 0, "DEBUG_SHOW_BACKTRACE": 1, "SUPPORT_DL": 1, "ENABLE_AFFINITY": 0,
-                  "INTER_ALLGATHER_TUNING": 5, "CUDA_USE_NAIVE": 0}  # fmt: skip
+        wanted = {
+            "SMP_USE_CMA": 0,
+            "DEBUG_SHOW_BACKTRACE": 1,
+            "SUPPORT_DL": 1,
+            "ENABLE_AFFINITY": 0,
+            "INTER_ALLGATHER_TUNING": 5,
+            "CUDA_USE_NAIVE": 0,
+        }
         if get_accelerator().device_name() == "cuda":
             wanted["USE_CUDA"] = 1
         for name, value in wanted.items():
@@ -317,6 +354,16 @@ class MVAPICHRunner(_MPI):
             file.writelines(f"{host}\n" for host in self.resource_pool)
         exports = [word for key, value in self.exports.items() for word in ("-env", f"{key}={value}")]
         return [
-            "mpirun", "-np", str(self._ranks), "-ppn", str(self._per_host()), "--hostfile", file.name,
-            *split(self.args.launcher_args), *exports, *self._python(), self.user_script, *self.user_arguments,
-        ]  # fmt: skip
+            "mpirun",
+            "-np",
+            str(self._ranks),
+            "-ppn",
+            str(self._per_host()),
+            "--hostfile",
+            file.name,
+            *split(self.args.launcher_args),
+            *exports,
+            *self._python(),
+            self.user_script,
+            *self.user_arguments,
+        ]

@@ -47,15 +47,34 @@ EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 
 #: ``{option with a value: its default}``; those of None stand in the order of DeepSpeed's help too.
 VALUES: dict[str, str | int | None] = {
-    "hostfile": DLTS_HOSTFILE, "include": "", "exclude": "", "num_nodes": -1, "num_gpus": -1,
-    "master_port": TORCH_DISTRIBUTED_DEFAULT_PORT, "master_addr": "", "node_rank": -1, "launcher": PDSH_LAUNCHER,
-    "launcher_args": "", "enable_each_rank_log": "None", "autotuning": "", "bind_core_list": None, "ssh_port": None,
-    "venv_script": None, "log_level": "info",
-}  # fmt: skip
+    "hostfile": DLTS_HOSTFILE,
+    "include": "",
+    "exclude": "",
+    "num_nodes": -1,
+    "num_gpus": -1,
+    "master_port": TORCH_DISTRIBUTED_DEFAULT_PORT,
+    "master_addr": "",
+    "node_rank": -1,
+    "launcher": PDSH_LAUNCHER,
+    "launcher_args": "",
+    "enable_each_rank_log": "None",
+    "autotuning": "",
+    "bind_core_list": None,
+    "ssh_port": None,
+    "venv_script": None,
+    "log_level": "info",
+}
 SWITCHES = (
-    "module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid", "bind_cores_to_rank",
+    "module",
+    "no_python",
+    "no_local_rank",
+    "no_ssh",
+    "no_ssh_check",
+    "force_multi",
+    "save_pid",
+    "bind_cores_to_rank",
     "quiet",
-)  # fmt: skip
+)
 SHORT = {"hostfile": "-H", "include": "-i", "exclude": "-e", "quiet": "-q"}
 NUMBERS = ("num_nodes", "num_gpus", "master_port", "node_rank", "ssh_port")
 CHOICES = {"autotuning": ("tune", "run"), "log_level": ("debug", "info", "warning", "error", "critical")}

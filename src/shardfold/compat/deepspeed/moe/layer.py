@@ -64,9 +64,18 @@ class MoE(nn.Module):
         self.enable_expert_tensor_parallelism = False
         self.num_local_experts, self.expert_group_name = num_experts // ep_size, f"ep_size_{ep_size}"
         gate = TopKGate(
-            hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy,
-            drop_tokens, use_rts, None, top2_2nd_expert_sampling,
-        )  # fmt: skip
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            None,
+            top2_2nd_expert_sampling,
+        )
         experts = StackedExperts(expert, num_experts)
         for parameter in experts.parameters():
             vars(parameter).update(allreduce=False, group_name=self.expert_group_name)

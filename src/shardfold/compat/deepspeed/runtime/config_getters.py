@@ -16,9 +16,13 @@ from shardfold.compat.deepspeed.runtime.dtypes import DtypeEnum
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PIPELINE = {
-    "stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 0,
-    "pipe_partitioned": True, "grad_partitioned": True,
-}  # fmt: skip
+    "stages": "auto",
+    "partition": "best",
+    "seed_layers": False,
+    "activation_checkpoint_interval": 0,
+    "pipe_partitioned": True,
+    "grad_partitioned": True,
+}
 
 Config = Mapping[str, Any]
 

@@ -85,9 +85,14 @@ class DeepSpeedDataLoader:
         self.collate_fn, self.tput_timer = collate_fn, tput_timer
         self.post_process_func: Callable[[Any, Any], Any] | None = None
         self.dataloader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=batch_size, sampler=data_sampler, collate_fn=collate_fn,
-            drop_last=dataloader_drop_last, pin_memory=pin_memory, num_workers=num_local_io_workers or 0,
-        )  # fmt: skip
+            dataset,
+            batch_size=batch_size,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            drop_last=dataloader_drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_local_io_workers or 0,
+        )
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:

@@ -97,9 +97,14 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Mo
     """
     if leaf_cfg is None:
         return []
-    classes, names, suffixes = (list(dict.fromkeys(each)) for each in (
-        leaf_cfg.classes, leaf_cfg.names, leaf_cfg.name_suffixes,
-    ))  # fmt: skip
+    classes, names, suffixes = (
+        list(dict.fromkeys(each))
+        for each in (
+            leaf_cfg.classes,
+            leaf_cfg.names,
+            leaf_cfg.name_suffixes,
+        )
+    )
     found = set_z3_leaf_modules(model, classes, raise_if_not_found=False)
     by_name, unknown = set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
     by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)

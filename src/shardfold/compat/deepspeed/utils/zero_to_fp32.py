@@ -290,8 +290,15 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     Raises:
         WrongArgument: it is none of fp32, fp16 and bf16.
     """
-    names = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16", "half": "float16",
-             "bfloat16": "bfloat16", "bf16": "bfloat16"}  # fmt: skip
+    names = {
+        "float32": "float32",
+        "fp32": "float32",
+        "float16": "float16",
+        "fp16": "float16",
+        "half": "float16",
+        "bfloat16": "bfloat16",
+        "bf16": "bfloat16",
+    }
     name = names.get(str(dtype).removeprefix("torch."))
     if name is None:
         raise WrongArgument(f"dtype={dtype!r}: it is float32, float16 or bfloat16.")
@@ -314,9 +321,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
     given = parser.parse_args(arguments)
     convert_zero_checkpoint_to_fp32_state_dict(
-        given.checkpoint_dir, given.output_dir, given.max_shard_size, given.safe_serialization, given.tag,
+        given.checkpoint_dir,
+        given.output_dir,
+        given.max_shard_size,
+        given.safe_serialization,
+        given.tag,
         given.exclude_frozen_parameters,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

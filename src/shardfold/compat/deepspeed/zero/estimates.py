@@ -101,14 +101,21 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     _say_setup(num_gpus_per_node, num_nodes, sizes)
     for offload, offload_params, zero_init in _options():
         host, gpu, _ = estimate_zero3_model_states_mem_needs(
-            total_params, largest_layer_params, num_gpus_per_node, num_nodes, offload, offload_params, zero_init,
+            total_params,
+            largest_layer_params,
+            num_gpus_per_node,
+            num_nodes,
+            offload,
+            offload_params,
+            zero_init,
             additional_buffer_factor,
-        )  # fmt: skip
+        )
         _say(
-            host, gpu,
+            host,
+            gpu,
             f"offload_param={_device(offload_params)}, offload_optimizer={_device(offload)}, "
             f"zero_init={int(zero_init)}",
-        )  # fmt: skip
+        )
 
 
 def _options() -> Iterator[tuple[bool, bool, bool]]:

@@ -102,10 +102,12 @@ class Init:
                 )
             data_parallel_group = sequence_data_parallel_group
         _check_absent(
-            zero_param_parallel_group=zero_param_parallel_group, zero_quantized_weights=zero_quantized_weights,
-            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights, param_swapper=param_swapper,
+            zero_param_parallel_group=zero_param_parallel_group,
+            zero_quantized_weights=zero_quantized_weights,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
+            param_swapper=param_swapper,
             tensor_overrides=tensor_overrides,
-        )  # fmt: skip
+        )
         if pin_memory:
             logger.warning("zero.Init: `pin_memory` has no effect, parts in host memory are pageable.")
         found, self._apply, offload = _asked(settings)

@@ -68,13 +68,15 @@ class TiledLinear(nn.Module):
             nn.ModuleList(
                 # One bias for each part of the output: the tile of the last part of the input has it.
                 linear_cls(
-                    self.in_parts[i + 1] - self.in_parts[i], self.out_parts[o + 1] - self.out_parts[o],
-                    bias=bias and i == in_splits - 1, **kwargs,
+                    self.in_parts[i + 1] - self.in_parts[i],
+                    self.out_parts[o + 1] - self.out_parts[o],
+                    bias=bias and i == in_splits - 1,
+                    **kwargs,
                 )
                 for i in range(in_splits)
             )
             for o in range(out_splits)
-        )  # fmt: skip
+        )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 

@@ -99,9 +99,11 @@ class CUDAOpBuilder(OpBuilder):
 def _made(short: str) -> Any:
     name, base = BUILDERS[short], OpBuilder if short in ("PinMemory", "Utils") else CUDAOpBuilder
     said: dict[str, Any] = {
-        "NAME": name, "BUILD_VAR": f"DS_BUILD_{VARIABLES.get(name, name).upper()}", "__module__": __package__,
+        "NAME": name,
+        "BUILD_VAR": f"DS_BUILD_{VARIABLES.get(name, name).upper()}",
+        "__module__": __package__,
         "__doc__": f"Of the operator ``{name}``.",
-    }  # fmt: skip
+    }
     return type(f"{short}Builder", (base,), said)
 
 

@@ -40,15 +40,39 @@ def _per_element(factor: int) -> Callable[..., int]:
 
 ATEN = torch.ops.aten
 ELEMENTS: dict[Any, Callable[..., int]] = {
-    **{op: _per_element(1) for op in (ATEN.relu, ATEN.relu_, ATEN.gelu, ATEN.silu, ATEN.silu_, ATEN.leaky_relu,
-                                      ATEN.elu, ATEN._softmax, ATEN.max_pool2d_with_indices,
-                                      ATEN.max_pool3d_with_indices,
-                                      ATEN.avg_pool2d, ATEN.avg_pool3d, ATEN._adaptive_avg_pool2d,
-                                      ATEN._adaptive_avg_pool3d, ATEN.adaptive_max_pool2d, ATEN.adaptive_max_pool3d)},
-    **{op: _per_element(5) for op in (ATEN.native_layer_norm, ATEN.native_batch_norm, ATEN.native_group_norm,
-                                      ATEN.cudnn_batch_norm, ATEN._fused_rms_norm)},
+    **{
+        op: _per_element(1)
+        for op in (
+            ATEN.relu,
+            ATEN.relu_,
+            ATEN.gelu,
+            ATEN.silu,
+            ATEN.silu_,
+            ATEN.leaky_relu,
+            ATEN.elu,
+            ATEN._softmax,
+            ATEN.max_pool2d_with_indices,
+            ATEN.max_pool3d_with_indices,
+            ATEN.avg_pool2d,
+            ATEN.avg_pool3d,
+            ATEN._adaptive_avg_pool2d,
+            ATEN._adaptive_avg_pool3d,
+            ATEN.adaptive_max_pool2d,
+            ATEN.adaptive_max_pool3d,
+        )
+    },
+    **{
+        op: _per_element(5)
+        for op in (
+            ATEN.native_layer_norm,
+            ATEN.native_batch_norm,
+            ATEN.native_group_norm,
+            ATEN.cudnn_batch_norm,
+            ATEN._fused_rms_norm,
+        )
+    },
     ATEN._native_batch_norm_legit_no_training: _per_element(2),
-}  # fmt: skip
+}
 #: PyTorch's counter knows the attention kernels of GPUs only.
 ON_CPU: dict[Any, Callable[..., int]] = {
     ATEN._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *args, out_shape=None, **kwargs: (
@@ -94,11 +118,15 @@ class FlopsProfiler:
         self._names = {id(module): name for name, module in self.model.named_modules()}
         for module in self.model.modules():
             if isinstance(module, ignored):
-                self._handles += [module.register_forward_pre_hook(self._pause),
-                                  module.register_forward_hook(self._resume)]  # fmt: skip
+                self._handles += [
+                    module.register_forward_pre_hook(self._pause),
+                    module.register_forward_hook(self._resume),
+                ]
             else:
-                self._handles += [module.register_forward_pre_hook(self._enter),
-                                  module.register_forward_hook(self._leave)]  # fmt: skip
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter),
+                    module.register_forward_hook(self._leave),
+                ]
         self._counter = FlopCounterMode(
             display=False, custom_mapping={**ELEMENTS, **ON_CPU, **RECURRENT, ATEN.convolution: self._convolution}
         )
@@ -325,8 +353,10 @@ def get_model_profile(
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     figures = (
-        profiler.get_total_flops(as_string), profiler.get_total_macs(as_string), profiler.get_total_params(as_string)
-    )  # fmt: skip
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
     profiler.end_profile()
     return figures
 

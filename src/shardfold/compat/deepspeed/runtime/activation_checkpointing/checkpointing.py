@@ -201,9 +201,12 @@ def _sliced(function: Callable[..., Any], values: list[Any]) -> tuple[list[Any],
     who = getattr(function, "__qualname__", type(function).__qualname__)
     known = getattr(function, "__code__", type(function))  # others of the same code are called with the like
     sliced = _State.slicers[group].cut(
-        values, dist.get_world_size(group), f"what is checkpointed, {who},", compare=known not in _State.compared,
+        values,
+        dist.get_world_size(group),
+        f"what is checkpointed, {who},",
+        compare=known not in _State.compared,
         room=_State.room,
-    )  # fmt: skip
+    )
     _State.compared.add(known)
     return sliced
 

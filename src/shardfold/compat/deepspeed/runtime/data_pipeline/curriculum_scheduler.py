@@ -93,8 +93,10 @@ class CurriculumScheduler:
 
     def _discrete(self, step: int) -> Any:
         said = self.state["schedule_config"]
-        return next((hard for hard, last in zip(said["difficulty"], said["max_step"], strict=False) if step <= last),
-                    said["difficulty"][-1])  # fmt: skip
+        return next(
+            (hard for hard, last in zip(said["difficulty"], said["max_step"], strict=False) if step <= last),
+            said["difficulty"][-1],
+        )
 
     def _root(self, step: int, degree: float | None) -> Any:
         least, most, said = self.state["min_difficulty"], self.state["max_difficulty"], self.state["schedule_config"]
@@ -125,6 +127,7 @@ def _checked(kind: str, said: Any) -> Mapping[str, Any]:
     elif said["difficulty_step"] % ALIGNED:
         logger.warning(
             "CurriculumScheduler: difficulty_step is %s: if difficulties are lengths of sequences, multiples of 8 in "
-            "fp16, and of 16 in int8, let a GPU use its tensor cores.", said["difficulty_step"],
-        )  # fmt: skip
+            "fp16, and of 16 in int8, let a GPU use its tensor cores.",
+            said["difficulty_step"],
+        )
     return said

@@ -87,9 +87,14 @@ class DynamicLossScaler(LossScalerBase):
         dtype: torch.dtype = torch.half,
     ) -> None:
         rule = LossScale(
-            initial=init_scale, interval=scale_window, hysteresis=delayed_shift, refill=consecutive_hysteresis, delay=1,
-            floor=min_scale, patience=1 if raise_error_at_min_scale else None,
-        )  # fmt: skip
+            initial=init_scale,
+            interval=scale_window,
+            hysteresis=delayed_shift,
+            refill=consecutive_hysteresis,
+            delay=1,
+            floor=min_scale,
+            patience=1 if raise_error_at_min_scale else None,
+        )
         self._scaler = Scaler(rule)
         self.scale_factor, self.scale_window, self.min_scale = rule.growth, scale_window, min_scale
         self.delayed_shift, self.consecutive_hysteresis = delayed_shift, consecutive_hysteresis

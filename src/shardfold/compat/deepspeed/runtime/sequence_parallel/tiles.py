@@ -114,10 +114,16 @@ class SequenceTiledCompute:
         if len(keys) != len(args):
             raise WrongArgument(f"SequenceTiledCompute.apply() gets {len(keys)} names and {len(args)} values.")
         return sequence_tiled_compute(
-            fn, seqlen, shards, dict(zip(keys[:count], args, strict=False)),
-            dict(zip(keys[count:], args[count:], strict=True)), grad_requiring_tensor_key, compute_params,
-            output_unshard_dimension, output_reduction,
-        )  # fmt: skip
+            fn,
+            seqlen,
+            shards,
+            dict(zip(keys[:count], args, strict=False)),
+            dict(zip(keys[count:], args[count:], strict=True)),
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )
 
 
 class TiledMLP:

@@ -160,15 +160,30 @@ class UlyssesSPAttentionHF(nn.Module):
             causal = getattr(module, "is_causal", True) if causal is None else causal
             dropout = kwargs.get("dropout", 0.0) if module.training else 0.0
             out = ulysses_attention(
-                query, key, value, link, cut, causal=causal, scale=kwargs.get("scaling"), dropout=dropout,
-                window=window, softcap=softcap,
-            )  # fmt: skip
+                query,
+                key,
+                value,
+                link,
+                cut,
+                causal=causal,
+                scale=kwargs.get("scaling"),
+                dropout=dropout,
+                window=window,
+                softcap=softcap,
+            )
         return out.transpose(1, 2).contiguous(), None
 
     def _called(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, link: Link, cut: CutBatch, args: Any,
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        link: Link,
+        cut: CutBatch,
+        args: Any,
         options: Mapping[str, Any],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The implementation that was asked for, on whole sequences: flash attention reads documents off positions."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -249,15 +264,20 @@ class UlyssesSPAttentionHF(nn.Module):
         mpu.initialize_sequence_parallel(sequence_parallel_size)
         heads = config.num_attention_heads
         attention = cls(
-            attn=core, batch_size=micro_batch_size, attn_head_count=heads,
+            attn=core,
+            batch_size=micro_batch_size,
+            attn_head_count=heads,
             attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
-            num_hidden_layers=config.num_hidden_layers, process_group=mpu.get_sequence_parallel_group(),
-            seq_length_is_variable=seq_length_is_variable, disable_in_eval=disable_in_eval,
-            local_seq_length=None if seq_length_is_variable or seq_length is None
+            num_hidden_layers=config.num_hidden_layers,
+            process_group=mpu.get_sequence_parallel_group(),
+            seq_length_is_variable=seq_length_is_variable,
+            disable_in_eval=disable_in_eval,
+            local_seq_length=None
+            if seq_length_is_variable or seq_length is None
             else seq_length // sequence_parallel_size,
             global_seq_length=None if seq_length_is_variable else seq_length,
-        )  # fmt: skip
+        )
         attention.core_attn_implementation, attention._registered = core_attn_implementation, True
         registry[core_attn_implementation] = attention
         return mpu
