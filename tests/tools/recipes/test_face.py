@@ -660,6 +660,7 @@ def _study(out: Path, resume: Path | None, **options: Any) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     """All settings under both budgets, as Markdown, JSON and one page without links to anything. Where it was stopped
     it goes on: what is there is not trained again; with other settings it is refused."""
