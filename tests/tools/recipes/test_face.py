@@ -664,7 +664,7 @@ def _study(out: Path, resume: Path | None, **options: Any) -> None:
 def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     """All settings under both budgets, as Markdown, JSON and one page without links to anything. Where it was stopped
     it goes on: what is there is not trained again; with other settings it is refused."""
-    ranks.run(_study, tmp_path / "study", None, world_size=2)
+    ranks.run(_study, tmp_path / "study", None, world_size=2, timeout=500)
     text = (tmp_path / "study" / "study.json").read_text()
     rows = json.loads(text)["rows"]
     assert len(rows) == 2 * 2 * len(SETTINGS) and all(row["used"] <= row["allowed"] for row in rows)
@@ -674,7 +674,7 @@ def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> No
     kept = json.loads(text)
     kept["rows"] = kept["rows"][:18]
     (tmp_path / "study" / "study.json").write_text(json.dumps(kept))
-    ranks.run(_study, tmp_path / "again", tmp_path / "study", world_size=2)
+    ranks.run(_study, tmp_path / "again", tmp_path / "study", world_size=2, timeout=500)
     again = json.loads((tmp_path / "again" / "study.json").read_text())["rows"]
     assert again[:18] == rows[:18] and again[18]["seconds"] != rows[18]["seconds"]
     with pytest.raises(ConfigError, match=r"has procs 2, so it cannot go on with 1"):
