@@ -240,8 +240,7 @@ class DataMesh:
         _start(device, timeout)
         self.name, self.device = "", device
         self.gave_up = self.meets = self.on_streams = False
-        self.lost: Callable[[], str | None] = lambda: None
-        self.farewell: Callable[[], None] = lambda: None
+        self.listen(lambda: None, lambda: None)
         self._timeout = timeout
         self._ended = False
         self.store: Any = None
@@ -260,6 +259,22 @@ class DataMesh:
         except BaseException:
             self.close(failed=True)
             raise
+
+    def listen(self, lost: Callable[[], str | None], farewell: Callable[[], None]) -> None:
+        """Who watches this mesh says from now on whether others come, and is called when the interpreter exits."""
+        self.lost, self.farewell = lost, farewell
+
+    def give_up(self) -> None:
+        """This rank raises because ranks cannot go on together."""
+        self.gave_up = True
+
+    def begin_meeting(self) -> None:
+        """This rank is at a meeting that others may still have to come to."""
+        self.meets = True
+
+    def end_meeting(self) -> None:
+        """They have come."""
+        self.meets = False
 
     def _join(self, sizes: Given | None, timeout: timedelta, rare: str, meets: bool, asks: str) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
@@ -486,8 +501,8 @@ class DataMesh:
         if os.getpid() != self._process or self not in _PROCESS.open:
             return
         default = self._default
-        if default is not None:
-            default.kept |= self._first_said("keep" if failed else "end") == "keep"
+        if default is not None and self._first_said("keep" if failed else "end") == "keep":
+            default.keep()
         self._give_back()
         if default is not None:
             default.meshes.discard(self)
@@ -510,7 +525,7 @@ class DataMesh:
         if os.getpid() != self._process or self not in _PROCESS.open:
             return  # forked: the threads that serve the groups are in the other process
         if self._default is not None:
-            self._default.kept = True
+            self._default.keep()
             self._default.meshes.discard(self)
         self._give_back()
 
@@ -573,7 +588,7 @@ class DataMesh:
             for group in all_groups():
                 if not any(group is own for own in ours):
                     _disconnect(group)
-            _PROCESS.default = None
+            _PROCESS.forget_default()
             self.end_kernels()
             dist.destroy_process_group()
 
@@ -589,6 +604,10 @@ class _Default:
 
     meshes: set[DataMesh] = field(default_factory=set["DataMesh"])
     kept: bool = False
+
+    def keep(self) -> None:
+        """It stays."""
+        self.kept = True
 
 
 class _Process:
@@ -613,6 +632,10 @@ class _Process:
         self.starts += 1
         self.default = _Default()
 
+    def come(self) -> None:
+        """This rank comes to make a mesh, or tells the others that it does not."""
+        self.comings += 1
+
     def add(self, mesh: DataMesh) -> _Default | None:
         """The default group that ``mesh`` is in, if a mesh started it."""
         self._forget_another()
@@ -632,8 +655,12 @@ class _Process:
         if self.default is not None and not self.default.meshes and not self.default.kept:
             self._end()
 
-    def _end(self) -> None:
+    def forget_default(self) -> None:
+        """The default group is no mesh's any more."""
         self.default = None
+
+    def _end(self) -> None:
+        self.forget_default()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -693,7 +720,7 @@ def _next_stores(rank: int, limit: float) -> tuple[str, Any, Any]:
             f"({str(error).splitlines()[0]}): the link to the host of rank 0 is cut, or its process is gone; look at "
             "its output, and at the network between the hosts."
         ) from error
-    _PROCESS.comings += 1
+    _PROCESS.come()
     return name, default, dist.distributed_c10d.PrefixStore(f"shardfold/{name}", default)
 
 

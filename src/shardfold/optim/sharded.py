@@ -385,7 +385,7 @@ class ShardedOptimizer:
         """What updates behind their step made of parameters that rest in host memory is there."""
         self._held.clear()
         for shard in self._fused.values():
-            shard.take_updated()
+            shard.segment.take_updated()
 
     def updated_row(self) -> MemoryRow:
         """Of what updates behind their step make of ``params``, for a report of memory: it is there from a step until

@@ -288,11 +288,7 @@ class _Parameters:
 
     def close(self) -> None:
         for unit in self._units:
-            unit.pins -= 1
-            if not unit.pins and unit.pinned_here:
-                unit.pinned_here = False
-                if unit.life is Life.GATHERED and not unit.closed:  # an engine that is closed gathers nothing again
-                    unit.release(keep=False)
+            unit.unpin()
 
 
 def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
@@ -324,18 +320,16 @@ def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
         raise
     for unit in resting:
         unit.end_gather(model.comm.agreement.wait)
-        unit.pinned_here = True
+    gathered_now = set(resting)
     for unit in units:
-        unit.pins += 1
+        unit.pin(gathered=unit in gathered_now)
 
 
 def _mark_written(model: ShardedModel, parameters: Sequence[nn.Parameter]) -> None:
     """A backward whose forward came before must raise; blocks around this one must not take it for a change."""
     torch.autograd.graph.increment_version(list(parameters))
     for loan in model.loans:
-        for name, tensor in loan.tensors.items():
-            if any(tensor is parameter for parameter in parameters):
-                loan.versions[name] = tensor._version
+        loan.overlook(set(map(id, parameters)))
 
 
 # -- gradients, master, moments -------------------------------------------------------------------------------------
@@ -412,7 +406,7 @@ class _States:
             shard = home.segment.shard("grads")
             assert shard is not None
             shard.part(piece).write(values[part] / home.segment.unscale)
-            home.segment.noted = None
+            home.segment.drop_noted()
         else:
             assert self._model.updater is not None
             self._model.updater.take_state(home.segment, home.slot, self._of, values, changed=changed)

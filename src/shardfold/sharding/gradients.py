@@ -81,7 +81,7 @@ class Gradients:
         self._filed = any(segment.table.grads.tier is Tier.DISK for segment in self.segments)
         self._direct = not accelerator.has_streams(store.device)  # reductions can write in host memory
         self._adds = False  # a reduction has added to what came from the files
-        self._lost: StepError | None = None
+        self._lost: OSError | None = None  # why sums of earlier micro-batches are not there
         self._again = False  # a second one follows each, which must not have earlier sums in what it sums
         self._there = False  # and one has
 
@@ -233,7 +233,7 @@ class Gradients:
         if flats is None:
             assert self.sent is not None
             flats = self.sent.flats
-        problem: OSError | StepError | None = None
+        problem: OSError | None = None
         for segment, flat in zip(self.segments, flats, strict=True):
             try:
                 self._store_one(segment, flat.to(segment.dtypes["grads"]), note)
@@ -242,7 +242,9 @@ class Gradients:
         for flat in self.summed or ():
             self._store.recycle(flat)
         self.sums, self.summed, self._adds = Sums.REDUCED, None, False
-        problem, self._lost = self._lost or problem, None
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise StepError(f"{lost}: the gradients of earlier micro-batches are lost") from lost
         if problem is not None:
             raise problem
 
@@ -268,8 +270,7 @@ class Gradients:
             values = segment.bring("grads")
             values = segment.regions["grads"].values() if values is None else values
         except OSError as error:
-            self._lost = StepError(f"{error}: the gradients of earlier micro-batches are lost")
-            self._lost.__cause__ = error
+            self._lost = error
             values = torch.zeros(segment.shard_numel, dtype=segment.dtypes["grads"])
         segment.here.pop("grads", None)
         return values
@@ -331,7 +332,7 @@ class Gradients:
                 assert shard is not None
                 own = shard.part(held.own_piece(slot)[0])
                 own.write(torch.zeros(own.numel(), dtype=own.dtype))
-                held.noted = None
+                held.drop_noted()
             if self.extra is not None:
                 self.extra[segment][held.own_piece(slot)[0]].zero_()
 
@@ -354,7 +355,7 @@ class Gradients:
         self.node = []
         self._there = self._adds = False
         for segment in self.segments:
-            segment.noted = None
+            segment.drop_noted()
         self.sums = Sums.OWN
         self.seen.clear()
         for used in self.used:

@@ -216,6 +216,19 @@ class ShardedModel:
         places = segment.spec.places
         return not places or self.comm.mesh.coords[self.comm.mesh.sizes.stages[0]] == places[0]
 
+    def take_units(self, units: list[Unit]) -> None:
+        """These are its units from now on."""
+        self.units = units
+
+    def follow(self, units: list[Unit]) -> None:
+        """Its structure has changed, and these are its units."""
+        self.followed += 1
+        self.take_units(units)
+
+    def close(self, reason: str) -> None:
+        """Nothing can be done with it any more; calls raise with ``reason``."""
+        self.closed = reason
+
     def let_go(self) -> None:
         """The shards are about to get other values: what a forward left whole for its backward would keep the old."""
         for unit in self.units:

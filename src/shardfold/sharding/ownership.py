@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.sharding.attributes import point
 from shardfold.sharding.freed import FreedParameter, apart, unseal
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.loans import refuse_during
@@ -70,11 +71,9 @@ def _listed(names: list[str]) -> str:
 def mark_closed(model: ShardedModel, reason: str = "") -> None:
     """Nothing can be done with the model any more; ``reason`` is what calls raise with."""
     for unit in model.units:
-        unit.closed = True
-        for _, p in unit.parameters():
-            p.grad = None  # a view of the engine's memory, and of a step that will not come
+        unit.close()
     split = any(isinstance(p, FreedParameter) for unit in model.units for _, p in unit.parameters())
-    model.closed = reason or (SPLIT if split else WHOLE)
+    model.close(reason or (SPLIT if split else WHOLE))
 
 
 def release(model: ShardedModel, of: str, close: Callable[[str], None]) -> nn.Module:
@@ -95,10 +94,10 @@ def release(model: ShardedModel, of: str, close: Callable[[str], None]) -> nn.Mo
     for p in members:
         unseal(p)
         forget_alone(p)
-        p.data = values.pop(id(p))
+        point(p, values.pop(id(p)))
     for unit in model.units:
         forget(model, unit)
-    model.units = []
+    model.take_units([])
     return model.module
 
 
@@ -125,7 +124,7 @@ def close_split(model: ShardedModel, close: Callable[[str], None]) -> None:
                 for (name, p), copy in zip(members, copies, strict=True):
                     if isinstance(p, FreedParameter):
                         unseal(p)
-                    p.data = copy
+                    point(p, copy)
                     EarlyShard(p, name, ranks, None, same=True)
         ranks.complete()
     close("")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from shardfold.sharding.model import ShardedModel, StagedNames
 from shardfold.sharding.plain import StrangeValue, from_text, to_text
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
-from shardfold.sharding.stand_ins import Read, metadata_of, own_state, reads_values
+from shardfold.sharding.stand_ins import Read, metadata_of, own_state, reads_values, with_metadata
 from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.whole_segments import whole_segments
 
@@ -116,8 +116,7 @@ def _of_all_stages(model: ShardedModel, whole: StagedNames, values: Mapping[int,
     for first, names in whole.also.items():
         if first in found:
             found.update(dict.fromkeys(names, found[first]))
-    cast(Any, found)._metadata = metadata_of(model.module)
-    return found
+    return with_metadata(found, metadata_of(model.module))
 
 
 def check_state(state: Any, loans: Sequence[Loan]) -> None:
