@@ -296,7 +296,7 @@ class DataMesh:
         if self.sample_ranks < self.world:
             ranks_read_alike(self, self.sample_rank, self.sample_ranks)
         if self.world > 1:
-            self._make_groups(timeout)
+            self._make_groups()
 
     def _agreed_sizes(self, mesh: Given | None, timeout: timedelta, rare: str, meets: bool, asks: str) -> Mesh:
         """The sizes, once every rank is known to have the same: making groups, ranks would wait for one that has none,
@@ -350,10 +350,10 @@ class DataMesh:
         """The store, asked for no longer than a collective may take."""
         return None if self.store is None else Answered(self.store, self._timeout.total_seconds())
 
-    def _make_groups(self, timeout: timedelta) -> None:
+    def _make_groups(self) -> None:
         # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
         # collectives of the user's own, because Gloo pairs collectives by their number within a group.
-        self.control = self._new_group(None, timeout, GLOO)
+        self.control = self._new_group(None, GLOO)
         if self.data_ranks == self.world:
             self._groups[self.data] = dist.group.WORLD if self.on_streams else self.control
         data = (*self.sizes.rare, *self.data)
@@ -361,41 +361,36 @@ class DataMesh:
         for axes in (*(part[::-1] for part in parts), *((axis,) for axis in self.sizes if axis not in data)):
             if axes in self._groups or self.sizes.parts(axes) == 1:
                 continue
-            for ranks in self.sizes.rows(axes):  # every rank makes every group, in the same order
-                group = self._new_group(ranks, timeout)
-                if self.rank in ranks:
-                    self._groups[axes] = group
+            self._groups[axes] = self._own_group(self.sizes.rows(axes))
         self.program = self.control
-        if len(self.program_ranks) < self.world:
-            self._make_program(timeout)
+        if len(self.program_ranks) < self.world and self.sizes.meeting:  # of each stage, or group along a rare axis
+            self.program = self._own_group(self.sizes.rows(self.sizes.meeting), GLOO)
         if self.sizes.stages:
-            self._make_ways(timeout)
+            self._make_ways()
 
-    def _make_program(self, timeout: timedelta) -> None:
-        """For what the host needs, a group of the ranks of each stage, and of each group along a rare axis."""
-        for ranks in self.sizes.rows(self.sizes.meeting) if self.sizes.meeting else []:
-            group = self._new_group(ranks, timeout, GLOO)
+    def _own_group(self, rows: Iterable[list[int]], backend: str | None = None) -> Any:
+        """Makes a group of each row of ranks, every rank all of them and in the same order; that which this rank is in,
+        if any."""
+        own: Any = None
+        for ranks in rows:
+            group = self._new_group(ranks, backend)
             if self.rank in ranks:
-                self.program = group
+                own = group
+        return own
 
-    def _make_ways(self, timeout: timedelta) -> None:
+    def _make_ways(self) -> None:
         """What a pipeline needs: a group for each direction between neighbours (the first and the last stage are such,
         too), so that neither waits for the other."""
         for row in self.sizes.rows(self.sizes.stages):
             ring = list(zip(row, row[1:] + row[:1], strict=True))
             for way in dict.fromkeys([*ring, *((there, here) for here, there in ring)]):
-                group = self._new_group(list(way), timeout)
-                if self.rank in way:
-                    self._ways[way] = group
+                self._ways[way] = self._own_group([list(way)])
 
     def join_places(self, groups: Iterable[Sequence[int]]) -> None:
         """Makes groups of ranks at some places along the stages, for what those have together; all ranks call it."""
         for places in sorted({tuple(places) for places in groups}):
-            for row in self.sizes.rows(self.sizes.stages):
-                ranks = sorted(row[place] for place in places)
-                group = self._new_group(ranks, self._timeout)
-                if self.rank in ranks:
-                    self._among[places] = group
+            rows = self.sizes.rows(self.sizes.stages)
+            self._among[places] = self._own_group(sorted(row[place] for place in places) for row in rows)
 
     def among(self, places: Sequence[int]) -> Any:
         """The group that :meth:`join_places` made for these places."""
@@ -405,11 +400,17 @@ class DataMesh:
         """The group over which the rank ``source`` sends to its neighbour ``target`` along the stages."""
         return self._ways[source, target]
 
-    def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
+    def _new_group(self, ranks: list[int] | None, backend: str | None = None, timeout: timedelta | None = None) -> Any:
         """
+        Args:
+            ranks: in it; None: all.
+            backend: None: that of the device.
+            timeout: None: the mesh's.
+
         Raises:
             CollectiveError: a rank is lost, or the store does not answer.
         """
+        timeout = timeout or self._timeout
         make = partial(dist.new_group, ranks, timeout=timeout + MARGIN, backend=backend)
         try:
             # Ranks look for each other in the store; what is on streams, later and on a device of this thread's.
@@ -428,7 +429,7 @@ class DataMesh:
 
     def open_group(self, timeout: timedelta) -> Any:
         """A Gloo group of all ranks for messages between two of them, until :meth:`close_group`; all ranks call it."""
-        return self._new_group(None, timeout, GLOO)
+        return self._new_group(None, GLOO, timeout)
 
     def close_group(self, group: Any) -> None:
         """Gives back what :meth:`open_group` made."""
@@ -463,20 +464,14 @@ class DataMesh:
         axes = tuple(axis for axis in axes if self.sizes[axis] > 1)
         if not axes or axes in self._groups:
             return
-        for ranks in self.sizes.rows(axes):
-            group = self._new_group(ranks, self._timeout)
-            if self.rank in ranks:
-                self._groups[axes] = group
+        self._groups[axes] = self._own_group(self.sizes.rows(axes))
 
     def host_group(self, axis: str) -> Any:
         """A Gloo group of the ranks that differ from this one on ``axis`` only, for collectives of the user's; all
         ranks ask for the first of them together, which makes those of all axes."""
         if not self._hosts:
             for name in (name for name, size in self.sizes.items() if size > 1):
-                for ranks in self.sizes.rows((name,)):
-                    group = self._new_group(ranks, self._timeout, GLOO)
-                    if self.rank in ranks:
-                        self._hosts[name] = group
+                self._hosts[name] = self._own_group(self.sizes.rows((name,)), GLOO)
         return self._hosts[axis]
 
     def groups(self) -> list[tuple[Any, list[int]]]:

@@ -124,6 +124,10 @@ class FusedShard:
         for region in self.moments.values():
             region.fetch(empty(self.segment.shard_numel, region.dtype))
 
+    def keep_in(self, moments: dict[str, Region]) -> None:
+        """The moments rest in these from now on."""
+        self.moments = moments
+
     def leave(self) -> list[tuple[Region, Tensor]]:
         """The moments that were fetched and updated, each with the region that is to take it; they are not this shard's
         any more."""

@@ -34,6 +34,7 @@
     shown            what users find in ``parameter.grad`` between a backward and the step, and what they do to it
     slices           parameters that are a slice of a larger one
     stand_ins        whole values in the places of parameters, for a model's own state dict code
+    sums             where the sums of a unit's gradients go
     together         what reads or writes the files of this rank's disk between steps: all ranks do it, or all raise
     tree             values that hold tensors: the containers that a model's forward takes and gives
     unit             parameters that move together, in segments

@@ -38,7 +38,7 @@ from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_segments import SegmentSlice, gather_slices
 
-__all__ = ["gathered"]
+__all__ = ["gathered", "listed"]
 
 LOG = getLogger("shardfold")
 
@@ -54,7 +54,7 @@ class Home(NamedTuple):
 
 
 class Lent(Protocol):
-    """What is behind one ``with`` block."""
+    """What is behind one ``with`` block; copies of a state have nothing to keep, restore or close."""
 
     values: dict[str, Any]  # by every name asked for
     watched: dict[str, Tensor]  # by one name each: what must not change, or, when writing, only on the source
@@ -72,7 +72,9 @@ class Lent(Protocol):
         """As if nothing had been changed."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The block is over."""
+        ...
 
 
 @contextmanager
@@ -115,11 +117,11 @@ def gathered(
                 _write_back(model, lent, loan, homes, source, strict)
         elif (changed := loan.changed()) and not strict:
             outcome = "that is gone now" if lent.dropped else "it was kept"
-            LOG.warning("%s changed inside %s, which only reads: %s.", _listed(changed), what, outcome)
+            LOG.warning("%s changed inside %s, which only reads: %s.", listed(changed), what, outcome)
             lent.keep(changed)
         elif changed:
             raise UsageError(
-                f"{_listed(changed)} changed inside {what}, which only reads "
+                f"{listed(changed)} changed inside {what}, which only reads "
                 f"({'the change is dropped' if lent.dropped else 'the change is on this rank only'}): "
                 "pass write=True, which makes rank 0's values everyone's."
             )
@@ -135,8 +137,7 @@ def _write_back(model: ShardedModel, lent: Lent, loan: Loan, homes: Sequence[Hom
     names, changed = [home.name for home in homes], loan.changed()
     if foreign := [name for name in changed if name not in names]:
         error = UsageError(
-            f"{_listed(foreign)} changed inside {loan.what}, which did not ask for it: "
-            "name it too; nothing was written."
+            f"{listed(foreign)} changed inside {loan.what}, which did not ask for it: name it too; nothing was written."
         )
         _leave_by_exception(model, lent, homes, error)
         raise error
@@ -150,7 +151,7 @@ def _write_back(model: ShardedModel, lent: Lent, loan: Loan, homes: Sequence[Hom
         )
     if stray:
         raise UsageError(
-            f"{loan.what}: {_listed(stray)} changed on another rank than {source} only, so nothing was written: "
+            f"{loan.what}: {listed(stray)} changed on another rank than {source} only, so nothing was written: "
             f"change values on rank {source} (or on all ranks), whose values become everyone's."
         )
     lent.write(first, source)
@@ -217,7 +218,7 @@ def _find(model: ShardedModel, names: tuple[str, ...], of: str) -> tuple[list[Ho
     frozen = [home.name for home in homes if not home.segment.spec.trainable]
     if names and frozen:
         raise UsageError(
-            f"gathered(of={of!r}): {_listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen with no gradient, "
+            f"gathered(of={of!r}): {listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen with no gradient, "
             "master copy or optimizer state: ask for trainable parameters only."
         )
     homes = [home for home in homes if home.segment.spec.trainable]
@@ -231,7 +232,8 @@ def _title(names: Sequence[str], write: bool, of: str) -> str:
     return f"engine.gathered({', '.join(words)})"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names in a message, three at most."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(repr(name) for name in names[:3]) + more
 
@@ -335,7 +337,7 @@ def _mark_written(model: ShardedModel, parameters: Sequence[nn.Parameter]) -> No
 # -- gradients, master, moments -------------------------------------------------------------------------------------
 
 
-class _States:
+class _States(Lent):
     """Lends whole copies of one state of parameters; None where there is nothing."""
 
     dropped = True
@@ -410,15 +412,6 @@ class _States:
         else:
             assert self._model.updater is not None
             self._model.updater.take_state(home.segment, home.slot, self._of, values, changed=changed)
-
-    def keep(self, changed: Sequence[str]) -> None:
-        return
-
-    def restore(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 def _used(model: ShardedModel, homes: Sequence[Home]) -> list[bool]:

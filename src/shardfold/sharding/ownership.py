@@ -19,7 +19,7 @@ from shardfold.comm.agreement import Agreement
 from shardfold.errors import ConfigError, UsageError, did_you_mean
 from shardfold.sharding.attributes import point
 from shardfold.sharding.freed import FreedParameter, apart, unseal
-from shardfold.sharding.gathered import gathered
+from shardfold.sharding.gathered import gathered, listed
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partitioned import EarlyShard, ShardRanks, early_shard
@@ -32,7 +32,6 @@ __all__ = ["claim", "close_split", "mark_closed", "release"]
 
 WHOLE = "this engine is closed, and its model a plain module again: train it as it is, or make a new engine of it"
 SPLIT = f"this{CLOSED_WAY.removeprefix('its')}"
-KEPT = 3  # names in a message
 
 
 def claim(model: nn.Module, agreement: Agreement) -> None:
@@ -51,21 +50,16 @@ def _objection(model: nn.Module) -> str:
         gc.collect()  # an engine that waits to be collected does not count, and on other ranks it may not wait
     if held := _held(model):
         return (
-            f"{_listed(held)} belong{'s' * (len(held) == 1)} to another engine, which sf.engine_of(parameter) finds: "
+            f"{listed(held)} belong{'s' * (len(held) == 1)} to another engine, which sf.engine_of(parameter) finds: "
             "close() it first, or release() it to have whole parameters; what shares parameters is put into one model "
             "with one engine."
         )
     left = [n for n, p in model.named_parameters() if isinstance(p, FreedParameter) and early_shard(p) is None]
-    return f"{_listed(left)} cannot be given to a new engine: {CLOSED_WAY}." if left else ""
+    return f"{listed(left)} cannot be given to a new engine: {CLOSED_WAY}." if left else ""
 
 
 def _held(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if model_of(p) is not None]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - KEPT} more" if len(names) > KEPT else ""
-    return ", ".join(map(repr, names[:KEPT])) + more
 
 
 def mark_closed(model: ShardedModel, reason: str = "") -> None:

@@ -52,7 +52,7 @@ WHOLE = Slice((), None)
 
 
 @dataclass(frozen=True)
-class Draft:
+class FoundUnit:
     """One unit to be: its modules, the unit whose modules these are inside of, if any, and its parameters, as they are
     found."""
 
@@ -105,8 +105,8 @@ def cut(
     _check_memory(model)
     slices = slices_on(model, Mesh.of(mesh), coords or dict.fromkeys(mesh, 0))
     chosen = _named(model, units) if units is not None else _found(model, slices, Mesh.of(mesh).reading)
-    drafts = _with_experts(model, [Draft(name, [module]) for name, module in chosen], slices, Mesh.of(mesh))
-    root, small = Draft(ROOT, [model]), Draft(SMALL, [])
+    drafts = _with_experts(model, [FoundUnit(name, [module]) for name, module in chosen], slices, Mesh.of(mesh))
+    root, small = FoundUnit(ROOT, [model]), FoundUnit(SMALL, [])
     _assign(model, drafts, root)
     whole = {SMALL}
     if rules.small:
@@ -126,7 +126,7 @@ def cut(
 
 
 def _take_small(
-    drafts: Iterable[Draft], small: Draft, most: int, slices: Mapping[int, Slice], reading: Axes
+    drafts: Iterable[FoundUnit], small: FoundUnit, most: int, slices: Mapping[int, Slice], reading: Axes
 ) -> set[str]:
     """Moves parameters of at most so many elements to the unit ``small``; those that have no others are whole
     themselves: the names of these."""
@@ -242,15 +242,17 @@ def _found(model: nn.Module, slices: Mapping[int, Slice], reading: Axes) -> list
     return sorted(chosen, key=lambda pair: order[pair[0]])
 
 
-def _with_experts(model: nn.Module, drafts: list[Draft], slices: Mapping[int, Slice], mesh: Mesh) -> list[Draft]:
+def _with_experts(
+    model: nn.Module, drafts: list[FoundUnit], slices: Mapping[int, Slice], mesh: Mesh
+) -> list[FoundUnit]:
     """Behind the units that modules of experts are inside of, these as units, in the order of the model."""
     known = {id(module) for c in drafts for module in c.modules}
-    found: list[Draft] = []
+    found: list[FoundUnit] = []
     for path, module in model.named_modules():
         own = (slices.get(id(p), WHOLE).axes for p in module._parameters.values() if p is not None)
         if path and id(module) not in known and any(axis in mesh.reading for axes in own for axis in axes):
             outer = next((c.name for c in drafts if path.startswith(f"{c.name}.")), "")
-            found.append(Draft(path, [module], outer))
+            found.append(FoundUnit(path, [module], outer))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return sorted([*drafts, *found], key=lambda c: order[c.name]) if found else drafts
 
@@ -286,9 +288,9 @@ def _large_leaves(
     return leaves
 
 
-def _assign(model: nn.Module, drafts: list[Draft], root: Draft) -> None:
+def _assign(model: nn.Module, drafts: list[FoundUnit], root: FoundUnit) -> None:
     """Gives each parameter object to the one unit whose modules use it, or to the root if several do."""
-    owner: dict[int, Draft] = {}
+    owner: dict[int, FoundUnit] = {}
     inner = {id(m): c for c in drafts if c.inside for module in c.modules for m in module.modules()}
     for c in drafts:
         for module in c.modules:
@@ -296,7 +298,7 @@ def _assign(model: nn.Module, drafts: list[Draft], root: Draft) -> None:
                 if inner.get(id(m), c).inside == c.name:
                     continue
                 owner[id(m)] = c if owner.get(id(m), c) is c else root  # a module that two units share
-    users: dict[int, list[Draft]] = defaultdict(list)
+    users: dict[int, list[FoundUnit]] = defaultdict(list)
     names: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
@@ -350,7 +352,7 @@ def main_dtypes(model: nn.Module, rules: Rules) -> dict[int, torch.dtype]:
 
 
 def _lay_out(
-    c: Draft,
+    c: FoundUnit,
     whole: bool,
     groups: dict[int, int],
     rules: Rules,

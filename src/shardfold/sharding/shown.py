@@ -23,8 +23,9 @@ from shardfold.sharding._hidden import HiddenGradient
 from shardfold.sharding.attributes import drop_grads, show_grads
 from shardfold.sharding.autograd import is_heard
 from shardfold.sharding.gradient_buffer import GradientBuffer
-from shardfold.sharding.gradients import Gradients, SlotNumbers, Sums
+from shardfold.sharding.gradients import Gradients, SlotNumbers
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.sums import Sums
 from shardfold.torch_internals import storage_key
 
 __all__ = ["Change", "ShownGradients", "part"]
