@@ -557,7 +557,7 @@ KNOWN = (
     (lambda case: bool(case.offload), "sharding/", "what is read or written beside steps is on the host"),
     (
         lambda case: bool(case.offload),
-        "optim/piece_optimizer.py",
+        "optim/class_optimizer.py",
         "an optimizer's own step on the host is copied at once",
     ),
     (

@@ -7,6 +7,7 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     adamw             one step of AdamW on one tensor, by torch's fused kernel
     adamw8bit         AdamW with both moments in 8 bits
     average           an exponential moving average of the master shards
+    class_optimizer   any class on shards: it steps by itself, and what it keeps it keeps by piece
     compiled          Adam's update of host memory as one compiled pass
     fused             AdamW, Adam and SGD in one pass over a shard, block by block while a block is in cache
     global_weights    the weights that all groups of ranks share, and how outer steps change them
@@ -18,7 +19,6 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     onebit            1-bit Adam
     onebit_lamb       1-bit LAMB
     parts             what an optimizer of ours sees: parts of parameters, and the ranks that have the other parts
-    piece_optimizer   optimizers on shards that step by themselves: their state is kept by piece
     requirements      what an engine requires of an optimizer
     schedules         learning-rate schedules
     shard_optimizer   which kind of optimizer over shards stands for the user's
@@ -28,7 +28,6 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     speculation       updates in host memory before it is known whether the step is finite
     threads           threads that update blocks in host memory beside each other, each with one thread of torch's
     zero_one_adam     0/1 Adam
-    _class_optimizer  a class of the user's on shards, which is updated by its own step
     _fused_optimizer  AdamW, Adam and SGD on shards, which the fused pass updates
     _owners           whole matrices on one rank each
     _parts_optimizer  an optimizer of ours on shards, which is told where its pieces lie

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from shardfold.optim.compiled import compiled_adam
-from shardfold.optim.fused import FusedShard, fused_moments, options_of, terms_of
+from shardfold.optim.fused import FusedShard, options_of, terms_of
 from shardfold.optim.requirements import check_compiled
-from shardfold.optim.sharded import ShardedOptimizer, added_of_another_kind, factor_of
+from shardfold.optim.sharded import ShardedOptimizer, factor_of
 from shardfold.optim.speculation import Speculation
 from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.layout import Tier
@@ -107,10 +107,7 @@ class FusedOptimizer(ShardedOptimizer):
             for moment in shard.moments.values():
                 moment.drop()
 
-    def adapt(self) -> None:
-        names = fused_moments(self.torch_optimizer)
-        if names is None:
-            raise added_of_another_kind(self.torch_optimizer)
+    def _adapt(self, names: tuple[str, ...]) -> None:
         if names != self._names:  # momentum, in a group of an SGD that had none
             self._names = names
             for shard in self._fused.values():

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold.optim.class_optimizer import ClassOptimizer
 from shardfold.optim.link import RankLink
 from shardfold.optim.parts import PartOptimizer, ShardPlacement
-from shardfold.optim.piece_optimizer import PieceOptimizer
 from shardfold.optim.sharded import MasterPiece
 from shardfold.plan.axes import Axes
 from shardfold.plan.cost import Sent
@@ -24,7 +24,7 @@ from shardfold.tiers.tiers import Tiers
 __all__ = ["PartsOptimizer"]
 
 
-class PartsOptimizer(PieceOptimizer):
+class PartsOptimizer(ClassOptimizer):
     """See :class:`ShardedOptimizer` for arguments."""
 
     whole = True
@@ -78,6 +78,9 @@ class PartsOptimizer(PieceOptimizer):
         return ((name, *kept) for name, kept in self._ours.stored(piece.tensor).items())
 
     def make(self, piece: MasterPiece, name: str, values: Tensor) -> None:
+        self._ours.take_value(piece.tensor, name, values)
+
+    def take(self, piece: MasterPiece, name: str, values: Tensor) -> None:
         self._ours.take_value(piece.tensor, name, values)
 
     def take_once(self, piece: MasterPiece, name: str, value: Any) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError
-from shardfold.optim._class_optimizer import ClassOptimizer
 from shardfold.optim._fused_optimizer import FusedOptimizer
 from shardfold.optim._parts_optimizer import PartsOptimizer
+from shardfold.optim.class_optimizer import ClassOptimizer
 from shardfold.optim.fused import fused_moments
 from shardfold.optim.parts import PartOptimizer
 from shardfold.optim.requirements import check_compiled

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError
+from shardfold.optim.fused import fused_moments
 from shardfold.optim.guard import Guard
 from shardfold.optim.link import RankLink
 from shardfold.optim.speculation import Snapshots
@@ -37,7 +38,7 @@ from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
 from shardfold.torch_internals import own_step_pre_hooks, step_pre_hooks
 
-__all__ = ["MasterPiece", "ShardedOptimizer", "added_of_another_kind", "factor_of"]
+__all__ = ["MasterPiece", "ShardedOptimizer", "factor_of"]
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,18 @@ class ShardedOptimizer(Updater):
         own = {id(piece.tensor) for piece in self._every_piece()} | set(map(id, self._nothing))
         return [(i, p) for i, group in enumerate(groups) for p in group["params"] if id(p) not in own]
 
+    def adapt(self) -> None:
+        names = fused_moments(self.torch_optimizer)
+        if (names is not None) != self.fused:
+            raise ConfigError(
+                f"a group added to {type(self.torch_optimizer).__name__} has options (amsgrad, differentiable or a "
+                "tensor as lr) that its other groups do not have: give them to the optimizer from the start."
+            )
+        self._adapt(names or ())
+
+    def _adapt(self, names: tuple[str, ...]) -> None:
+        """These are the moments of the fused update from now on."""
+
     def _group(self, segment: Segment) -> dict[str, Any]:
         """The group of a segment's parameters."""
         return self.torch_optimizer.param_groups[segment.spec.group]
@@ -291,14 +304,6 @@ class ShardedOptimizer(Updater):
 
     def moment(self, segment: Segment, name: str) -> Region | None:
         return None
-
-
-def added_of_another_kind(optimizer: Optimizer) -> ConfigError:
-    """For a group that needs an update of another kind than the states that there are were made for."""
-    return ConfigError(
-        f"a group added to {type(optimizer).__name__} has options (amsgrad, differentiable or a tensor as lr) that its "
-        "other groups do not have: give them to the optimizer from the start."
-    )
 
 
 def factor_of(segment: Segment, coefficient: Tensor | None) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""Optimizers on shards that step by themselves, once over all units: their state is kept by piece."""
+"""Any class on shards, torch's or another: it steps by itself, once over all units, and keeps its state by piece."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.optim.fused import fused_moments
-from shardfold.optim.sharded import MasterPiece, ShardedOptimizer, added_of_another_kind, factor_of
+from shardfold.optim.sharded import MasterPiece, ShardedOptimizer, factor_of
 from shardfold.plan.layout import Tier
 from shardfold.sharding.attributes import drop_grads, point, show_grads
 from shardfold.sharding.groups import PerElement
@@ -19,48 +19,11 @@ from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
 from shardfold.torch_internals import own_step_pre_hooks
 
-__all__ = ["PieceOptimizer"]
+__all__ = ["ClassOptimizer"]
 
 
-class PieceOptimizer(ShardedOptimizer):
-    """What both kinds of them have in common."""
-
-    # -- of one piece, by each kind
-
-    def dtypes(self, piece: MasterPiece) -> dict[str, torch.dtype]:
-        """Of what is kept with a value for each element, by name."""
-        raise NotImplementedError
-
-    def value(self, piece: MasterPiece, name: str) -> Tensor:
-        """One of these; of a class of the user's, the tensor itself."""
-        raise NotImplementedError
-
-    def once(self, piece: MasterPiece) -> dict[str, Any]:
-        """What is kept of the parameter once, by name."""
-        raise NotImplementedError
-
-    def _stored(self, piece: MasterPiece) -> Iterator[tuple[str, int, Tensor]]:
-        raise NotImplementedError
-
-    def make(self, piece: MasterPiece, name: str, values: Tensor) -> None:
-        """What has a value for each element has these from now on; 16-bit values stay so."""
-        raise NotImplementedError
-
-    def take(self, piece: MasterPiece, name: str, values: Tensor) -> None:
-        """Writes what has a value for each element, or makes it."""
-        self.make(piece, name, values)
-
-    def take_once(self, piece: MasterPiece, name: str, value: Any) -> None:
-        """Sets one of :meth:`once`."""
-        raise NotImplementedError
-
-    def begin_anew(self, piece: MasterPiece) -> None:
-        """The state is what it is before a first step."""
-        self.torch_optimizer.state.pop(piece.tensor, None)
-
-    def adapt(self) -> None:
-        if fused_moments(self.torch_optimizer) is not None:
-            raise added_of_another_kind(self.torch_optimizer)
+class ClassOptimizer(ShardedOptimizer):
+    """What has the shape of a piece has a value for each of its elements; only the class knows what there will be."""
 
     def _move(self, before: Tier, tier: Tier) -> None:
         for piece in self._every_piece():
@@ -171,3 +134,46 @@ class PieceOptimizer(ShardedOptimizer):
         for piece in self._pieces[id(segment)]:
             if piece.slot in slots:
                 self.begin_anew(piece)
+
+    # -- of one piece
+
+    def dtypes(self, piece: MasterPiece) -> dict[str, torch.dtype]:
+        """Of what is kept with a value for each element, by name."""
+        state, shape = self.torch_optimizer.state.get(piece.tensor, {}), piece.tensor.shape
+        return {name: v.dtype for name, v in state.items() if isinstance(v, Tensor) and v.shape == shape}
+
+    def value(self, piece: MasterPiece, name: str) -> Tensor:
+        """One of these."""
+        return self.torch_optimizer.state[piece.tensor][name]
+
+    def once(self, piece: MasterPiece) -> dict[str, Any]:
+        """What is kept of the parameter once, by name."""
+        each = self.dtypes(piece)
+        return {n: value for n, value in self.torch_optimizer.state.get(piece.tensor, {}).items() if n not in each}
+
+    def _stored(self, piece: MasterPiece) -> Iterator[tuple[str, int, Tensor]]:
+        return ((name, 1, self.value(piece, name).reshape(-1)) for name in self.dtypes(piece))
+
+    def make(self, piece: MasterPiece, name: str, values: Tensor) -> None:
+        """What has a value for each element has these from now on; 16-bit values stay so."""
+        self.torch_optimizer.state[piece.tensor][name] = values.clone()
+
+    def take(self, piece: MasterPiece, name: str, values: Tensor) -> None:
+        """Writes what has a value for each element, or makes it."""
+        if name in self.dtypes(piece):
+            self.value(piece, name).copy_(values)
+        else:
+            self.make(piece, name, values)
+
+    def take_once(self, piece: MasterPiece, name: str, value: Any) -> None:
+        """Sets one of :meth:`once`."""
+        if name == "step" and isinstance(value, int):  # as torch's classes count
+            value = torch.tensor(float(value))
+        group = self._group(piece.segment)
+        if isinstance(value, Tensor) and (name != "step" or group.get("capturable") or group.get("fused")):
+            value = value.to(piece.tensor.device)
+        self.torch_optimizer.state[piece.tensor][name] = copy.deepcopy(value)
+
+    def begin_anew(self, piece: MasterPiece) -> None:
+        """The state is what it is before a first step."""
+        self.torch_optimizer.state.pop(piece.tensor, None)
