@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -176,7 +176,7 @@ class FusedOptimizer(ShardedOptimizer):
                 terms = terms_of(self._group(segment), used, coefficient)
                 self._fused[id(segment)].speculate(terms, self._block, room, self.snapshots.begin, name)
 
-    def withdraw(self, units: Sequence[Unit] | None = None) -> None:
+    def withdraw(self, units: Iterable[Unit] | None = None) -> None:
         for segment in self._segments() if units is None else (s for unit in units for s in unit.trainable):
             if isinstance(before := segment.under_way, Speculation):
                 before.settle()

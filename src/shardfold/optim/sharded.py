@@ -12,7 +12,7 @@ is updated, is of one of three kinds (``shard_optimizer`` chooses):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,7 @@ class ShardedOptimizer(Updater):
         the next one, but of what no rank used."""
         return MemoryRow("updated", "host", 0, 0.0, 0)
 
-    def withdraw(self, units: Sequence[Unit] | None = None) -> None:
+    def withdraw(self, units: Iterable[Unit] | None = None) -> None:
         """What was updated before its step, of these units or all, is as it was before: its gradients change, or are
         dropped."""
 

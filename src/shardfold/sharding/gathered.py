@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from logging import getLogger
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class Home(NamedTuple):
     slot: int
 
 
-class Lent(Protocol):
+class Lent:
     """What is behind one ``with`` block; copies of a state have nothing to keep, restore or close."""
 
     values: dict[str, Any]  # by every name asked for
@@ -62,19 +62,16 @@ class Lent(Protocol):
 
     def write(self, changed: set[str], source: int) -> None:
         """The values of rank ``source`` are everyone's; ``changed``: those that it is known to have changed."""
-        ...
+        raise NotImplementedError
 
     def keep(self, changed: Sequence[str]) -> None:
         """What was changed and is not gone after the block becomes the value in every state that mirrors it."""
-        ...
 
     def restore(self) -> None:
         """As if nothing had been changed."""
-        ...
 
     def close(self) -> None:
         """The block is over."""
-        ...
 
 
 @contextmanager
@@ -241,7 +238,7 @@ def listed(names: Sequence[str]) -> str:
 # -- parameters ---------------------------------------------------------------------------------------------------
 
 
-class _Parameters:
+class _Parameters(Lent):
     """Lends the parameters themselves; the units that own them are full meanwhile."""
 
     def __init__(
