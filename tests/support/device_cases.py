@@ -555,7 +555,11 @@ KNOWN = (
     (lambda case: bool(case.offload), "tiers/host.py", "the host updates what has arrived"),
     (lambda case: bool(case.offload), "engine/_norms.py", "the norm of gradients on the host is summed on the device"),
     (lambda case: bool(case.offload), "sharding/", "what is read or written beside steps is on the host"),
-    (lambda case: bool(case.offload), "optim/sharded.py", "an optimizer's own step on the host is copied at once"),
+    (
+        lambda case: bool(case.offload),
+        "optim/class_optimizer.py",
+        "an optimizer's own step on the host is copied at once",
+    ),
     (
         lambda case: case.also == "leaves_out" and case.layout == "ddp",
         "sharding/shown.py",

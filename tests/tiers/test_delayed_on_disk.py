@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import UsageError
-from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.optim._fused_optimizer import FusedOptimizer
 from shardfold.testing import Ranks
 from shardfold.tiers.disk import DiskRegion, DiskTier
 from tests.tiers.test_delayed_update import (
@@ -127,22 +127,22 @@ def test_the_program_says_what_is_read_and_written_behind_a_step(ranks: Ranks) -
 
 def _meanwhile() -> list[Any]:
     engine, done, threads = delayed(offload=DISK), Event(), set[str]()
-    store, num = ShardedOptimizer.store, sum(bool(unit.trainable) for unit in engine.units)
+    store, num = FusedOptimizer.store, sum(bool(unit.trainable) for unit in engine.units)
     seen: list[str] = []
 
-    def stored(self: ShardedOptimizer, unit: Any) -> None:
+    def stored(self: FusedOptimizer, unit: Any) -> None:
         store(self, unit)
         threads.add(current_thread().name)
         seen.append(unit.name)
         if len(seen) == num:
             done.set()
 
-    ShardedOptimizer.store = stored
+    FusedOptimizer.store = stored
     try:
         train(engine, [1.0])
         came = done.wait(PATIENCE)  # nothing of the engine is called meanwhile
     finally:
-        ShardedOptimizer.store = store
+        FusedOptimizer.store = store
     moved = {row.op for row in engine.traffic().moved}
     train(engine, [1.0], first=1)
     later = {row.op for row in engine.traffic().moved}

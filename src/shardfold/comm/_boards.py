@@ -15,6 +15,7 @@ import platform
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -64,11 +65,11 @@ class _Vector(ctypes.Structure):
 def _find_call() -> Any:
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return None
-    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if call is not None:
-        call.restype = ctypes.c_ssize_t
-        call.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
-    return call
+    vectors = [ctypes.c_void_p, ctypes.c_ulong] * 2
+    takes = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, *vectors, ctypes.c_ulong, use_errno=True)
+    with suppress(AttributeError):  # of a C library that is older
+        return takes(("process_vm_readv", ctypes.CDLL(None)))
+    return None
 
 
 _readv = _find_call()
@@ -263,12 +264,13 @@ class Mark:
         # Looking is what a waiting rank does most, so all that a call needs is made once.
         self._entry = (ctypes.c_int64 * (WIDTH + 1))()
         self._ours = ctypes.byref(_Vector(ctypes.addressof(self._entry), (WIDTH + 1) * WORD))
-        self._theirs = (_Vector * 2)((0, WIDTH * WORD), (0, WORD))
+        self._theirs = (_Vector * 2)()
 
     def look(self, other: int) -> int:
         """What another's board says."""
         member = self._group.members[other]
-        self._theirs[0].base, self._theirs[1].base = member.board + self._offset, member.board + AREA - WORD
+        self._theirs[0] = member.board + self._offset, WIDTH * WORD
+        self._theirs[1] = member.board + AREA - WORD, WORD
         if _readv(member.process, self._ours, 1, self._theirs, 2, 0) <= 0:
             raise self._group.ended(other, f"ended ({os.strerror(ctypes.get_errno())})")
         return self._entry[self._what]

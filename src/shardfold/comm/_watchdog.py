@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from shardfold.comm.answered import Answered
 from shardfold.errors import OrderError
+from shardfold.tiers.collection import AtCollection
 from shardfold.torch_internals import default_store, when_groups_end
 
 __all__ = ["Watchdog", "Whereabouts"]
@@ -172,7 +173,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._nonce = 0
         self._said: str = ""  # the kind of what is published now
-        self.waiting = False  # whether the main thread is in one of the engine's own waits
+        self._waiting = False  # whether the main thread is in one of the engine's own waits
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._unregister: Callable[[], None] = lambda: None
@@ -189,8 +190,8 @@ class Watchdog:
         if not self._engines:
             self._entries.open()
         self._engines[engine] = weakref.ref(watched)
-        self._answered.limit = max(each.timeout for _, each in self._present())
-        weakref.finalize(watched, self.leave, engine).atexit = False
+        self._answered.allow(max(each.timeout for _, each in self._present()))
+        AtCollection(watched, self.leave, engine)
         _watches[id(self._store)] = self
         if self._thread is None:
             self._stop.clear()
@@ -241,12 +242,22 @@ class Watchdog:
         log: list[tuple[int, str]] | None = None,
         needs_help: bool = False,
     ) -> None:
-        """Says where this rank is; stays until :meth:`clear`."""
+        """Says where this rank is; stays until :meth:`clear`, or :meth:`end_wait`."""
         with self._lock:
             self._nonce += 1
             entry = Whereabouts(kind, what, engine, self.issued(), log or [], self._nonce, needs_help)
             self._entries.put(json.dumps(asdict(entry)))
             self._said = kind
+
+    def begin_wait(self, what: str, engine: str, log: list[tuple[int, str]], *, needs_help: bool) -> None:
+        """The main thread is in one of an engine's own waits; the others read what it waits for."""
+        self._waiting = True
+        self.publish("wait", what, engine=engine, log=log, needs_help=needs_help)
+
+    def end_wait(self) -> None:
+        """It has what it waited for."""
+        self.clear()
+        self._waiting = False
 
     def clear(self) -> None:
         """This rank moves again."""
@@ -270,7 +281,7 @@ class Watchdog:
         still, before = 0, -1
         while not self._stop.wait(TICK) and not self._is_over():
             moved = sum(self.issued().values())
-            still = still + 1 if moved == before and not self.waiting else 0
+            still = still + 1 if moved == before and not self._waiting else 0
             before = moved
             try:
                 self._look(still)
@@ -354,12 +365,11 @@ class Watchdog:
         because what Gloo says ("connection closed by peer") names nothing."""
         LOG.error(message)
 
-        class GaveUp(OrderError):
-            def __init__(self) -> None:
-                super().__init__(message)
+        def say(error: OrderError) -> None:
+            OrderError.__init__(error, message)
 
-        GaveUp.__name__ = GaveUp.__qualname__ = OrderError.__name__
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(GaveUp))
+        gave_up = type(OrderError.__name__, (OrderError,), {"__init__": say, "__module__": __name__})
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(gave_up))
         self.publish("gave up", message)
         self._stop.set()
 

@@ -160,7 +160,7 @@ class Agreement:
             self._watch = Watchdog.of(mesh.default_store, mesh.rank, mesh.world)
             self._watch.join(self.peers.name, self)
         if mesh.on_streams:
-            mesh.lost, mesh.farewell = self.lost, self._say_left
+            mesh.listen(self.lost, self._say_left)
 
     @property
     def job(self) -> Agreement:
@@ -176,9 +176,10 @@ class Agreement:
     def _dead(self) -> str | None:
         return self.job._given_up
 
-    @_dead.setter
-    def _dead(self, message: str) -> None:
-        self.job._given_up = message
+    def _end(self, message: str) -> None:
+        """This engine is given up, here."""
+        self._given_up = message
+        self._mesh.give_up()
 
     def close(self) -> None:
         """The other ranks learn that this one has left."""
@@ -254,7 +255,7 @@ class Agreement:
     def give_up(self, message: str) -> bool:
         """By another thread, while the device waits in vain and this rank's own one for the device: from here on this
         engine raises ``message`` on every rank. Whether the device did wait in vain."""
-        self._dead, self._mesh.gave_up = message, True
+        self.job._end(message)
         _tell_launcher(message)
         with suppress(RuntimeError):  # the process that served the store may have died
             if self.aborted() is None:
@@ -370,7 +371,7 @@ class Agreement:
                 flags = [number == CAUGHT and place.caught for number in range(CAUGHT + 1)]
                 values = self._message([1, 0, 0, 0, 1], what, flags)
                 self._announced = what, place, values, self._begin(values, what, meets=True)
-                self._mesh.meets = True
+                self._mesh.begin_meeting()
 
     def _confirm(self) -> None:
         """What was announced is what all ranks do."""
@@ -378,7 +379,7 @@ class Agreement:
             return
         (what, place, values, work), self._announced = self._announced, None
         self.wait(work, control=True)
-        self._mesh.meets = False
+        self._mesh.end_meeting()
         said = values.tolist()
         if said[ASKS] or not _alike(said):
             raise self._disagree(what)
@@ -590,8 +591,7 @@ class Agreement:
                     raise
                 raise self._alone(error) from error
         if published and self._watch is not None:
-            self._watch.clear()
-            self._watch.waiting = False
+            self._watch.end_wait()
 
     def _failure(self, error: RuntimeError) -> Exception:
         """Why a collective failed, as far as the store knows."""
@@ -632,9 +632,8 @@ class Agreement:
 
     def _publish(self, what: str) -> None:
         assert self._watch is not None
-        self._watch.waiting = True
         log = [(number, str(entry)) for number, entry in list(self._log)[-SHOWN:]]
-        self._watch.publish("wait", what, engine=self.peers.name, log=log, needs_help=self._needs_help)
+        self._watch.begin_wait(what, self.peers.name, log, needs_help=self._needs_help)
         self._unmoved: tuple[Any, float] = (None, 0.0)
         self._warned = False
 
@@ -647,8 +646,7 @@ class Agreement:
         assert self._watch is not None
         for entry in self._watch.read().values():
             if entry.engine != self.peers.name and self._watch.help(entry):
-                self._watch.clear()
-                self._watch.waiting = False
+                self._watch.end_wait()
                 return True
         return False
 
@@ -750,7 +748,7 @@ class Agreement:
             raise self._give_up(message)
 
     def _give_up(self, message: str) -> OrderError:
-        self._dead, self._mesh.gave_up = message, True
+        self.job._end(message)
         _tell_launcher(message)
         self._mesh.end_kernels()
         return OrderError(f"{message}{self._here()}")

@@ -34,6 +34,10 @@ class Answered:
     def __init__(self, store: Any, limit: float) -> None:
         self._store, self.limit = store, limit
 
+    def allow(self, limit: float) -> None:
+        """From now on an answer may take so many seconds."""
+        self.limit = limit
+
     def __getattr__(self, name: str) -> Any:
         ask = getattr(self._store, name)
         if name == "clone":  # a connection of its own

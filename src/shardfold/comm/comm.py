@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from shardfold.plan.cost import Sent, ring_bytes
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes
 from shardfold.plan.program import KINDS, Op
+from shardfold.tiers.collection import AtCollection
 from shardfold.tiers.device import DeviceTier
 
 __all__ = ["Comm", "joined", "program_agreement"]
@@ -52,9 +52,7 @@ def joined(
     held.push(lambda kind, error, trace: mesh.close(failed=kind is not None))
     agreement = Agreement(mesh, desync_timeout, timeout)
     held.callback(agreement.close)
-    finalizer = weakref.finalize(owner, _leave, mesh, agreement)
-    finalizer.atexit = False
-    held.callback(finalizer.detach)
+    held.callback(AtCollection(owner, _leave, mesh, agreement).detach)
     return mesh, agreement
 
 

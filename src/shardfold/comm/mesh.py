@@ -240,8 +240,7 @@ class DataMesh:
         _start(device, timeout)
         self.name, self.device = "", device
         self.gave_up = self.meets = self.on_streams = False
-        self.lost: Callable[[], str | None] = lambda: None
-        self.farewell: Callable[[], None] = lambda: None
+        self.listen(lambda: None, lambda: None)
         self._timeout = timeout
         self._ended = False
         self.store: Any = None
@@ -260,6 +259,22 @@ class DataMesh:
         except BaseException:
             self.close(failed=True)
             raise
+
+    def listen(self, lost: Callable[[], str | None], farewell: Callable[[], None]) -> None:
+        """Who watches this mesh says from now on whether others come, and is called when the interpreter exits."""
+        self.lost, self.farewell = lost, farewell
+
+    def give_up(self) -> None:
+        """This rank raises because ranks cannot go on together."""
+        self.gave_up = True
+
+    def begin_meeting(self) -> None:
+        """This rank is at a meeting that others may still have to come to."""
+        self.meets = True
+
+    def end_meeting(self) -> None:
+        """They have come."""
+        self.meets = False
 
     def _join(self, sizes: Given | None, timeout: timedelta, rare: str, meets: bool, asks: str) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
@@ -281,7 +296,7 @@ class DataMesh:
         if self.sample_ranks < self.world:
             ranks_read_alike(self, self.sample_rank, self.sample_ranks)
         if self.world > 1:
-            self._make_groups(timeout)
+            self._make_groups()
 
     def _agreed_sizes(self, mesh: Given | None, timeout: timedelta, rare: str, meets: bool, asks: str) -> Mesh:
         """The sizes, once every rank is known to have the same: making groups, ranks would wait for one that has none,
@@ -335,10 +350,10 @@ class DataMesh:
         """The store, asked for no longer than a collective may take."""
         return None if self.store is None else Answered(self.store, self._timeout.total_seconds())
 
-    def _make_groups(self, timeout: timedelta) -> None:
+    def _make_groups(self) -> None:
         # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
         # collectives of the user's own, because Gloo pairs collectives by their number within a group.
-        self.control = self._new_group(None, timeout, GLOO)
+        self.control = self._new_group(None, GLOO)
         if self.data_ranks == self.world:
             self._groups[self.data] = dist.group.WORLD if self.on_streams else self.control
         data = (*self.sizes.rare, *self.data)
@@ -346,41 +361,36 @@ class DataMesh:
         for axes in (*(part[::-1] for part in parts), *((axis,) for axis in self.sizes if axis not in data)):
             if axes in self._groups or self.sizes.parts(axes) == 1:
                 continue
-            for ranks in self.sizes.rows(axes):  # every rank makes every group, in the same order
-                group = self._new_group(ranks, timeout)
-                if self.rank in ranks:
-                    self._groups[axes] = group
+            self._groups[axes] = self._own_group(self.sizes.rows(axes))
         self.program = self.control
-        if len(self.program_ranks) < self.world:
-            self._make_program(timeout)
+        if len(self.program_ranks) < self.world and self.sizes.meeting:  # of each stage, or group along a rare axis
+            self.program = self._own_group(self.sizes.rows(self.sizes.meeting), GLOO)
         if self.sizes.stages:
-            self._make_ways(timeout)
+            self._make_ways()
 
-    def _make_program(self, timeout: timedelta) -> None:
-        """For what the host needs, a group of the ranks of each stage, and of each group along a rare axis."""
-        for ranks in self.sizes.rows(self.sizes.meeting) if self.sizes.meeting else []:
-            group = self._new_group(ranks, timeout, GLOO)
+    def _own_group(self, rows: Iterable[list[int]], backend: str | None = None) -> Any:
+        """Makes a group of each row of ranks, every rank all of them and in the same order; that which this rank is in,
+        if any."""
+        own: Any = None
+        for ranks in rows:
+            group = self._new_group(ranks, backend)
             if self.rank in ranks:
-                self.program = group
+                own = group
+        return own
 
-    def _make_ways(self, timeout: timedelta) -> None:
+    def _make_ways(self) -> None:
         """What a pipeline needs: a group for each direction between neighbours (the first and the last stage are such,
         too), so that neither waits for the other."""
         for row in self.sizes.rows(self.sizes.stages):
             ring = list(zip(row, row[1:] + row[:1], strict=True))
             for way in dict.fromkeys([*ring, *((there, here) for here, there in ring)]):
-                group = self._new_group(list(way), timeout)
-                if self.rank in way:
-                    self._ways[way] = group
+                self._ways[way] = self._own_group([list(way)])
 
     def join_places(self, groups: Iterable[Sequence[int]]) -> None:
         """Makes groups of ranks at some places along the stages, for what those have together; all ranks call it."""
         for places in sorted({tuple(places) for places in groups}):
-            for row in self.sizes.rows(self.sizes.stages):
-                ranks = sorted(row[place] for place in places)
-                group = self._new_group(ranks, self._timeout)
-                if self.rank in ranks:
-                    self._among[places] = group
+            rows = self.sizes.rows(self.sizes.stages)
+            self._among[places] = self._own_group(sorted(row[place] for place in places) for row in rows)
 
     def among(self, places: Sequence[int]) -> Any:
         """The group that :meth:`join_places` made for these places."""
@@ -390,11 +400,17 @@ class DataMesh:
         """The group over which the rank ``source`` sends to its neighbour ``target`` along the stages."""
         return self._ways[source, target]
 
-    def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
+    def _new_group(self, ranks: list[int] | None, backend: str | None = None, timeout: timedelta | None = None) -> Any:
         """
+        Args:
+            ranks: in it; None: all.
+            backend: None: that of the device.
+            timeout: None: the mesh's.
+
         Raises:
             CollectiveError: a rank is lost, or the store does not answer.
         """
+        timeout = timeout or self._timeout
         make = partial(dist.new_group, ranks, timeout=timeout + MARGIN, backend=backend)
         try:
             # Ranks look for each other in the store; what is on streams, later and on a device of this thread's.
@@ -413,7 +429,7 @@ class DataMesh:
 
     def open_group(self, timeout: timedelta) -> Any:
         """A Gloo group of all ranks for messages between two of them, until :meth:`close_group`; all ranks call it."""
-        return self._new_group(None, timeout, GLOO)
+        return self._new_group(None, GLOO, timeout)
 
     def close_group(self, group: Any) -> None:
         """Gives back what :meth:`open_group` made."""
@@ -448,20 +464,14 @@ class DataMesh:
         axes = tuple(axis for axis in axes if self.sizes[axis] > 1)
         if not axes or axes in self._groups:
             return
-        for ranks in self.sizes.rows(axes):
-            group = self._new_group(ranks, self._timeout)
-            if self.rank in ranks:
-                self._groups[axes] = group
+        self._groups[axes] = self._own_group(self.sizes.rows(axes))
 
     def host_group(self, axis: str) -> Any:
         """A Gloo group of the ranks that differ from this one on ``axis`` only, for collectives of the user's; all
         ranks ask for the first of them together, which makes those of all axes."""
         if not self._hosts:
             for name in (name for name, size in self.sizes.items() if size > 1):
-                for ranks in self.sizes.rows((name,)):
-                    group = self._new_group(ranks, self._timeout, GLOO)
-                    if self.rank in ranks:
-                        self._hosts[name] = group
+                self._hosts[name] = self._own_group(self.sizes.rows((name,)), GLOO)
         return self._hosts[axis]
 
     def groups(self) -> list[tuple[Any, list[int]]]:
@@ -486,8 +496,8 @@ class DataMesh:
         if os.getpid() != self._process or self not in _PROCESS.open:
             return
         default = self._default
-        if default is not None:
-            default.kept |= self._first_said("keep" if failed else "end") == "keep"
+        if default is not None and self._first_said("keep" if failed else "end") == "keep":
+            default.keep()
         self._give_back()
         if default is not None:
             default.meshes.discard(self)
@@ -510,7 +520,7 @@ class DataMesh:
         if os.getpid() != self._process or self not in _PROCESS.open:
             return  # forked: the threads that serve the groups are in the other process
         if self._default is not None:
-            self._default.kept = True
+            self._default.keep()
             self._default.meshes.discard(self)
         self._give_back()
 
@@ -573,7 +583,7 @@ class DataMesh:
             for group in all_groups():
                 if not any(group is own for own in ours):
                     _disconnect(group)
-            _PROCESS.default = None
+            _PROCESS.forget_default()
             self.end_kernels()
             dist.destroy_process_group()
 
@@ -589,6 +599,10 @@ class _Default:
 
     meshes: set[DataMesh] = field(default_factory=set["DataMesh"])
     kept: bool = False
+
+    def keep(self) -> None:
+        """It stays."""
+        self.kept = True
 
 
 class _Process:
@@ -613,6 +627,10 @@ class _Process:
         self.starts += 1
         self.default = _Default()
 
+    def come(self) -> None:
+        """This rank comes to make a mesh, or tells the others that it does not."""
+        self.comings += 1
+
     def add(self, mesh: DataMesh) -> _Default | None:
         """The default group that ``mesh`` is in, if a mesh started it."""
         self._forget_another()
@@ -632,8 +650,12 @@ class _Process:
         if self.default is not None and not self.default.meshes and not self.default.kept:
             self._end()
 
-    def _end(self) -> None:
+    def forget_default(self) -> None:
+        """The default group is no mesh's any more."""
         self.default = None
+
+    def _end(self) -> None:
+        self.forget_default()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -693,7 +715,7 @@ def _next_stores(rank: int, limit: float) -> tuple[str, Any, Any]:
             f"({str(error).splitlines()[0]}): the link to the host of rank 0 is cut, or its process is gone; look at "
             "its output, and at the network between the hosts."
         ) from error
-    _PROCESS.comings += 1
+    _PROCESS.come()
     return name, default, dist.distributed_c10d.PrefixStore(f"shardfold/{name}", default)
 
 

@@ -10,7 +10,7 @@ from shardfold.engine.hooks import Hooks
 from shardfold.engine.runner import Runner
 from shardfold.errors import ShardfoldError, UsageError
 from shardfold.sharding import rebuild
-from shardfold.sharding.changes import Changes, needed, secure
+from shardfold.sharding.changes import Changes
 from shardfold.sharding.unit import Unit
 
 __all__ = ["PassGate"]
@@ -84,7 +84,7 @@ class PassGate:
         self._runner.buffers.asks = self._runner.buffers.any
 
     def follow(self) -> None:
-        if needed(self._changes):
+        if self._changes.needed():
             if self._model.layout.outer is not None:
                 raise UsageError(
                     "the model's structure has changed, which this version does not follow under outer steps: save, "
@@ -94,7 +94,7 @@ class PassGate:
             rebuild.apply(self._changes)
 
     def secure(self) -> None:
-        secure(self._changes)
+        self._changes.secure()
         if not self._runner.under_way:
             for unit in self._model.units:
                 unit.keep_written()

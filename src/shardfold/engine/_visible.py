@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardfold.errors import UsageError
-from shardfold.sharding.gradients import Sums
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.shown import part
+from shardfold.sharding.sums import Sums
 from shardfold.torch_internals import no_subclass_functions
 
 __all__ = ["VisibleGradients"]

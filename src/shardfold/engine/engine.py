@@ -79,14 +79,9 @@ from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.fused import num_moments
 from shardfold.optim.global_weights import GlobalWeights
-from shardfold.optim.sharded import (
-    ShardedOptimizer,
-    build,
-    check_delayed,
-    check_rounding,
-    check_speculation,
-    check_tier,
-)
+from shardfold.optim.requirements import build, check_delayed, check_rounding, check_speculation, check_tier
+from shardfold.optim.shard_optimizer import shard_optimizer
+from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.optim.sign_exchange import SignExchange, sign_exchange
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.expert_parallel import connect_routers, rebalance, share_out
@@ -427,7 +422,7 @@ class Engine:
         stochastic = seed if sharded.rules.stochastic else None
         moments, tiers = sharded.layout.moments, sharded.tiers
         threads = share_of_cores(sharded.comm.agreement.exchange)
-        updater = ShardedOptimizer(
+        updater = shard_optimizer(
             sharded.optimizer, sharded.units, moments, tiers, self.overlap.block, stochastic, threads,
             self.overlap.compiled_update, self.overlap.delayed_update,
         )  # fmt: skip

@@ -33,9 +33,9 @@ from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.program import MARKERS, Op
 from shardfold.plan.report import TierSeconds
-from shardfold.sharding.gradients import Sums
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.slices import shared_number
+from shardfold.sharding.sums import Sums
 from shardfold.sharding.unit import Life, Unit
 from shardfold.tiers.host import HostTier
 from shardfold.tiers.tiers import Tiers

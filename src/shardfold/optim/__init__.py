@@ -3,29 +3,34 @@
 Any element-wise ``torch.optim`` class works under every layout; these do too, though most are not element-wise. All are
 ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work without an engine.
 
-    adafactor       Adafactor: the second moment of a matrix as one value per row and one per column
-    adamw           one step of AdamW on one tensor, by torch's fused kernel
-    adamw8bit       AdamW with both moments in 8 bits
-    average         an exponential moving average of the master shards
-    compiled        Adam's update of host memory as one compiled pass
-    fused           AdamW, Adam and SGD in one pass over a shard, block by block while a block is in cache
-    global_weights  the weights that all groups of ranks share, and how outer steps change them
-    guard           methods of an engine's optimizer that users must not call
-    lamb            LAMB
-    link            the ranks that hold the other parts of this rank's parameters, as an optimizer of ours asks them
-    lion            Lion: the sign of an interpolation of gradient and momentum
-    muon            Muon: momentum whose singular values are made equal, for the matrices of hidden layers
-    onebit          1-bit Adam
-    onebit_lamb     1-bit LAMB
-    parts           what an optimizer of ours sees: parts of parameters, and the ranks that have the other parts
-    schedules       learning-rate schedules
-    sharded         any element-wise ``torch.optim`` optimizer on shards
-    sign_exchange   momentum that the ranks of an axis average by signs, with an error on each side
-    signed          what optimizers have in common whose momentum may be averaged by signs
-    speculation     updates in host memory before it is known whether the step is finite
-    threads         threads that update blocks in host memory beside each other, each with one thread of torch's
-    zero_one_adam   0/1 Adam
-    _owners         whole matrices on one rank each
+    adafactor         Adafactor: the second moment of a matrix as one value per row and one per column
+    adamw             one step of AdamW on one tensor, by torch's fused kernel
+    adamw8bit         AdamW with both moments in 8 bits
+    average           an exponential moving average of the master shards
+    class_optimizer   any class on shards: it steps by itself, and what it keeps it keeps by piece
+    compiled          Adam's update of host memory as one compiled pass
+    fused             AdamW, Adam and SGD in one pass over a shard, block by block while a block is in cache
+    global_weights    the weights that all groups of ranks share, and how outer steps change them
+    guard             methods of an engine's optimizer that users must not call
+    lamb              LAMB
+    link              the ranks that hold the other parts of this rank's parameters, as an optimizer of ours asks them
+    lion              Lion: the sign of an interpolation of gradient and momentum
+    muon              Muon: momentum whose singular values are made equal, for the matrices of hidden layers
+    onebit            1-bit Adam
+    onebit_lamb       1-bit LAMB
+    parts             what an optimizer of ours sees: parts of parameters, and the ranks that have the other parts
+    requirements      what an engine requires of an optimizer
+    schedules         learning-rate schedules
+    shard_optimizer   which kind of optimizer over shards stands for the user's
+    sharded           any element-wise ``torch.optim`` optimizer on shards
+    sign_exchange     momentum that the ranks of an axis average by signs, with an error on each side
+    signed            what optimizers have in common whose momentum may be averaged by signs
+    speculation       updates in host memory before it is known whether the step is finite
+    threads           threads that update blocks in host memory beside each other, each with one thread of torch's
+    zero_one_adam     0/1 Adam
+    _fused_optimizer  AdamW, Adam and SGD on shards, which the fused pass updates
+    _owners           whole matrices on one rank each
+    _parts_optimizer  an optimizer of ours on shards, which is told where its pieces lie
 """
 
 from shardfold.optim.adafactor import Adafactor

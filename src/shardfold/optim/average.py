@@ -27,7 +27,7 @@ from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.unit import Unit
-from shardfold.sharding.whole_segments import whole_segments
+from shardfold.sharding.whole_segments import whole_parameters
 from shardfold.sharding.whole_state import named_state
 
 __all__ = ["Average"]
@@ -158,11 +158,7 @@ class Average:
                     rest = segment.shard("params")
                     assert rest is not None
                     shards.append((segment, rest, segment.table.rest.over))
-        whole: dict[int, Tensor] = {}
-        for segment, flat in whole_segments(model.comm, shards, "average.state_dict()"):
-            values = flat.cpu()
-            for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
-                whole[id(parameter)] = view.clone()
+        whole = whole_parameters(model.comm, shards, "average.state_dict()")
         state = {PREFIX + name: value for name, value in named_state(model.module, whole).items()}
         return {COUNT: torch.tensor(self.updates), **state}
 

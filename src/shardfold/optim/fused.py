@@ -124,6 +124,10 @@ class FusedShard:
         for region in self.moments.values():
             region.fetch(empty(self.segment.shard_numel, region.dtype))
 
+    def keep_in(self, moments: dict[str, Region]) -> None:
+        """The moments rest in these from now on."""
+        self.moments = moments
+
     def leave(self) -> list[tuple[Region, Tensor]]:
         """The moments that were fetched and updated, each with the region that is to take it; they are not this shard's
         any more."""
@@ -168,11 +172,11 @@ class FusedShard:
     ) -> None:
         """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients. One that
         raises is not counted. What was done of it before stands, if it is the same. ``aside``: memory of the host in
-        which the compute-dtype copy waits until it is asked for (:meth:`take_updated`)."""
+        which the compute-dtype copy waits until it is asked for (:meth:`Segment.take_updated`)."""
         segment = self.segment
         if isinstance(before := segment.under_way, Speculation):
             if before.stands(terms_of(group, used, coefficient)):
-                self.take_updated()
+                segment.take_updated()
                 return
             before.settle()
         if not any(used):  # of a unit of which others were: what was fetched goes back as it is
@@ -181,14 +185,6 @@ class FusedShard:
                 self.here = [region.get() for region in self.moments.values()]
             return
         self._update(group, used, coefficient, block, aside)
-
-    def take_updated(self) -> None:
-        """Where no operation of the program brings to ``params`` what the update made of them, this does."""
-        segment, params = self.segment, self.segment.table.params
-        if segment.updated is not None and params is not None and params.tier is not Tier.DEVICE:
-            assert segment.compute_range is not None
-            segment.compute_range.copy_(segment.updated)
-            segment.updated = None
 
     def _update(
         self,
@@ -230,10 +226,11 @@ class FusedShard:
         near = out is not None and out.device == master.device
         if near and aside is None:
             return out
-        segment.updated = self.empty(segment.shard_numel, segment.dtype) if aside is None else aside
+        aside = self.empty(segment.shard_numel, segment.dtype) if aside is None else aside
+        segment.lay_aside(aside)
         if not whole:
-            segment.updated.copy_(out if near and out is not None else master)
-        return segment.updated
+            aside.copy_(out if near and out is not None else master)
+        return aside
 
     def _runs(self, used: Sequence[bool], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Ranges of the master shard, with the step count that their parameters are to have."""

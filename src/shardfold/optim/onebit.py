@@ -74,29 +74,16 @@ class OneBitAdam(SignOptimizer):
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         return 2 * itemsize * place.held
 
-    def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        if grad is None:
-            return None
-        state = self.state[tensor]
-        momentum = state["exp_avg"].lerp(grad, 1 - group["betas"][0])
-        return momentum.div_(self.root(group, state)), state["exp_avg_sq"]
-
     def update(self, uses: list[Use]) -> None:
         how = self.how
         for use in uses:
-            (beta1, beta2), state = use.group["betas"], use.state
+            state, average = use.state, use.state["exp_avg"]
             state["step"] += 1
-            average, squares = state["exp_avg"], state["exp_avg_sq"]
             if self.meets == "signs":  # what comes is the direction
                 torch.mul(use.grad, self.root(use.group, state), out=average)
                 direction = use.grad / self.corrections(use.group, state)[0]
             else:
-                average.lerp_(use.grad, 1 - beta1)
-                if how == "dense":
-                    squares.mul_(beta2).addcmul_(use.grad, use.grad, value=1 - beta2)
-                    state["variance_steps"] += 1
-                else:
-                    average.masked_fill_(squares == 0, 0.0)
+                self.follow(use, dense=how == "dense")
                 root = self.root(use.group, state)
                 direction = torch.div(average, root, out=root).div_(self.corrections(use.group, state)[0])
             use.tensor.sub_(direction.add_(use.tensor, alpha=use.group["weight_decay"]).mul_(use.group["lr"]))

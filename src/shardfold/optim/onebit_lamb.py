@@ -98,13 +98,6 @@ class OneBitLamb(SignOptimizer):
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         return 3 * itemsize * place.held
 
-    def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        if grad is None:
-            return None
-        state = self.state[tensor]
-        momentum = state["exp_avg"].lerp(grad, 1 - group["betas"][0])
-        return momentum.div_(self.root(group, state)), state["exp_avg_sq"]
-
     def update(self, uses: list[Use]) -> None:
         if not uses:
             return

@@ -164,6 +164,10 @@ class PartOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("places", {})  # a copy is an optimizer of whole parameters
 
+    def connect(self, link: ShardGroup, products: torch.dtype | None) -> None:
+        """The ranks that have the other parts, and the dtype in which all of them multiply; None: nobody has asked."""
+        self.link, self.products = link, products
+
     @property
     def align(self) -> int:
         """A part begins and ends at a multiple of this many elements of its parameter (but for the parameter's end)."""

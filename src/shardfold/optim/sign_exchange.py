@@ -70,7 +70,7 @@ class SignExchange:
         self._taken: dict[int, list[tuple[dict[str, Any], Tensor, slice]]] = {}  # by segment: what is not updated
         self._pending: dict[str, list[Pending]] = {}  # by the first of the units that travel together
         self._means: dict[int, Tensor] = {}  # by segment: of what workers have lost, for a save
-        model.run.signs = self
+        model.run.send_signs(self)
 
     def own(self, segment: Segment) -> slice:
         """This rank's part of a shard."""
@@ -104,7 +104,7 @@ class SignExchange:
                     taken.append((group, tensor, place))
                 values[place].copy_(blended[0])
                 torch.ne(blended[1], 0, out=has[place])
-            segment.unscale = 1.0  # until the step is over
+            segment.count_as_summed()  # until the step is over
             alive = self._alive[id(segment)] = has.view(torch.int32)
             alive.ne_(0).neg_()
             self._values[id(segment)] = _only(values, alive)

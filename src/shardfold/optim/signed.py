@@ -65,7 +65,22 @@ class SignOptimizer(PartOptimizer):
     def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """What this rank has to be averaged, over :meth:`root`, with a gradient of its own, and the variance; None:
         nothing of this part. ``grad`` is None where no rank used the parameter in this step."""
-        raise NotImplementedError
+        if grad is None:
+            return None
+        state = self.state[tensor]
+        momentum = state["exp_avg"].lerp(grad, 1 - group["betas"][0])
+        return momentum.div_(self.root(group, state)), state["exp_avg_sq"]
+
+    def follow(self, use: Use, *, dense: bool) -> None:
+        """Momentum follows a gradient, and, in a ``dense`` step, the variance; else what has none has no momentum."""
+        (beta1, beta2), state = use.group["betas"], use.state
+        average, squares = state["exp_avg"], state["exp_avg_sq"]
+        average.lerp_(use.grad, 1 - beta1)
+        if dense:
+            squares.mul_(beta2).addcmul_(use.grad, use.grad, value=1 - beta2)
+            state["variance_steps"] += 1
+        else:
+            average.masked_fill_(squares == 0, 0.0)
 
     def give(self, group: dict[str, Any], tensor: Tensor, values: Tensor) -> None:
         """Takes the average of what :meth:`blend` gave without a gradient."""

@@ -83,7 +83,7 @@ class Speculation:
         self._thread = 0
         self._written: list[tuple[Tensor, Tensor]] = []  # states of which there is a copy
         self._done = False
-        segment.under_way = self
+        segment.begin_update(self)
         self._run = begin(self._go)
 
     def _go(self) -> None:
@@ -109,7 +109,7 @@ class Speculation:
             return False
         self._run.result()
         if self._done:
-            self._segment.under_way = None
+            self._segment.end_update()
         return self._done
 
     def settle(self) -> None:
@@ -118,7 +118,7 @@ class Speculation:
             return
         if not self._run.cancel():
             self._run.result()
-        self._segment.under_way = self._segment.updated = None
+        self._segment.end_update(undone=True)
         with torch.no_grad():
             for state, copy in self._written:
                 state.copy_(copy)

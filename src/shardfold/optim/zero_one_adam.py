@@ -141,23 +141,17 @@ class ZeroOneAdam(SignOptimizer):
     def update(self, uses: list[Use]) -> None:
         how = self.how
         for use in uses:
-            (beta1, beta2), state, rate = use.group["betas"], use.state, float(use.group["lr"])
+            state, average, rate = use.state, use.state["exp_avg"], float(use.group["lr"])
             state["step"] += 1
             if self.meets == "signs":
                 self._meet(use.group, use.tensor, use.grad, rate)
                 continue
-            average, squares = state["exp_avg"], state["exp_avg_sq"]
             if self.meets == "local":
                 if not rate:
                     continue
                 if not state["rates"]:
                     state["anchor"].copy_(use.tensor)
-            average.lerp_(use.grad, 1 - beta1)
-            if how == "dense":
-                squares.mul_(beta2).addcmul_(use.grad, use.grad, value=1 - beta2)
-                state["variance_steps"] += 1
-            else:
-                average.masked_fill_(squares == 0, 0.0)
+            self.follow(use, dense=how == "dense")
             if self.meets == "local":
                 state["drift"].add_(average, alpha=rate)
                 state["rates"] += rate

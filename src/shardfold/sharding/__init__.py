@@ -1,5 +1,6 @@
 """A model that is split over ranks: :class:`shardfold.sharding.model.ShardedModel` is what all else works on.
 
+    attributes       what PyTorch has to be told by assigning it: a tensor's memory, and a parameter's gradient
     autograd         what autograd is doing at this moment, and what it could save of a value
     buffers          buffers are rank 0's on every rank, as under DDP
     changes          whether a model still is what its units were made of
@@ -33,6 +34,7 @@
     shown            what users find in ``parameter.grad`` between a backward and the step, and what they do to it
     slices           parameters that are a slice of a larger one
     stand_ins        whole values in the places of parameters, for a model's own state dict code
+    sums             where the sums of a unit's gradients go
     together         what reads or writes the files of this rank's disk between steps: all ranks do it, or all raise
     tree             values that hold tensors: the containers that a model's forward takes and gives
     unit             parameters that move together, in segments

@@ -47,8 +47,11 @@ class HiddenGradient(Tensor):
         """
         with no_subclass_functions():
             shown = _nothing(parameter.dtype, parameter.device).expand(parameter.shape).as_subclass(HiddenGradient)
-        shown._name, shown._why, shown._zero = name, why, zero
+        shown._stand_for(name, why, zero)
         return shown
+
+    def _stand_for(self, name: str, why: str, zero: Callable[[], None]) -> None:
+        self._name, self._why, self._zero = name, why, zero
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_modules
 from shardfold.errors import ConfigError, UsageError
 from shardfold.plan.rules import Rules
 from shardfold.sharding._added_groups import look_at_added
+from shardfold.sharding.attributes import point
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.groups import alignment, group_numbers
 from shardfold.sharding.loans import Loan
@@ -30,9 +31,10 @@ from shardfold.sharding.registry import hold, let_go
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.slices import check_reach
 from shardfold.sharding.unit import Life, Unit
+from shardfold.tiers.collection import AtCollection
 from shardfold.torch_internals import no_subclass_functions, storage_key
 
-__all__ = ["Changes", "Plan", "needed", "secure"]
+__all__ = ["Changes", "Plan"]
 
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
@@ -79,8 +81,7 @@ class Changes:
         self._dirty = False
         self._members: set[int] = set()
         self._handles = _hear_registrations(weakref.ref(self))
-        self._finalizer = weakref.finalize(self, _remove, self._handles)
-        self._finalizer.atexit = False
+        self._finalizer = AtCollection(self, _remove, self._handles)
         if model.optimizer is not None:
             look_at_added(model.optimizer, self.check_added)
 
@@ -144,8 +145,8 @@ class Changes:
 
     # -- what the units were made of
 
-    def renew(self) -> None:
-        """Takes the present model as what the units were made of."""
+    def renew(self, group_of: dict[int, int] | None = None) -> None:
+        """Takes the present model as what the units were made of; ``group_of``: its plan's."""
         model = self.model
         hold(model)
         self.plan, self._dirty = None, False
@@ -173,7 +174,8 @@ class Changes:
         groups = model.optimizer.param_groups if model.optimizer is not None else []
         self._listed = [len(group["params"]) for group in groups]
         known = {id(p) for unit in model.units for _, p in unit.parameters()}
-        self.group_of = {key: group for key, group in self.group_of.items() if key in known}
+        group_of = self.group_of if group_of is None else group_of
+        self.group_of = {key: group for key, group in group_of.items() if key in known}
         self._declined &= known
         self._group_of_name = {
             name: self.group_of[id(p)]
@@ -219,6 +221,65 @@ class Changes:
                 return False
         optimizer = self.model.optimizer
         return optimizer is None or [len(group["params"]) for group in optimizer.param_groups] == self._listed
+
+    def needed(self) -> bool:
+        """Whether units have to be made anew; asks this rank's model only and sends nothing.
+
+        Values given by ``parameter.data = x`` are read in on the way, which needs no other rank.
+
+        Raises:
+            ConfigError, ModelError: the model as it is now cannot be trained; it says why.
+        """
+        model = self.model
+        if model.closed or self.unchanged():
+            return False
+        self.secure()
+        if any(unit.pins for unit in model.units):  # inside gathered() the model runs with no communication at all
+            return False
+        self.plan = self.look()
+        if self.plan is None:
+            if model.updater is not None:
+                model.updater.point_groups(model.units)
+            self.renew()
+        return self.plan is not None
+
+    def secure(self) -> None:
+        """Reads in what was written into parameters beside a finer master, and what ``parameter.data = x`` left outside
+        of the flats; saves new parameters that are views of one.
+
+        Raises:
+            UsageError: ``x`` has another dtype or device; the parameters have their old values again.
+        """
+        model = self.model
+        if model.closed:
+            return
+        self.take_written()
+        if self.unmoved() and not any(unit.pins for unit in model.units):
+            return
+        full = [segment for unit in model.units if unit.life is Life.GATHERED for segment in unit.segments]
+        moved, refused = _take_values(full, model.loans)
+        if moved or refused:  # a change of dtype, there and back, makes autograd forget the nodes that have our hooks
+            for unit in model.units:
+                unit.shown.note_unheard()
+            model.gate.attach(model.units)
+        flats = {storage_key(segment.flat.untyped_storage()) for segment in full}
+        slots = [(p, slot) for s in full for p, slot in zip(s.parameters, s.spec.slots, strict=True)]
+        known = {id(p) for p, slot in slots if tuple(p.shape) == slot.shape}
+        if len(known) < len(slots):  # of another shape: no value to read in, but another structure
+            self._dirty = True
+        for p in model.module.parameters():
+            # A flat's memory will be given back; who made a parameter of a part of it has to get a copy.
+            if isinstance(p, FreedParameter) or p.is_meta or id(p) in known:
+                continue
+            if storage_key(p.untyped_storage()) in flats:
+                point(p, p.detach().clone())
+        self._places = list(map(Tensor.data_ptr, self._whole))
+        if refused:
+            raise UsageError(
+                f"{refused[0]!r}{f' and {len(refused) - 1} more' if len(refused) > 1 else ''} got .data of another "
+                "dtype or device than the engine keeps parameters in, and has its old values again: choose precision= "
+                "and device= when making the engine."
+            )
 
     # -- what they are to be made of
 
@@ -280,67 +341,6 @@ class Changes:
         return group_of
 
 
-def needed(changes: Changes) -> bool:
-    """Whether units have to be made anew; asks this rank's model only and sends nothing.
-
-    Values given by ``parameter.data = x`` are read in on the way, which needs no other rank.
-
-    Raises:
-        ConfigError, ModelError: the model as it is now cannot be trained; it says why.
-    """
-    model = changes.model
-    if model.closed or changes.unchanged():
-        return False
-    secure(changes)
-    if any(unit.pins for unit in model.units):  # inside gathered() the model runs with no communication at all
-        return False
-    changes.plan = changes.look()
-    if changes.plan is None:
-        if model.updater is not None:
-            model.updater.point_groups(model.units)
-        changes.renew()
-    return changes.plan is not None
-
-
-def secure(changes: Changes) -> None:
-    """Reads in what was written into parameters beside a finer master, and what ``parameter.data = x`` left outside of
-    the flats; saves new parameters that are views of one.
-
-    Raises:
-        UsageError: ``x`` has another dtype or device; the parameters have their old values again.
-    """
-    model = changes.model
-    if model.closed:
-        return
-    changes.take_written()
-    if changes.unmoved() and not any(unit.pins for unit in model.units):
-        return
-    full = [segment for unit in model.units if unit.life is Life.GATHERED for segment in unit.segments]
-    moved, refused = _take_values(full, model.loans)
-    if moved or refused:  # a change of dtype, there and back, makes autograd forget the nodes that have our hooks
-        for unit in model.units:
-            unit.shown.note_unheard()
-        model.gate.attach(model.units)
-    flats = {storage_key(segment.flat.untyped_storage()) for segment in full}
-    slots = [(p, slot) for s in full for p, slot in zip(s.parameters, s.spec.slots, strict=True)]
-    known = {id(p) for p, slot in slots if tuple(p.shape) == slot.shape}
-    if len(known) < len(slots):  # of another shape: no value to read in, but another structure
-        changes._dirty = True
-    for p in model.module.parameters():
-        # A flat's memory will be given back; who made a parameter of a part of it has to get a copy.
-        if isinstance(p, FreedParameter) or p.is_meta or id(p) in known:
-            continue
-        if storage_key(p.untyped_storage()) in flats:
-            p.data = p.detach().clone()
-    changes._places = list(map(Tensor.data_ptr, changes._whole))
-    if refused:
-        raise UsageError(
-            f"{refused[0]!r}{f' and {len(refused) - 1} more' if len(refused) > 1 else ''} got .data of another dtype "
-            "or device than the engine keeps parameters in, and has its old values again: choose precision= and "
-            "device= when making the engine."
-        )
-
-
 def _take_values(segments: Sequence[Segment], loans: Sequence[Loan]) -> tuple[int, list[str]]:
     """Reads in the values of parameters that no longer are views of their (full) flats: how many, and who is refused.
 
@@ -355,13 +355,13 @@ def _take_values(segments: Sequence[Segment], loans: Sequence[Loan]) -> tuple[in
                 continue  # another shape is another structure
             if p.dtype != view.dtype or p.device != view.device:
                 refused.append(slot.name)
-                p.data = view
+                point(p, view)
             else:  # a copy, and written when all are read: two parameters may have been swapped
                 moved[id(p)] = (p, view, p.detach().clone())
     with torch.no_grad():
         for p, view, value in moved.values():
             view.copy_(value)
-            p.data = view
+            point(p, view)
         if moved:
             torch.autograd.graph.increment_version([p for p, _, _ in moved.values()])
         if any(loan.writes for loan in loans):
@@ -371,7 +371,7 @@ def _take_values(segments: Sequence[Segment], loans: Sequence[Loan]) -> tuple[in
                 if id(p) in moved:
                     segment.take(slot, moved[id(p)][2])
         for loan in loans:
-            loan.versions |= {name: t._version for name, t in loan.tensors.items() if id(t) in moved}
+            loan.overlook(moved)
     return len(moved), refused
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from logging import getLogger
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_segments import SegmentSlice, gather_slices
 
-__all__ = ["gathered"]
+__all__ = ["gathered", "listed"]
 
 LOG = getLogger("shardfold")
 
@@ -53,8 +53,8 @@ class Home(NamedTuple):
     slot: int
 
 
-class Lent(Protocol):
-    """What is behind one ``with`` block."""
+class Lent:
+    """What is behind one ``with`` block; copies of a state have nothing to keep, restore or close."""
 
     values: dict[str, Any]  # by every name asked for
     watched: dict[str, Tensor]  # by one name each: what must not change, or, when writing, only on the source
@@ -62,17 +62,16 @@ class Lent(Protocol):
 
     def write(self, changed: set[str], source: int) -> None:
         """The values of rank ``source`` are everyone's; ``changed``: those that it is known to have changed."""
-        ...
+        raise NotImplementedError
 
     def keep(self, changed: Sequence[str]) -> None:
         """What was changed and is not gone after the block becomes the value in every state that mirrors it."""
-        ...
 
     def restore(self) -> None:
         """As if nothing had been changed."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The block is over."""
 
 
 @contextmanager
@@ -115,11 +114,11 @@ def gathered(
                 _write_back(model, lent, loan, homes, source, strict)
         elif (changed := loan.changed()) and not strict:
             outcome = "that is gone now" if lent.dropped else "it was kept"
-            LOG.warning("%s changed inside %s, which only reads: %s.", _listed(changed), what, outcome)
+            LOG.warning("%s changed inside %s, which only reads: %s.", listed(changed), what, outcome)
             lent.keep(changed)
         elif changed:
             raise UsageError(
-                f"{_listed(changed)} changed inside {what}, which only reads "
+                f"{listed(changed)} changed inside {what}, which only reads "
                 f"({'the change is dropped' if lent.dropped else 'the change is on this rank only'}): "
                 "pass write=True, which makes rank 0's values everyone's."
             )
@@ -135,8 +134,7 @@ def _write_back(model: ShardedModel, lent: Lent, loan: Loan, homes: Sequence[Hom
     names, changed = [home.name for home in homes], loan.changed()
     if foreign := [name for name in changed if name not in names]:
         error = UsageError(
-            f"{_listed(foreign)} changed inside {loan.what}, which did not ask for it: "
-            "name it too; nothing was written."
+            f"{listed(foreign)} changed inside {loan.what}, which did not ask for it: name it too; nothing was written."
         )
         _leave_by_exception(model, lent, homes, error)
         raise error
@@ -150,7 +148,7 @@ def _write_back(model: ShardedModel, lent: Lent, loan: Loan, homes: Sequence[Hom
         )
     if stray:
         raise UsageError(
-            f"{loan.what}: {_listed(stray)} changed on another rank than {source} only, so nothing was written: "
+            f"{loan.what}: {listed(stray)} changed on another rank than {source} only, so nothing was written: "
             f"change values on rank {source} (or on all ranks), whose values become everyone's."
         )
     lent.write(first, source)
@@ -217,7 +215,7 @@ def _find(model: ShardedModel, names: tuple[str, ...], of: str) -> tuple[list[Ho
     frozen = [home.name for home in homes if not home.segment.spec.trainable]
     if names and frozen:
         raise UsageError(
-            f"gathered(of={of!r}): {_listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen with no gradient, "
+            f"gathered(of={of!r}): {listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen with no gradient, "
             "master copy or optimizer state: ask for trainable parameters only."
         )
     homes = [home for home in homes if home.segment.spec.trainable]
@@ -231,7 +229,8 @@ def _title(names: Sequence[str], write: bool, of: str) -> str:
     return f"engine.gathered({', '.join(words)})"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names in a message, three at most."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(repr(name) for name in names[:3]) + more
 
@@ -239,7 +238,7 @@ def _listed(names: Sequence[str]) -> str:
 # -- parameters ---------------------------------------------------------------------------------------------------
 
 
-class _Parameters:
+class _Parameters(Lent):
     """Lends the parameters themselves; the units that own them are full meanwhile."""
 
     def __init__(
@@ -288,11 +287,7 @@ class _Parameters:
 
     def close(self) -> None:
         for unit in self._units:
-            unit.pins -= 1
-            if not unit.pins and unit.pinned_here:
-                unit.pinned_here = False
-                if unit.life is Life.GATHERED and not unit.closed:  # an engine that is closed gathers nothing again
-                    unit.release(keep=False)
+            unit.unpin()
 
 
 def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
@@ -324,24 +319,22 @@ def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
         raise
     for unit in resting:
         unit.end_gather(model.comm.agreement.wait)
-        unit.pinned_here = True
+    gathered_now = set(resting)
     for unit in units:
-        unit.pins += 1
+        unit.pin(gathered=unit in gathered_now)
 
 
 def _mark_written(model: ShardedModel, parameters: Sequence[nn.Parameter]) -> None:
     """A backward whose forward came before must raise; blocks around this one must not take it for a change."""
     torch.autograd.graph.increment_version(list(parameters))
     for loan in model.loans:
-        for name, tensor in loan.tensors.items():
-            if any(tensor is parameter for parameter in parameters):
-                loan.versions[name] = tensor._version
+        loan.overlook(set(map(id, parameters)))
 
 
 # -- gradients, master, moments -------------------------------------------------------------------------------------
 
 
-class _States:
+class _States(Lent):
     """Lends whole copies of one state of parameters; None where there is nothing."""
 
     dropped = True
@@ -412,19 +405,10 @@ class _States:
             shard = home.segment.shard("grads")
             assert shard is not None
             shard.part(piece).write(values[part] / home.segment.unscale)
-            home.segment.noted = None
+            home.segment.drop_noted()
         else:
             assert self._model.updater is not None
             self._model.updater.take_state(home.segment, home.slot, self._of, values, changed=changed)
-
-    def keep(self, changed: Sequence[str]) -> None:
-        return
-
-    def restore(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 def _used(model: ShardedModel, homes: Sequence[Home]) -> list[bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -30,6 +30,10 @@ class Loan:
     def look(self) -> None:
         """From now on these values are what changes are compared with."""
         self.versions = {name: tensor._version for name, tensor in self.tensors.items()}
+
+    def overlook(self, written: Container[int]) -> None:
+        """That the engine has written to these tensors, by ``id``, is no change."""
+        self.versions.update({name: t._version for name, t in self.tensors.items() if id(t) in written})
 
     def changed(self) -> list[str]:
         """Names of the tensors that were written to since; writes by ``.data`` leave no trace."""

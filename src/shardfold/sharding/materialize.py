@@ -34,6 +34,7 @@ from shardfold.plan.box import Box
 from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
+from shardfold.sharding.attributes import point
 from shardfold.sharding.buffers import take_first_rank
 from shardfold.sharding.model import StagedNames
 from shardfold.sharding.partition import Cut
@@ -136,7 +137,6 @@ def make_units(
         module._flat_weight_refs = []
     try:
         for c in cuts:
-            assert c.spec is not None
             segments = [
                 Segment(spec, members, layout, mesh.sizes, mesh.coords, comm.memory)
                 for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
@@ -249,7 +249,7 @@ def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
             else:
                 view.copy_(parameter.detach())
             # Through .data the parameter keeps a version counter of its own: filling the flat again is no change.
-            parameter.data = view
+            point(parameter, view)
         for start, stop in segment.gaps:
             flat[start:stop].zero_()
     return empty

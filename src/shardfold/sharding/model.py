@@ -105,27 +105,80 @@ class Gate(Protocol):
 class Updater(Protocol):
     """An optimizer over shards, as what changes, lends, saves and loads them asks it."""
 
-    @property
-    def fused(self) -> bool: ...
-    def adapt(self) -> None: ...
-    def num_moments(self) -> int: ...
+    fused: bool
+
+    def adapt(self) -> None:
+        """Takes in groups that were added.
+
+        Raises:
+            ConfigError: one needs an update of another kind than the states that there are were made for.
+        """
+        ...
+
+    def num_moments(self) -> int:
+        """How many moments each element has; for a class of the user's, as seen in its state so far."""
+        ...
+
     def pieces(self, segment: Segment) -> Iterator[tuple[Tensor, dict[str, Any], slice]]: ...
     def strangers(self) -> list[tuple[int, nn.Parameter]]: ...
     def point_groups(self, units: Sequence[Unit]) -> None: ...
     def add(self, unit: Unit) -> None: ...
     def drop(self, unit: Unit) -> None: ...
-    def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]: ...
-    def has_state(self, segment: Segment, slot: int, name: str) -> bool: ...
-    def needs(self, segment: Segment, slot: int) -> set[str] | None: ...
-    def state_dtypes(self) -> dict[str, torch.dtype]: ...
-    def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor: ...
-    def stored(self, segment: Segment, slot: int) -> Iterator[tuple[str, int, Tensor | Shard]]: ...
-    def kept_once(self, segment: Segment, slot: int) -> dict[str, Any]: ...
-    def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool = False) -> None: ...
-    def take_value(self, segment: Segment, slot: int, name: str, value: Any) -> None: ...
-    def forget(self, segment: Segment, slots: Collection[int]) -> None: ...
-    def moment(self, segment: Segment, name: str) -> Region | None: ...
-    def take_piece(self, segment: Segment, slot: int, name: str, shard: Tensor) -> None: ...
+
+    def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]:
+        """What is kept for each slot of which this rank has a piece: ``{slot: (elements, {name: value})}``, with
+        :class:`PerElement` in place of what has a value for each element. The fused update knows it of every slot."""
+        ...
+
+    def has_state(self, segment: Segment, slot: int, name: str) -> bool:
+        """Whether this rank's piece of a parameter has that state; the fused update's is always there."""
+        ...
+
+    def needs(self, segment: Segment, slot: int) -> set[str] | None:
+        """States that a checkpoint must have for each element of a parameter; None: only the user's class knows."""
+        ...
+
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """Names and dtypes of the state that has an element for each of a parameter's; of a class of the user's, what
+        this rank's pieces have so far."""
+        ...
+
+    def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
+        """That state of this rank's master range on the device, ``(length / parts,)``, to be read; zeros where a class
+        of the user's has none."""
+        ...
+
+    def stored(self, segment: Segment, slot: int) -> Iterator[tuple[str, int, Tensor | Shard]]:
+        """``(name, elements per value, values)`` of this rank's piece of a parameter, as they are kept."""
+        ...
+
+    def kept_once(self, segment: Segment, slot: int) -> dict[str, Any]:
+        """What a parameter has once, such as its step count; where this rank has a piece of it."""
+        ...
+
+    def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool = False) -> None:
+        """Writes this rank's piece of a parameter's state from ``values`` ``(numel,)``, or makes it.
+
+        ``changed``: a user gave them, so that a first step must read them too.
+        """
+        ...
+
+    def take_value(self, segment: Segment, slot: int, name: str, value: Any) -> None:
+        """Sets a state that a parameter has once, such as its step count."""
+        ...
+
+    def forget(self, segment: Segment, slots: Collection[int]) -> None:
+        """The state of some parameters becomes what it is before their first step; that of all of a segment also where
+        it cannot be read any more."""
+        ...
+
+    def moment(self, segment: Segment, name: str) -> Region | None:
+        """What that moment of the fused update rests in, ``(length / parts,)``; None: the state is kept in pieces."""
+        ...
+
+    def take_piece(self, segment: Segment, slot: int, name: str, shard: Tensor) -> None:
+        """Writes this rank's piece of a state from a shard of the master range, or makes it; 16-bit values stay so."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -215,6 +268,19 @@ class ShardedModel:
         """Whether what ranks have together is this rank's to tell of: of what several stages have, the first's."""
         places = segment.spec.places
         return not places or self.comm.mesh.coords[self.comm.mesh.sizes.stages[0]] == places[0]
+
+    def take_units(self, units: list[Unit]) -> None:
+        """These are its units from now on."""
+        self.units = units
+
+    def follow(self, units: list[Unit]) -> None:
+        """Its structure has changed, and these are its units."""
+        self.followed += 1
+        self.take_units(units)
+
+    def close(self, reason: str) -> None:
+        """Nothing can be done with it any more; calls raise with ``reason``."""
+        self.closed = reason
 
     def let_go(self) -> None:
         """The shards are about to get other values: what a forward left whole for its backward would keep the old."""

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.sharding.attributes import point
 from shardfold.sharding.freed import FreedParameter, apart, unseal
-from shardfold.sharding.gathered import gathered
+from shardfold.sharding.gathered import gathered, listed
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partitioned import EarlyShard, ShardRanks, early_shard
@@ -31,7 +32,6 @@ __all__ = ["claim", "close_split", "mark_closed", "release"]
 
 WHOLE = "this engine is closed, and its model a plain module again: train it as it is, or make a new engine of it"
 SPLIT = f"this{CLOSED_WAY.removeprefix('its')}"
-KEPT = 3  # names in a message
 
 
 def claim(model: nn.Module, agreement: Agreement) -> None:
@@ -50,31 +50,24 @@ def _objection(model: nn.Module) -> str:
         gc.collect()  # an engine that waits to be collected does not count, and on other ranks it may not wait
     if held := _held(model):
         return (
-            f"{_listed(held)} belong{'s' * (len(held) == 1)} to another engine, which sf.engine_of(parameter) finds: "
+            f"{listed(held)} belong{'s' * (len(held) == 1)} to another engine, which sf.engine_of(parameter) finds: "
             "close() it first, or release() it to have whole parameters; what shares parameters is put into one model "
             "with one engine."
         )
     left = [n for n, p in model.named_parameters() if isinstance(p, FreedParameter) and early_shard(p) is None]
-    return f"{_listed(left)} cannot be given to a new engine: {CLOSED_WAY}." if left else ""
+    return f"{listed(left)} cannot be given to a new engine: {CLOSED_WAY}." if left else ""
 
 
 def _held(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if model_of(p) is not None]
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - KEPT} more" if len(names) > KEPT else ""
-    return ", ".join(map(repr, names[:KEPT])) + more
-
-
 def mark_closed(model: ShardedModel, reason: str = "") -> None:
     """Nothing can be done with the model any more; ``reason`` is what calls raise with."""
     for unit in model.units:
-        unit.closed = True
-        for _, p in unit.parameters():
-            p.grad = None  # a view of the engine's memory, and of a step that will not come
+        unit.close()
     split = any(isinstance(p, FreedParameter) for unit in model.units for _, p in unit.parameters())
-    model.closed = reason or (SPLIT if split else WHOLE)
+    model.close(reason or (SPLIT if split else WHOLE))
 
 
 def release(model: ShardedModel, of: str, close: Callable[[str], None]) -> nn.Module:
@@ -95,10 +88,10 @@ def release(model: ShardedModel, of: str, close: Callable[[str], None]) -> nn.Mo
     for p in members:
         unseal(p)
         forget_alone(p)
-        p.data = values.pop(id(p))
+        point(p, values.pop(id(p)))
     for unit in model.units:
         forget(model, unit)
-    model.units = []
+    model.take_units([])
     return model.module
 
 
@@ -125,7 +118,7 @@ def close_split(model: ShardedModel, close: Callable[[str], None]) -> None:
                 for (name, p), copy in zip(members, copies, strict=True):
                     if isinstance(p, FreedParameter):
                         unseal(p)
-                    p.data = copy
+                    point(p, copy)
                     EarlyShard(p, name, ranks, None, same=True)
         ranks.complete()
     close("")

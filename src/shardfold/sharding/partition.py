@@ -51,18 +51,26 @@ WHOLE = Slice((), None)
 """What is not marked."""
 
 
-@dataclass
-class Cut:
-    """One unit to be: its modules, and its parameters by segment in the order of their slots. ``whole``: these are
-    small."""
+@dataclass(frozen=True)
+class FoundUnit:
+    """One unit to be: its modules, the unit whose modules these are inside of, if any, and its parameters, as they are
+    found."""
 
     name: str
     modules: list[nn.Module]
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    spec: UnitSpec | None = None
-    by_segment: list[list[nn.Parameter]] = field(default_factory=list)
     inside: str = ""
-    whole: bool = False
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One unit to be, laid out: ``by_segment`` has its parameters in the order of their slots."""
+
+    name: str
+    modules: list[nn.Module]
+    parameters: dict[str, nn.Parameter]
+    spec: UnitSpec
+    by_segment: list[list[nn.Parameter]]
 
 
 def cut(
@@ -97,36 +105,45 @@ def cut(
     _check_memory(model)
     slices = slices_on(model, Mesh.of(mesh), coords or dict.fromkeys(mesh, 0))
     chosen = _named(model, units) if units is not None else _found(model, slices, Mesh.of(mesh).reading)
-    cuts = [Cut(name, [module]) for name, module in chosen]
-    cuts = _with_experts(model, cuts, slices, Mesh.of(mesh))
-    root = Cut(ROOT, [model])
-    _assign(model, cuts, root)
-    small = Cut(SMALL, [], whole=True)
+    drafts = _with_experts(model, [FoundUnit(name, [module]) for name, module in chosen], slices, Mesh.of(mesh))
+    root, small = FoundUnit(ROOT, [model]), FoundUnit(SMALL, [])
+    _assign(model, drafts, root)
+    whole = {SMALL}
     if rules.small:
-        _take_small((root, *cuts), small, rules.small, slices, Mesh.of(mesh).reading)
-    found = [c for c in (root, small, *cuts) if c.parameters]
+        whole |= _take_small((root, *drafts), small, rules.small, slices, Mesh.of(mesh).reading)
+    found = [c for c in (root, small, *drafts) if c.parameters]
     number = rule_numbers(model, rules)
     main = main_dtypes(model, rules)
-    for c in found:
-        _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align, slices)
+    keeps = keeps or (lambda p, rule: p.dtype != main.get(rule))
+    laid_out = [_lay_out(c, c.name in whole, groups, rules, number, mesh, keeps, align, slices) for c in found]
+    specs = [spec for spec, _ in laid_out]
     if rules.near:
-        _let_stay(found, rules)
-    return found
+        specs = _let_stay(specs, rules)
+    return [
+        Cut(c.name, c.modules, c.parameters, spec, by_segment)
+        for c, spec, (_, by_segment) in zip(found, specs, laid_out, strict=True)
+    ]
 
 
-def _take_small(cuts: Iterable[Cut], small: Cut, most: int, slices: Mapping[int, Slice], reading: Axes) -> None:
-    """Moves parameters of at most so many elements to the unit ``small``; a unit of which all are is whole itself."""
+def _take_small(
+    drafts: Iterable[FoundUnit], small: FoundUnit, most: int, slices: Mapping[int, Slice], reading: Axes
+) -> set[str]:
+    """Moves parameters of at most so many elements to the unit ``small``; those that have no others are whole
+    themselves: the names of these."""
 
     def is_small(parameter: nn.Parameter) -> bool:
         own = slices.get(id(parameter), WHOLE)
         apart = any(axis in reading for axis in own.axes) or places_of(parameter)
         return not apart and _numel(parameter, own) <= most
 
-    for c in cuts:
-        taken = {name: p for name, p in c.parameters.items() if is_small(p)}
-        c.whole = c.name != ROOT and len(taken) == len(c.parameters)
-        for name in () if c.whole else taken:
-            small.parameters[name] = c.parameters.pop(name)
+    whole: set[str] = set()
+    for c in drafts:
+        taken = [name for name, p in c.parameters.items() if is_small(p)]
+        if c.name != ROOT and len(taken) == len(c.parameters):
+            whole.add(c.name)
+        else:
+            small.parameters.update({name: c.parameters.pop(name) for name in taken})
+    return whole
 
 
 def _numel(parameter: nn.Parameter, own: Slice) -> int:
@@ -134,9 +151,8 @@ def _numel(parameter: nn.Parameter, own: Slice) -> int:
     return parameter.numel() if own.box is None else prod(own.box[0])
 
 
-def _let_stay(cuts: Sequence[Cut], rules: Rules) -> None:
-    """Gives the units whose optimizer's states stay on the device the tables that say so."""
-    specs = [c.spec for c in cuts if c.spec is not None]
+def _let_stay(specs: list[UnitSpec], rules: Rules) -> list[UnitSpec]:
+    """Those whose optimizer's states stay on the device have the tables that say so."""
     apart = {segment.distinct for spec in specs for segment in spec.segments}
     near = {
         rules.table(i, axes, whole=whole): rules.table(i, axes, near=True, whole=whole)
@@ -144,9 +160,7 @@ def _let_stay(cuts: Sequence[Cut], rules: Rules) -> None:
         for axes in apart
         for whole in ((False, True) if rules.small else (False,))
     }
-    changed = with_staying(specs, rules.layouts[-1], lambda table: near[table])
-    for c, spec in zip(cuts, changed, strict=True):
-        c.spec = spec
+    return with_staying(specs, rules.layouts[-1], lambda table: near[table])
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -228,17 +242,19 @@ def _found(model: nn.Module, slices: Mapping[int, Slice], reading: Axes) -> list
     return sorted(chosen, key=lambda pair: order[pair[0]])
 
 
-def _with_experts(model: nn.Module, cuts: list[Cut], slices: Mapping[int, Slice], mesh: Mesh) -> list[Cut]:
+def _with_experts(
+    model: nn.Module, drafts: list[FoundUnit], slices: Mapping[int, Slice], mesh: Mesh
+) -> list[FoundUnit]:
     """Behind the units that modules of experts are inside of, these as units, in the order of the model."""
-    known = {id(module) for c in cuts for module in c.modules}
-    found: list[Cut] = []
+    known = {id(module) for c in drafts for module in c.modules}
+    found: list[FoundUnit] = []
     for path, module in model.named_modules():
         own = (slices.get(id(p), WHOLE).axes for p in module._parameters.values() if p is not None)
         if path and id(module) not in known and any(axis in mesh.reading for axes in own for axis in axes):
-            outer = next((c.name for c in cuts if path.startswith(f"{c.name}.")), "")
-            found.append(Cut(path, [module], inside=outer))
+            outer = next((c.name for c in drafts if path.startswith(f"{c.name}.")), "")
+            found.append(FoundUnit(path, [module], outer))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    return sorted([*cuts, *found], key=lambda c: order[c.name]) if found else cuts
+    return sorted([*drafts, *found], key=lambda c: order[c.name]) if found else drafts
 
 
 def _as_names(value: Any) -> Iterable[str]:
@@ -272,17 +288,17 @@ def _large_leaves(
     return leaves
 
 
-def _assign(model: nn.Module, cuts: list[Cut], root: Cut) -> None:
+def _assign(model: nn.Module, drafts: list[FoundUnit], root: FoundUnit) -> None:
     """Gives each parameter object to the one unit whose modules use it, or to the root if several do."""
-    owner: dict[int, Cut] = {}
-    inner = {id(m): c for c in cuts if c.inside for module in c.modules for m in module.modules()}
-    for c in cuts:
+    owner: dict[int, FoundUnit] = {}
+    inner = {id(m): c for c in drafts if c.inside for module in c.modules for m in module.modules()}
+    for c in drafts:
         for module in c.modules:
             for m in module.modules():
                 if inner.get(id(m), c).inside == c.name:
                     continue
                 owner[id(m)] = c if owner.get(id(m), c) is c else root  # a module that two units share
-    users: dict[int, list[Cut]] = defaultdict(list)
+    users: dict[int, list[FoundUnit]] = defaultdict(list)
     names: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
@@ -336,7 +352,8 @@ def main_dtypes(model: nn.Module, rules: Rules) -> dict[int, torch.dtype]:
 
 
 def _lay_out(
-    c: Cut,
+    c: FoundUnit,
+    whole: bool,
     groups: dict[int, int],
     rules: Rules,
     number: dict[int, int],
@@ -344,15 +361,15 @@ def _lay_out(
     own_dtype: Callable[[nn.Parameter, int], bool],
     align: int,
     slices: Mapping[int, Slice],
-) -> None:
+) -> tuple[UnitSpec, list[list[nn.Parameter]]]:
     """Sorts the parameters into segments by (dtype, own, trainable, group, policy, distinct axes) and gives each its
-    slot.
+    slot. ``whole``: they are small, and rest so.
 
     Raises:
         ModelError: a parameter has a dtype that cannot be split.
         LayoutError: gradients of one unit would be summed over different axes.
     """
-    mesh, whole = Mesh.of(mesh), c.whole
+    mesh = Mesh.of(mesh)
     policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
     segments: dict[tuple[str, bool, bool, int, int, Axes, Any], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in c.parameters.items():
@@ -387,11 +404,11 @@ def _lay_out(
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
         table = layout if layout != rules.layouts[-1] else None
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart, tuple(shared[1:])))
-        c.by_segment.append(list(members.values()))
     summed = {(rules.table(rule, apart, whole=whole).axes, mesh.summed(apart)) for *_, rule, apart, _ in segments}
     if len(summed) > 1:
         raise LayoutError(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
             "distinct on one or follow another layout: choose units= so that those are a unit of their own."
         )
-    c.spec = UnitSpec(c.name, tuple(specs), root=c.name in (ROOT, SMALL), inside=c.inside)
+    unit = UnitSpec(c.name, tuple(specs), root=c.name in (ROOT, SMALL), inside=c.inside)
+    return unit, [list(members.values()) for members in segments.values()]

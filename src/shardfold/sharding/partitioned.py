@@ -26,6 +26,7 @@ from shardfold.comm.transport import GlooTransport, StreamTransport
 from shardfold.errors import OrderError
 from shardfold.plan.layout import DATA_AXES
 from shardfold.plan.placement import shard_index
+from shardfold.sharding.attributes import point
 from shardfold.sharding.freed import FreedParameter, apart, outline, seal, unseal
 from shardfold.tiers.device import DeviceTier
 
@@ -84,6 +85,11 @@ class ShardRanks:
         made._begin()
         return made
 
+    def count(self) -> int:
+        """One parameter more: its number."""
+        self.numbered += 1
+        return self.numbered
+
     def complete(self) -> None:
         """No more parameters will come; every rank says so."""
         self._complete = True
@@ -132,8 +138,7 @@ class EarlyShard:
     def __init__(
         self, parameter: nn.Parameter, name: str, ranks: ShardRanks, dtype: torch.dtype | None, *, same: bool = False
     ) -> None:
-        ranks.numbered += 1
-        self.ranks, self.number, self.name = ranks, ranks.numbered, name
+        self.ranks, self.number, self.name = ranks, ranks.count(), name
         self.pins = 0
         value = parameter.detach()
         if dtype is not None and value.is_floating_point():
@@ -148,8 +153,7 @@ class EarlyShard:
         copy = nn.Parameter(self._hollow.detach(), requires_grad=parameter.requires_grad)
         shard = EarlyShard.__new__(EarlyShard)
         shard.__dict__.update(self.__dict__)
-        self.ranks.numbered += 1
-        shard.number, shard.pins, shard.values = self.ranks.numbered, 0, self.values.clone()
+        shard.number, shard.pins, shard.values = self.ranks.count(), 0, self.values.clone()
         shard._parameter = weakref.ref(copy)
         vars(copy)[_EARLY] = shard
         shard.seal(copy)
@@ -189,7 +193,7 @@ class EarlyShard:
         return None if TOUCHED else outline(parameter, self.name, _Outline(self))
 
     def seal(self, parameter: nn.Parameter) -> None:
-        parameter.data = self._hollow
+        point(parameter, self._hollow)
         seal(parameter, self.name, self)
 
     def padded(self) -> Tensor:
@@ -201,7 +205,24 @@ class EarlyShard:
 
     def open(self, parameter: nn.Parameter, flat: Tensor) -> None:
         unseal(parameter)
-        parameter.data = flat[: self.numel].view(self.shape)
+        point(parameter, flat[: self.numel].view(self.shape))
+
+    def pin(self) -> None:
+        """The parameter, which is whole, stays so until :meth:`unpin`."""
+        self.pins += 1
+
+    def unpin(self, parameter: nn.Parameter) -> None:
+        """With the last pin it is split again."""
+        self.pins -= 1
+        if not self.pins:
+            self.seal(parameter)
+
+    def rename(self, parameter: nn.Parameter, name: str) -> None:
+        """From now on messages have that name."""
+        self.name = name
+        if isinstance(parameter, FreedParameter):
+            unseal(parameter)
+            seal(parameter, name, self)
 
     def keep_own(self, parameter: nn.Parameter) -> None:
         """This rank's slice of the values that the parameter has here; nothing is sent."""
@@ -256,7 +277,7 @@ def gather(parameters: Iterable[nn.Parameter]) -> None:
             for p, shard, flat in zip(apart_now, shards, flats, strict=True):
                 shard.open(p, flat)
         for p in members:
-            _shard(p).pins += 1
+            _shard(p).pin()
 
 
 def release(parameters: Iterable[nn.Parameter], *, source: int | None = None, failed: bool = False) -> None:
@@ -276,10 +297,7 @@ def release(parameters: Iterable[nn.Parameter], *, source: int | None = None, fa
                 _write_back(ranks, members, source, failed)
         finally:
             for p in members:
-                shard = _shard(p)
-                shard.pins -= 1
-                if not shard.pins:
-                    shard.seal(p)
+                _shard(p).unpin(p)
 
 
 def _write_back(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int, failed: bool) -> None:
@@ -293,7 +311,7 @@ def _write_back(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int,
         wholes = [p.detach().to(ranks.device).contiguous() for p in members]
         spread(ranks.comm, [whole for whole in wholes if whole.numel()], what, source)
         for p, whole in zip(members, wholes, strict=True):
-            p.data = whole
+            point(p, whole)
             _shard(p).take(p, whole)
 
 
@@ -337,7 +355,7 @@ def keep_mine(parameters: Iterable[nn.Parameter], mine: Container[int], comm: Co
             if id(parameter) in mine:
                 EarlyShard(parameter, early.name, ranks, None, same=True)
             else:
-                parameter.data = early.nothing
+                point(parameter, early.nothing)
                 seal(parameter, early.name, _OnAnotherStage())
             before.handed_over()
     ranks.complete()

@@ -73,6 +73,25 @@ class _Answers:
                 module.__dict__["__deepcopy__"] = answers.deepcopy
         return answers
 
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """The module runs ``forward`` in place of its own."""
+        self.forward, self.own = forward, module.__dict__.get("forward")
+        module.__dict__["forward"] = forward
+
+    def restore(self, module: nn.Module) -> None:
+        """It runs its own again, or what was put there since then."""
+        if module.__dict__.get("forward") is self.forward:
+            self.give_back(module)
+        self.forward = self.own = None
+        self.leave(module)
+
+    def give_back(self, module: nn.Module) -> None:
+        """The forward of its own is where it was."""
+        if self.own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self.own
+
     def leave(self, module: nn.Module) -> None:
         """Takes the answers off a module that has nothing left to hide."""
         if not self.hooks and self.forward is None:
@@ -95,27 +114,14 @@ def forget_hooks(module: nn.Module, hooks: Iterable[int]) -> None:
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """From now on ``module`` runs ``forward`` in place of its own; copies and pickles of it run their own."""
-    answers = _Answers.of(module)
-    answers.forward, answers.own = forward, module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
+    _Answers.of(module).replace(module, forward)
 
 
 def restore_forward(module: nn.Module) -> None:
     """Takes back :func:`replace_forward`; a forward that was put there since then stays."""
     answers = _Answers.find(module)
-    if answers is None or answers.forward is None:
-        return
-    if module.__dict__.get("forward") is answers.forward:
-        _give_back_forward(module, answers)
-    answers.forward = answers.own = None
-    answers.leave(module)
-
-
-def _give_back_forward(module: nn.Module, answers: _Answers) -> None:
-    if answers.own is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = answers.own
+    if answers is not None and answers.forward is not None:
+        answers.restore(module)
 
 
 def copy_alone(parameter: nn.Parameter) -> None:
@@ -159,7 +165,7 @@ def _without(module: nn.Module, answers: _Answers) -> Iterator[None]:
         if name in kept:
             state[name] = OrderedDict((key, hook) for key, hook in kept[name].items() if key not in answers.hooks)
     if replaced:
-        _give_back_forward(module, answers)
+        answers.give_back(module)
     try:
         yield
     finally:

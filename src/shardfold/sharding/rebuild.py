@@ -30,6 +30,7 @@ from torch import Tensor
 from shardfold.comm.agreement import Claim
 from shardfold.errors import ConfigError, UsageError, by_rank
 from shardfold.plan.layout import Axes
+from shardfold.sharding.attributes import drop_grads, point
 from shardfold.sharding.changes import Changes, Plan
 from shardfold.sharding.compared import SLICES, parts, slices
 from shardfold.sharding.freed import unseal
@@ -49,7 +50,7 @@ __all__ = ["apply", "forget"]
 
 
 def apply(changes: Changes) -> None:
-    """Makes the units that :func:`needed` found; every rank calls it.
+    """Makes the units that :meth:`Changes.needed` found; every rank calls it.
 
     Raises:
         UsageError: gradients wait for a step; nothing has been changed.
@@ -79,20 +80,18 @@ def apply(changes: Changes) -> None:
     specs = [c.spec for c in plan.cuts]
     alike = Claim([*parts(specs), *map(str, homes.described(plan)), *map(str, buffers)])
     model.comm.agreement.same({SLICES: slices(specs, model.comm.mesh.sizes), what: alike})
-    new = [c.spec for c in plan.cuts if c.name not in plan.kept and c.spec is not None]
+    new = [c.spec for c in plan.cuts if c.name not in plan.kept]
     moments = model.updater.num_moments() if model.updater is not None else 0
     take_room(model, new, moments, [unit.spec for unit in homes.gone])
     dtypes = buffer_dtypes(model.rules, model.module)
     move_buffers(plan.new_modules, model.comm, dtypes)
     with torch.no_grad(), model.comm.agreement.told("a change of the model"):  # a disk may fail
         units = _make(changes, plan, homes)
-    model.followed += 1
-    changes.group_of = plan.group_of
-    model.units = units
+    model.follow(units)
     model.gate.take(units)
     if model.updater is not None:
         model.updater.point_groups(units)
-    changes.renew()
+    changes.renew(plan.group_of)
     trim()
 
 
@@ -147,15 +146,14 @@ def _make(changes: Changes, plan: Plan, homes: Homes) -> list[Unit]:
     units: list[Unit] = []
     for c in plan.cuts:
         if c.name in plan.kept:
-            plan.kept[c.name].modules = c.modules
+            plan.kept[c.name].use(c.modules)
             units.append(plan.kept[c.name])
             continue
         for old in sources[c.name]:
             if id(old) not in dissolved:
                 dissolved.add(id(old))
                 _dissolve(model, old, homes, staying)
-        for p in c.parameters.values():
-            p.grad = None  # what autograd left there while nobody trained it is no gradient of this step
+        drop_grads(c.parameters.values())  # what autograd left there while nobody trained it: not of this step
         unit = make_units(model.module, [c], model.layout, model.comm, model.tiers, None, changes.seed)[0]
         if unit.split and unit.life is Life.GATHERED:
             unit.release()
@@ -192,7 +190,7 @@ def _dissolve(model: ShardedModel, unit: Unit, homes: Homes, staying: set[int]) 
             unseal(p)
             if id(p) in homes.place:
                 # What leaves gets memory of its own, or the user's reference to it would keep all of the flat.
-                p.data = view if id(p) in staying else view.clone()
+                point(p, view if id(p) in staying else view.clone())
 
 
 def forget(model: ShardedModel, unit: Unit) -> None:
@@ -201,10 +199,7 @@ def forget(model: ShardedModel, unit: Unit) -> None:
         model.updater.drop(unit)
     for average in model.run.averages:
         average.drop(unit)
-    unit.gradients.give_up()
-    for segment in unit.segments:
-        segment.give_up()
-    unit.segments, unit.trainable, unit.replaced = [], [], True
+    unit.give_up()
     trim()  # states were allocated once and for good, so malloc would keep their memory for requests of their size
 
 

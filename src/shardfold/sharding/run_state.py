@@ -110,6 +110,10 @@ class RunState:
     broken: str = ""
     unwritten: StepError | None = None
 
+    def send_signs(self, signs: Lossy) -> None:
+        """Ranks send signs of momentum from now on, and these know what is lost in it."""
+        self.signs = signs
+
     def end_attempt(self) -> None:
         """The gradients since the last step are used, or dropped: from here on those of the next are collected."""
         self.micro_batch, self.gradients_ready = 0, False

@@ -37,6 +37,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import DATA_AXES, ITEMSIZE, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
+from shardfold.sharding.attributes import point, show_grads
 from shardfold.sharding.shard import Shard
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
@@ -210,8 +211,7 @@ class Segment:
         spec, flat, layout = self.spec, self.flat, self.table
         if exact is not flat:
             flat.copy_(exact)
-            for parameter, view in zip(self.parameters, self.views_of(flat), strict=True):
-                parameter.data = view
+            self._point()
         start, stop = self.rest_range
         keeps_copy = layout.params is not None or not spec.trainable
         if not self.split:
@@ -361,6 +361,42 @@ class Segment:
         nothing else, as the segment is frozen."""
         return self.regions.get(state) or self.regions["params"]
 
+    # -- its update
+
+    def begin_update(self, pending: PendingUpdate) -> None:
+        """An update is under way: whoever reads what it writes settles it."""
+        self.under_way = pending
+
+    def end_update(self, *, undone: bool = False) -> None:
+        """It is not any more; ``undone``: nor is there what it made of ``params``."""
+        self.under_way = None
+        if undone:
+            self.updated = None
+
+    def lay_aside(self, copy: Tensor) -> None:
+        """What the update makes of ``params``, ``(length / parts,)`` on the host, waits there (see :meth:`leave`)."""
+        self.updated = copy
+
+    def take_updated(self) -> None:
+        """What waits is written to ``params``, where these rest in memory of the host and no operation of the program
+        brings it there."""
+        if self.updated is not None and self.table.params is not None and self.table.params.tier is not Tier.DEVICE:
+            assert self.compute_range is not None
+            self.compute_range.copy_(self.updated)
+            self.updated = None
+
+    def drop_sent_grads(self) -> None:
+        """The update has read them."""
+        self.sent_grads = None
+
+    def drop_noted(self) -> None:
+        """Gradients in a file are others than those that ``noted`` is of."""
+        self.noted = None
+
+    def count_as_summed(self) -> None:
+        """Nothing is left to be multiplied to the sums of gradients."""
+        self.unscale = 1.0
+
     def forget_fetched(self) -> None:
         """What came from files, or comes, is not needed."""
         self.here.clear()
@@ -386,7 +422,7 @@ class Segment:
                 for slot, grad in self.adopted.items():
                     views[slot].copy_(grad)
                     if self.parameters[slot].grad is grad:
-                        self.parameters[slot].grad = views[slot]
+                        show_grads([self.parameters[slot]], [views[slot]])
             self.adopted.clear()
         return self.gradient_flat
 
@@ -465,8 +501,12 @@ class Segment:
         with torch.no_grad():
             flat.copy_(self.flat)
         self.flat = flat
-        for parameter, view in zip(self.parameters, self.views_of(flat), strict=True):
-            parameter.data = view
+        self._point()
+
+    def _point(self) -> None:
+        """The parameters are views of the flat."""
+        for parameter, view in zip(self.parameters, self.views_of(self.flat), strict=True):
+            point(parameter, view)
 
     def own_copy(self, source: str) -> Tensor | None:
         """What this rank gives to a gather of ``source``, as it rests outside of the flat; None if it is nowhere

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from shardfold.comm.mesh import parse_device, pick_device
 from shardfold.plan.checks import check_flags, check_times
 from shardfold.plan.known_arguments import known_arguments
-from shardfold.sharding.freed import FreedParameter, apart, seal, unseal
+from shardfold.sharding.freed import FreedParameter, apart
 from shardfold.sharding.partitioned import TOUCHED, EarlyShard, ShardRanks, early_shard, gather, release
 from shardfold.sharding.registry import model_of
 from shardfold.sharding.segment import check_dtype
@@ -186,10 +186,7 @@ class _Construction:
         for name, p in module.named_parameters():
             shard = early_shard(p)
             if shard is not None and shard.ranks is self._ranks:
-                shard.name = name
-                if isinstance(p, FreedParameter):
-                    unseal(p)
-                    seal(p, name, shard)
+                shard.rename(p, name)
 
 
 @contextmanager

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from shardfold.errors import UsageError
 from shardfold.sharding._hidden import HiddenGradient
+from shardfold.sharding.attributes import drop_grads, show_grads
 from shardfold.sharding.autograd import is_heard
 from shardfold.sharding.gradient_buffer import GradientBuffer
-from shardfold.sharding.gradients import Gradients, SlotNumbers, Sums
+from shardfold.sharding.gradients import Gradients, SlotNumbers
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.sums import Sums
 from shardfold.torch_internals import storage_key
 
 __all__ = ["Change", "ShownGradients", "part"]
@@ -71,9 +73,7 @@ class ShownGradients:
         self._lying.clear()
         self._shown = [self._to_show(i, where) for i in range(len(trainable))]
         for segment, grads in zip(trainable, self._shown, strict=True):
-            for parameter, grad in zip(segment.parameters, grads, strict=True):
-                if grad is not None:
-                    parameter.grad = grad
+            show_grads(segment.parameters, grads)
 
     def _to_show(self, i: int, where: str | None) -> Sequence[Tensor | None]:
         """What the parameters of a segment are to show, by slot; in most steps a list that was made before."""
@@ -148,9 +148,7 @@ class ShownGradients:
     def forget(self) -> None:
         """Nothing is shown any more."""
         for segment, grads in zip(self._gradients.segments, self._shown, strict=False):
-            for parameter, grad in zip(segment.parameters, grads, strict=True):
-                if grad is not None:
-                    parameter.grad = None
+            drop_grads([p for p, grad in zip(segment.parameters, grads, strict=True) if grad is not None])
         self._shown = []
         self._lying.clear()
         self._zeroed.clear()
@@ -196,7 +194,7 @@ class ShownGradients:
                     continue
                 shown = self._shown[i][slot] if self._shown else None
                 if storage_key(found.untyped_storage()) in own and not self._is_still((i, slot), shown, found):
-                    parameter.grad = found.detach().clone()
+                    show_grads([parameter], [found.detach().clone()])
 
     def _follow(self) -> list[Change]:
         """What users did to what is shown is done to the gradients; says what that was."""
@@ -240,7 +238,8 @@ class ShownGradients:
                     self._refuse((i, slot))
                 with torch.no_grad():
                     buffer.put(i, slot, given)
-                parameter.grad, self._gradients.used[i][slot] = None, True
+                drop_grads([parameter])
+                self._gradients.used[i][slot] = True
                 changes.append(("set", self._name((i, slot))))
         return changes
 

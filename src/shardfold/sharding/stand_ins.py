@@ -19,7 +19,7 @@ from shardfold.comm.device_mesh import is_dtensor
 from shardfold.errors import ModelError
 from shardfold.torch_internals import NormBase
 
-__all__ = ["EXTRA", "Read", "extra_states", "metadata_of", "own_state", "reads_values", "takes_extra"]
+__all__ = ["EXTRA", "Read", "extra_states", "metadata_of", "own_state", "reads_values", "takes_extra", "with_metadata"]
 
 EXTRA = "_extra_state"
 """What PyTorch calls a module's extra state, behind its path."""
@@ -34,13 +34,17 @@ class _Receiver(nn.Parameter):
     def like(parameter: Tensor) -> _Receiver:
         empty = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
         made = _Receiver(empty, requires_grad=parameter.requires_grad)
-        made.given = None
+        made.receive(None)
         return made
+
+    def receive(self, value: Tensor | None) -> None:
+        """This is what it was given."""
+        self.given = value
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and isinstance(args[0], _Receiver):
-            args[0].given = args[1]
+            args[0].receive(args[1])
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -131,8 +135,7 @@ def own_state(module: nn.Module, whole: Mapping[int, Tensor], hollow: Iterable[s
             place.own.copy_(place.found)
     once: dict[Any, Any] = {}  # tied names have one tensor
     found = OrderedDict((name, _told(value, once)) for name, value in state.items() if not _is_meta(value))
-    cast(Any, found)._metadata = getattr(state, "_metadata", metadata_of(module))
-    return found
+    return with_metadata(found, getattr(state, "_metadata", metadata_of(module)))
 
 
 def _written(module: nn.Module, places: Iterable[_Place], what: str) -> list[_Place]:
@@ -173,6 +176,12 @@ def metadata_of(module: nn.Module) -> OrderedDict[str, dict[str, Any]]:
     """The versions of all modules, as ``state_dict()`` notes them."""
     named = module.named_modules(remove_duplicate=False)
     return OrderedDict((path, {"version": part._version}) for path, part in named)
+
+
+def with_metadata(state: OrderedDict[str, Any], metadata: Any) -> OrderedDict[str, Any]:
+    """``state``, from which PyTorch reads these when it loads it."""
+    cast(Any, state)._metadata = metadata
+    return state
 
 
 # -- the other way round

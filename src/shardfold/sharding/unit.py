@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardfold.comm.transport import Pending, Waiter
 from shardfold.errors import UsageError
 from shardfold.plan.placement import UnitSpec
+from shardfold.sharding.attributes import drop_grads, point
 from shardfold.sharding.freed import seal, unseal
 from shardfold.sharding.gradients import Gradients
 from shardfold.sharding.segment import Segment
@@ -184,13 +185,42 @@ class Unit:
                         )
                     with torch.no_grad():
                         view.copy_(parameter.detach())
-                    parameter.data = view
+                    point(parameter, view)
                 segment.take(slot, view, exact=False)
             if self._store.debug and (unseen := segment.unseen_writes(written)):
                 raise UsageError(
                     f"{unseen!r} was written by way of .data inside of the model's forward or backward, which leaves "
                     "no trace and would be lost: write into the parameter itself, under torch.no_grad()."
                 )
+
+    def pin(self, *, gathered: bool) -> None:
+        """The unit, which is full, stays so until :meth:`unpin`; ``gathered``: to be pinned."""
+        self.pinned_here |= gathered
+        self.pins += 1
+
+    def unpin(self) -> None:
+        """What was gathered to be pinned goes with the last pin."""
+        self.pins -= 1
+        if not self.pins and self.pinned_here:
+            self.pinned_here = False
+            if self.life is Life.GATHERED and not self.closed:  # an engine that is closed gathers nothing again
+                self.release(keep=False)
+
+    def close(self) -> None:
+        """Its engine is closed: what is split stays so, and no step will come."""
+        self.closed = True
+        drop_grads(parameter for _, parameter in self.parameters())  # views of the engine's memory
+
+    def use(self, modules: list[nn.Module]) -> None:
+        """These are its modules from now on."""
+        self.modules = modules
+
+    def give_up(self) -> None:
+        """The unit is no more, and its parameters are other units': nothing here keeps memory."""
+        self.gradients.give_up()
+        for segment in self.segments:
+            segment.give_up()
+        self.segments, self.trainable, self.replaced = [], [], True
 
     def _expect(self, life: Life) -> None:
         if self.life is not life:

@@ -16,7 +16,7 @@ from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard, values_of
 from shardfold.sharding.together import together
 
-__all__ = ["SegmentSlice", "gather_slices", "whole_segments"]
+__all__ = ["SegmentSlice", "gather_slices", "whole_parameters", "whole_segments"]
 
 
 class SegmentSlice(NamedTuple):
@@ -96,3 +96,15 @@ def _whole_batch(
     complete(comm, flats, over, what)
     for (segment, _, _), flat in zip(batch, flats, strict=True):
         yield segment, flat
+
+
+def whole_parameters(
+    comm: Comm, shards: Iterable[tuple[Segment, Tensor | Shard, Axes]], what: str
+) -> dict[int, Tensor]:
+    """As :func:`whole_segments`, on the CPU: a new tensor for each parameter, by its ``id``."""
+    whole: dict[int, Tensor] = {}
+    for segment, flat in whole_segments(comm, shards, what):
+        values = flat.cpu()
+        for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
+            whole[id(parameter)] = view.clone()
+    return whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from shardfold.sharding.model import ShardedModel, StagedNames
 from shardfold.sharding.plain import StrangeValue, from_text, to_text
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
-from shardfold.sharding.stand_ins import Read, metadata_of, own_state, reads_values
+from shardfold.sharding.stand_ins import Read, metadata_of, own_state, reads_values, with_metadata
 from shardfold.sharding.together import on_disk, together
-from shardfold.sharding.whole_segments import whole_segments
+from shardfold.sharding.whole_segments import whole_parameters
 
 __all__ = [
     "buffers_of",
@@ -62,14 +62,9 @@ def chosen(model: ShardedModel, frozen: str) -> list[Segment]:
 
 def _whole_values(model: ShardedModel, segments: Sequence[Segment], what: str) -> dict[int, Tensor]:
     """Parameters' values in the master's precision, by ``id``, on the CPU."""
-    whole: dict[int, Tensor] = {}
     copies = [(segment, most_precise(model, segment)) for segment in segments]
     shards = [(segment, kept, over) for segment, (kept, _, over) in copies]
-    for segment, flat in whole_segments(model.comm, shards, what):
-        values = flat.cpu()
-        for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
-            whole[id(parameter)] = view.clone()
-    return whole
+    return whole_parameters(model.comm, shards, what)
 
 
 def _of_all_stages(model: ShardedModel, whole: StagedNames, values: Mapping[int, Tensor]) -> OrderedDict[str, Any]:
@@ -116,8 +111,7 @@ def _of_all_stages(model: ShardedModel, whole: StagedNames, values: Mapping[int,
     for first, names in whole.also.items():
         if first in found:
             found.update(dict.fromkeys(names, found[first]))
-    cast(Any, found)._metadata = metadata_of(model.module)
-    return found
+    return with_metadata(found, metadata_of(model.module))
 
 
 def check_state(state: Any, loans: Sequence[Loan]) -> None:

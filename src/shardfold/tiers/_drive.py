@@ -282,10 +282,10 @@ def _unnamed(folder: str) -> int:
 
 
 def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
-    found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-    if found is not None:
-        found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return found
+    takes = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, use_errno=True)
+    with suppress(AttributeError):  # elsewhere than on Linux
+        return takes(("fallocate64", ctypes.CDLL(None)))
+    return None
 
 
 _system_fallocate = _find_fallocate()

@@ -334,8 +334,8 @@ class _Coming:
             with accelerator.on(side):
                 there = self._bytes[part.to : part.to + part.nbytes]
                 there.copy_(buffer.memory[begin : begin + part.nbytes], non_blocking=True)
-                buffer.event = side.record_event()  # the buffer is not filled again before
-            return buffer.event
+                buffer.copied(behind := side.record_event())  # the buffer is not filled again before
+            return behind
         finally:
             self._tier.incoming.give_back(buffer)
 
@@ -419,7 +419,7 @@ class DiskRegion:
             if streams:
                 with accelerator.on(owner.out_stream):
                     buffer.memory[:count].copy_(flat[to : to + count], non_blocking=True)
-                    buffer.event = owner.out_stream.record_event()  # whoever reads the buffer waits for this
+                    buffer.copied(owner.out_stream.record_event())  # whoever reads the buffer waits for this
             else:
                 # Not by torch, whose threads wait for each other where ranks share the cores.
                 ctypes.memmove(buffer.address, flat.data_ptr() + to, count)

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from shardfold.tiers.collection import AtCollection
+
 __all__ = ["exact", "huge", "keep", "let_go", "spare", "trim", "vacate"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -42,9 +44,8 @@ def _find_mallopt() -> Callable[[int, int], int] | None:
 def _find_madvise() -> Any:
     if _mallopt is None:
         return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise
+    takes = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return takes(("madvise", ctypes.CDLL(None)))
 
 
 _mallopt = _find_mallopt()
@@ -85,7 +86,7 @@ def let_go(owner: object) -> None:
 
 def _own(owners: weakref.WeakSet[Any], owner: object) -> None:
     if owner not in owners:
-        weakref.finalize(owner, _settle).atexit = False
+        AtCollection(owner, _settle)
         owners.add(owner)  # behind it, because of two weak references the younger tells first
         _settle()
 

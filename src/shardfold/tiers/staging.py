@@ -42,6 +42,11 @@ class Buffer:
         """The host waits for the copy to or from the device that is under way."""
         if self.event is not None:
             self.event.synchronize()
+            self.event = None
+
+    def copied(self, event: Any) -> None:
+        """A copy between it and the device is queued; the event is behind that."""
+        self.event = event
 
 
 class Staging:
@@ -69,7 +74,6 @@ class Staging:
                         self._spare.append(self._back.get_nowait())
             buffer = self._spare.pop() if self._spare else self._back.get()
         buffer.settle()
-        buffer.event = None
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:

@@ -18,8 +18,8 @@ from shardfold.compat.deepspeed.zero.attributes import part_size, place_of
 from shardfold.engine.engine import Engine, engine_of
 from shardfold.errors import ModelError
 from shardfold.plan.layout import DATA_AXES
-from shardfold.sharding.gradients import Sums
 from shardfold.sharding.registry import name_in
+from shardfold.sharding.sums import Sums
 from shardfold.sharding.whole_segments import SegmentSlice, gather_slices
 
 __all__ = [
