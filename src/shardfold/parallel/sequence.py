@@ -80,6 +80,10 @@ class SequenceAxis:
         self._local = False
         _OPEN.add(self)
 
+    def count_behind(self, padding: int) -> None:
+        """The model counts positions from behind this number."""
+        self.padding = padding
+
     def close(self) -> None:
         """The engine is closed."""
         _OPEN.discard(self)
