@@ -41,6 +41,24 @@ class ReplacedForward:
         self.inner = list(self.module.modules())
         self.current = self.given
 
+    def plan(self, spot: Spot | None) -> None:
+        """What is planned for it."""
+        self.spot = spot
+
+    def renew(self) -> None:
+        """What a budget chose holds from now on, if there is one."""
+        if self.spot is not None:
+            self.current = self.given.chosen(self.spot.mode)
+
+    def leave(self, left: bool) -> bool:
+        """Whether it runs inside of a checkpoint of the model's own."""
+        self.left = left
+        return left
+
+    def end_comparison(self) -> None:
+        """Ranks have the same inputs."""
+        self.compared = True
+
     @property
     def leaves(self) -> bool:
         """Whether the model recomputes this, or parts of it, itself (``gradient_checkpointing`` of transformers)."""

@@ -70,6 +70,13 @@ class Selection:
         self.over = False
         self.again = 0
 
+    def begin_again(self) -> None:
+        """A run behind the first begins."""
+        self.again += 1
+
+    def end_again(self) -> None:
+        self.again -= 1
+
     def contexts(self) -> tuple[Any, Any]:
         """What the first run and each other one happen in."""
         return _First(self), _Replayed(self)
@@ -171,12 +178,12 @@ class _Replayed(_SelectMode):
         self._numbers: list[Counter[Any]] = []  # of each run that is under way
 
     def __enter__(self) -> Any:
-        self._selection.again += 1
+        self._selection.begin_again()
         self._numbers.append(Counter())
         return super().__enter__()
 
     def __exit__(self, *error: object) -> Any:
-        self._selection.again -= 1
+        self._selection.end_again()
         self._numbers.pop()
         return super().__exit__(*error)
 

@@ -120,8 +120,7 @@ def export_to(
     check_apart(Path(source), target)
     beside = _beside(Path(config)) if config is not None else []
     with Checkpoint(source) as checkpoint:
-        stored = weights_of(checkpoint, state).renamed(renamer(rename, "export_to"), str(checkpoint.path))
-        stored.tensors = {name: later.cast(dtype) for name, later in stored.tensors.items()}
+        stored = weights_of(checkpoint, state).renamed(renamer(rename, "export_to"), str(checkpoint.path)).cast(dtype)
         empty = [name for name, later in stored.tensors.items() if not later.nbytes]
         if empty:
             raise CheckpointError(

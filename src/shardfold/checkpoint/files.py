@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardfold.checkpoint.folders import name_file
 from shardfold.checkpoint.index import ITEMSIZES, SUM_BYTES, Piece, checksum
 from shardfold.checkpoint.paths import open_regular
 from shardfold.errors import CheckpointError
@@ -83,10 +84,10 @@ class UnwrittenPiece(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What :func:`write_file` did: the pieces with their places, the bytes of the file, which are not finite."""
+    """What :func:`write_file` did: the bytes of the file, the pieces with their places, which are not finite."""
 
-    pieces: list[Piece]
     num_bytes: int
+    pieces: list[Piece]
     nonfinite: list[Piece]
 
 
@@ -137,7 +138,7 @@ def write_file(path: Path, parts: Sequence[UnwrittenPiece], tick: Callable[[int]
             pieces.append(replace(part.piece, file=path.name, at=at, sums=tuple(sums)))
             if not finite:
                 nonfinite.append(pieces[-1])
-    return Written(pieces, begin + offset, nonfinite)
+    return Written(begin + offset, pieces, nonfinite)
 
 
 def _blocks(part: UnwrittenPiece) -> Iterator[memoryview]:
@@ -236,7 +237,7 @@ class _Output:
                     done += os.pwrite(self._fd, view[done:length], position + done)
                 except OSError as error:
                     if not self._direct or error.errno != errno.EINVAL:  # this file system cannot after all
-                        error.filename = error.filename or str(self._path)
+                        name_file(error, self._path)
                         raise
                     self._go_buffered()
 

@@ -238,6 +238,28 @@ class Index:
     ranks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     nonfinite: list[str] = field(default_factory=list[str])
 
+    def add_file(self, name: str, num_bytes: int, pieces: Sequence[Piece], nonfinite: Sequence[Piece]) -> None:
+        """A file with these pieces was written; ``nonfinite``: those that have inf or NaN."""
+        self.pieces += pieces
+        self.files[name] = num_bytes
+        bad = dict.fromkeys(p.of for p in nonfinite if p.kind == "buffer" or p.state == "weight")
+        self.nonfinite += [each for each in bad if each not in self.nonfinite]
+
+    def join(self, part: Index) -> None:
+        """What the next rank has written; the first ranks of stages come in the model's order."""
+        self.pieces += part.pieces
+        self.files |= part.files
+        self.once |= part.once
+        self.ranks += part.ranks
+        self.nonfinite = sorted({*self.nonfinite, *part.nonfinite})
+        self.parameters += part.parameters
+        self.buffers += part.buffers
+        if "extra" in part.run:
+            self.run["extra"] = part.run["extra"] | self.run.get("extra", {})
+        if part.optimizer is not None and self.optimizer is not None:
+            for mine, theirs in zip(self.optimizer["groups"], part.optimizer["groups"], strict=True):
+                mine["parameters"] += theirs["parameters"]
+
     def to_bytes(self) -> bytes:
         """The text of ``index.json``: the index and, beside it, the checksum of its compact form."""
         said = {

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,11 @@ class Writer:
             for name in names:
                 self._known(name, f"group {number}")
             said.append({"options": self._tree(dict(options), f"group {number}"), "parameters": list(names)})
-        self._index.optimizer = {"class": class_name, "groups": said}
+        self._index = replace(self._index, optimizer={"class": class_name, "groups": said})
 
     def run(self, tree: Mapping[str, Any]) -> None:
         """What the run had: ``schedule``, ``loss_scale`` (each a state dict or None), ``state`` (the user's own)."""
-        self._index.run = self._tree(dict(tree), "run")
+        self._index = replace(self._index, run=self._tree(dict(tree), "run"))
 
     def rank(self, tree: Mapping[str, Any]) -> None:
         """What the next rank had: ``rng``, ``state``; called once for each of them, or not at all."""
@@ -183,9 +184,7 @@ class Writer:
             for number, parts in enumerate(files, 1):
                 name = f"part-{number:05d}-of-{len(files):05d}.safetensors"
                 written = write_file(draft.path / name, parts, lambda more, before=done: tick(before + more))
-                index.pieces += written.pieces
-                index.files[name] = written.num_bytes
-                index.nonfinite += [p.of for p in written.nonfinite if p.kind == "buffer" or p.state == "weight"]
+                index.add_file(name, *written)
                 done += sum(part.piece.nbytes for part in parts)
             if index.nonfinite:
                 LOG.warning("%s holds inf or NaN in %s", self.target, ", ".join(index.nonfinite))
