@@ -17,6 +17,7 @@ which no other has as long as there is a weak reference to it. On a device it co
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -179,7 +180,7 @@ class Planner:
                 spot.enter()
         if phase in ("keep", "select"):
             self._try(phase)
-        if phase == "":
+        if phase in ("check", ""):
             for spot, option in self._plan:
                 spot.enter(option.mode)
         self._renewed()
@@ -365,11 +366,7 @@ class Planner:
         self._plan = list(zip(spots, plan, strict=True))
         self._predicted = peak(items, plan, self._after, repeated=self._repeated)
         self.kept = None
-        for spot, option in self._plan:
-            spot.enter(option.mode)
-        modes: dict[str, int] = {}
-        for option in plan:
-            modes[option.mode] = modes.get(option.mode, 0) + 1
+        modes = Counter(option.mode for option in plan)
         chosen = ", ".join(f"{count} {mode}" for mode, count in sorted(modes.items()))
         LOG.info("activations=%r: %s; at most %s at once", self._asked, chosen or "-", human(self._predicted))
         self._enter("check")

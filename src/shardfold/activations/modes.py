@@ -172,7 +172,6 @@ class Replacements:
         for place in self.places:
             restore_forward(place.module)
             own = place.module.forward
-            place.renew()
             if place.spot is not None:
                 own = without_filling(own)
                 if self._planner is not None and measuring:
@@ -182,15 +181,8 @@ class Replacements:
             elif place.current.mode in RECOMPUTED:
                 given = place.current
                 room = self._rooms.setdefault(given, SliceBuffer(given.contiguous)) if given.contiguous else None
-                again = recomputing(
-                    place,
-                    own,
-                    self._needs,
-                    self._movers,
-                    whole=measuring,
-                    slicer=self._slicers.get(given.over),
-                    room=room,
-                )
+                slicer = self._slicers.get(given.over)
+                again = recomputing(place, own, self._needs, self._movers, whole=measuring, slicer=slicer, room=room)
                 replace_forward(place.module, again)
             elif place.current.tile is not None:
                 replace_forward(place.module, tiling(place, own, place.current.tile, self._needs))
@@ -214,12 +206,8 @@ class Replacements:
 
     def _among(self, given: Activations) -> tuple[str, ...]:
         """What a budget chooses from. On the CPU a copy in host memory saves nothing there."""
-        return given.among or (
-            "keep",
-            "recompute",
-            "select",
-            *(("host",) if accelerator.has_streams(self._device) else ()),
-        )
+        host = ("host",) if accelerator.has_streams(self._device) else ()
+        return given.among or ("keep", "recompute", "select", *host)
 
     @property
     def modes(self) -> tuple[Activations, ...]:

@@ -39,16 +39,14 @@ class ReplacedForward:
 
     def __post_init__(self) -> None:
         self.inner = list(self.module.modules())
-        self.current = self.given
+
+    @property
+    def current(self) -> Activations:
+        return self.given if self.spot is None else self.given.chosen(self.spot.mode)
 
     def plan(self, spot: Spot | None) -> None:
         """What is planned for it."""
         self.spot = spot
-
-    def renew(self) -> None:
-        """What a budget chose holds from now on, if there is one."""
-        if self.spot is not None:
-            self.current = self.given.chosen(self.spot.mode)
 
     def leave(self, left: bool) -> bool:
         """Whether it runs inside of a checkpoint of the model's own."""

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.apart import group_here, is_apart, of_group, shared_states
-from shardfold.checkpoint.files import NAMES, UnwrittenPiece
+from shardfold.checkpoint.files import NAMES, UnwrittenPiece, dtype_name
 from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
-from shardfold.errors import CheckpointError
 from shardfold.plan.layout import Axes
 from shardfold.plan.placement import Slot, shard_index
 from shardfold.plan.version import __version__
@@ -58,15 +57,15 @@ def collect(
     tree = encode({"rng": rng_state()}, "rank_state", tensors)
     tree["state"] = encode(plain(rank_state), "rank_state.state", tensors, "rank_state")
     for name, tensor in tensors.items():
-        parts.append(_whole("rank", "", name, tensor, rank=model.rank))
+        parts.append(UnwrittenPiece.whole("rank", "", name, tensor, rank=model.rank))
     if model.leads and not group:
         for name, (buffer, _) in _buffers(model):
-            parts.append(_whole("buffer", "", name, buffer))
+            parts.append(UnwrittenPiece.whole("buffer", "", name, buffer))
         if model.rank:  # of another stage than rank 0's, which the header tells of
             described = _described(model, left_out, {})
             run_tensors = dict[str, Tensor]()
             described["run"] = {"extra": _extra(model, run_tensors)}
-    parts += [_whole("run", "", name, tensor) for name, tensor in run_tensors.items()]
+    parts += [UnwrittenPiece.whole("run", "", name, tensor) for name, tensor in run_tensors.items()]
     return parts, Index(once=once, ranks=[tree], **described)
 
 
@@ -213,7 +212,7 @@ def _of_parameter(
         numbers: dict[str, Any] = {}
         for name, value in update.kept_once(segment, slot).items():
             if isinstance(value, Tensor) and value.dim():
-                parts.append(_whole("once", name, place.name, value))
+                parts.append(UnwrittenPiece.whole("once", name, place.name, value))
             else:
                 numbers[name] = encode(value, f"{name} of {place.name}", {})
         if numbers:
@@ -237,22 +236,12 @@ def _range(
     """``values``: of a shard, its memory; one in a file is read when it is its turn to be written."""
     kind = "element" if block == 1 else "block"
     stop = start + (values.numel() if numel is None else numel)
-    dtype, shape = _dtype(values, slot.name), (values.numel(),)
+    dtype, shape = dtype_name(values.dtype, slot.name), (values.numel(),)
     piece = Piece(slot.name, state, kind, dtype, shape, start, stop, slot.box, block)
     if isinstance(values, Tensor):
         return UnwrittenPiece(piece, values)
     memory = values.memory
     return UnwrittenPiece(piece, values if memory is None else memory)
-
-
-def _whole(kind: str, state: str, name: str, values: Tensor, rank: int | None = None) -> UnwrittenPiece:
-    return UnwrittenPiece(Piece(name, state, kind, _dtype(values, name), tuple(values.shape), rank=rank), values)
-
-
-def _dtype(values: Tensor | Shard, name: str) -> str:
-    if values.dtype not in NAMES:
-        raise CheckpointError(f"{name!r} has dtype {values.dtype}, which safetensors files do not have: cast it.")
-    return NAMES[values.dtype]
 
 
 def _optimizer(model: ShardedModel, tensors: dict[str, Tensor]) -> dict[str, Any] | None:

@@ -13,13 +13,13 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ from shardfold.sharding.shard import Shard
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere
 
-__all__ = ["DTYPES", "NAMES", "Reader", "UnwrittenPiece", "check_dense", "write_file"]
+__all__ = ["DTYPES", "NAMES", "Reader", "UnwrittenPiece", "check_dense", "divided", "dtype_name", "write_file"]
+
+T = TypeVar("T")
 
 PAGE = 4096
 BUFFER = 2 * SUM_BYTES
@@ -75,12 +77,42 @@ def check_dense(values: Tensor, what: str) -> None:
         raise CheckpointError(f"{what} is a tensor on the meta device, which has no values: give it some.")
 
 
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """
+    Raises:
+        CheckpointError: files have no such dtype, which ``name`` has.
+    """
+    if dtype not in NAMES:
+        raise CheckpointError(f"{name!r} has dtype {dtype}, which safetensors files do not have: cast it.")
+    return NAMES[dtype]
+
+
+def divided(items: Iterable[T], num_bytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """Items of files that have at most so many bytes each, unless one item alone has more; in order."""
+    files: list[list[T]] = []
+    size = 0
+    for item in items:
+        if not files or size + num_bytes(item) > most:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += num_bytes(item)
+    return files
+
+
 class UnwrittenPiece(NamedTuple):
     """What is to be written: a piece that has no place in a file yet, and its values, what makes them, or what rests in
     a file of its own, from which it is copied some MiB at a time."""
 
     piece: Piece
     values: Tensor | Shard | Callable[[], Tensor]
+
+    @staticmethod
+    def whole(kind: str, state: str, name: str, values: Tensor, rank: int | None = None) -> UnwrittenPiece:
+        """A tensor that is a piece of its own."""
+        return UnwrittenPiece(
+            Piece(name, state, kind, dtype_name(values.dtype, name), tuple(values.shape), rank=rank), values
+        )
 
 
 class Written(NamedTuple):

@@ -16,17 +16,7 @@ from typing import Any
 from shardfold.checkpoint.checked import once_each
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.hosts import whose
-from shardfold.checkpoint.index import (
-    INDEX,
-    ITEMSIZES,
-    KINDS,
-    SUM_BYTES,
-    Index,
-    Parameter,
-    Piece,
-    checksum,
-    overlaps,
-)
+from shardfold.checkpoint.index import INDEX, ITEMSIZES, KINDS, SUM_BYTES, Index, Parameter, Piece, checksum, overlaps
 from shardfold.checkpoint.paths import check_regular, inside, open_regular
 from shardfold.errors import CheckpointError
 from shardfold.plan.box import Box

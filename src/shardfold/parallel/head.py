@@ -33,6 +33,7 @@ from shardfold.nn.cross_entropy import (
     no_class,
     rows_at_once,
     span_of,
+    wanted_of,
 )
 from shardfold.nn.parallel_cross_entropy import margin_of, sampled_classes
 from shardfold.parallel.lengths import keep_part
@@ -156,23 +157,13 @@ class MarginHead(nn.Module):
             columns = torch.searchsorted(chosen, columns.clamp(min=0)).where(columns >= 0, -1)
         if link.size == 1:  # negative is here only what does not count
             columns = columns.clamp(min=0)
-        wanted = tuple(torch.is_grad_enabled() and each.requires_grad for each in (unit, weight)) + (False,)
+        wanted = wanted_of(unit, weight, None)
         most = -(-self.classes // link.size)  # chunks are the same on all ranks
         if self.sample < 1:
             most = min(most, round(most * self.sample) + len(labels))
         at_once = rows_at_once(len(labels), most, weight.dtype, weight.device.type)
-        head = Head(
-            at_once,
-            weight.dtype,
-            IGNORED,
-            0.0,
-            "mean",
-            None,
-            wanted,
-            link if link.size > 1 else None,
-            self.classes,
-            self.margin,
-        )
+        ranks = link if link.size > 1 else None
+        head = Head(at_once, weight.dtype, IGNORED, 0.0, "mean", None, wanted, ranks, self.classes, self.margin)
         with torch.autocast(unit.device.type, enabled=False):
             return _losses(unit, weight, labels, columns, _Together(head, link, sizes))
 

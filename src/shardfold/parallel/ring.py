@@ -175,11 +175,7 @@ def _turned(tensor: Tensor, tile: Tile) -> Tensor:
 
 
 def _add_gradients(
-    plan: _Plan,
-    tile: Tile,
-    of_queries: tuple[Tensor, ...],
-    pair: list[Tensor],
-    sums: tuple[Tensor, ...],
+    plan: _Plan, tile: Tile, of_queries: tuple[Tensor, ...], pair: list[Tensor], sums: tuple[Tensor, ...]
 ) -> None:
     """What one tile gives, into ``sums``: of queries, keys and values."""
     grad, query, out, lse = of_queries

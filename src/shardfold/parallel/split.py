@@ -474,18 +474,13 @@ def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Own
         if not isinstance(module, DROPOUTS):
             return
         forward.word = "draws"
-    if word in WORKS:
-        vars(module)[_FORWARD] = vars(module)["forward"] = forward
-        return
     if word == "experts":
         rows = cut.range(place)
         _cut(owners, module, "gate_up_proj", 1, rows, place, blocks=2)
         _cut(owners, module, "down_proj", 2, rows, place)
-        vars(module)[_FORWARD] = vars(module)["forward"] = forward
-        return
-    if word == "row":
+    elif word == "row":
         _cut(owners, module, "weight", 1 - outputs, cut.range(place), place)
-    elif word != "kv":
+    elif word not in ("kv", *WORKS):
         start, stop = cut.range(place)
         forward.start = start
         forward.sizes = [each * cut.unit for each in place.sizes(cut.lengths()[outputs] // (cut.blocks * cut.unit))]
@@ -494,7 +489,7 @@ def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Own
                 _cut(owners, module, own, dim, (start, stop), place, cut.blocks)
         if word == "vocabulary" and not cut.embedding:
             forward.word = "gathered"
-    if word != "kv":
+    if word not in ("kv", "experts", *WORKS):
         adapt_lengths(module)
     vars(module)[_FORWARD] = vars(module)["forward"] = forward
 
