@@ -75,11 +75,8 @@ def recomputing(
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # torch.compile recomputes in the graph
             return checkpoint(forward, *args, use_reentrant=False, **compiled, **kwargs)
-        if (
-            place.leave(inside_checkpoint())
-            or place.leaves
-            or any(_holds_something(value) for value in (*args, *kwargs.values()))
-        ):
+        left = place.leave(inside_checkpoint()) or place.leaves
+        if left or any(_holds_something(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
         again = _RecomputedForward(place, forward, needs, (args, kwargs))
         if slicer is not None:
