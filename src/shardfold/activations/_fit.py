@@ -17,6 +17,7 @@ which no other has as long as there is a weak reference to it. On a device it co
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -62,18 +63,19 @@ class Planner:
         asked: the argument, for messages.
         device: that trains.
         tally: of what is moved.
+        renewed: called when modes are others than before.
 
     Attributes:
         spots: what is planned.
         phase: see the module; ``wait`` until ranks have agreed.
         kept: the most bytes that were on the device at once in the first pass of the plan, on this rank.
-        renewed: called when modes are others than before.
     """
 
-    def __init__(self, budget: int, asked: str, device: torch.device, tally: Tally) -> None:
-        self._budget, self._asked, self._device, self._tally = budget, asked, device, tally
-        self.renewed: Callable[[], None] = lambda: None
-        tally.told = self._sample
+    def __init__(
+        self, budget: int, asked: str, device: torch.device, tally: Tally, renewed: Callable[[], None]
+    ) -> None:
+        self._budget, self._asked, self._device, self._tally, self._renewed = budget, asked, device, tally, renewed
+        tally.tell(self._sample)
         self._stays: set[int] = set()
         self._weak: dict[int, Any] = {}
         self._live: Bytes = {}
@@ -95,7 +97,7 @@ class Planner:
         self._predicted = 0
         self.kept: int | None = None
         for spot in self.spots:
-            spot.mode = spot.modes[0]
+            spot.enter()
 
     @property
     def measuring(self) -> bool:
@@ -175,13 +177,13 @@ class Planner:
         self._forget()
         if phase != "check":
             for spot in self.spots:
-                spot.mode = spot.modes[0]
+                spot.enter()
         if phase in ("keep", "select"):
             self._try(phase)
-        if phase == "":
+        if phase in ("check", ""):
             for spot, option in self._plan:
-                spot.mode = option.mode
-        self.renewed()
+                spot.enter(option.mode)
+        self._renewed()
 
     # -- forwards of spots
 
@@ -236,8 +238,9 @@ class Planner:
             self._note(run.inputs, tensor)
 
         def changed(value: Any) -> None:
-            if isinstance(value, Tensor) and value.layout is torch.strided:
-                spot.once &= storage_key(value.untyped_storage()) not in run.results
+            strided = isinstance(value, Tensor) and value.layout is torch.strided
+            if strided and storage_key(value.untyped_storage()) in run.results:
+                spot.refuse_once()
 
         def unpack(packed: Any) -> Any:
             return packed
@@ -313,7 +316,8 @@ class Planner:
             if option is not None and (mode != "select" or spots[i].once):
                 tried = [*plan[:i], option, *plan[i + 1 :]]
                 if peak(items, tried, self._after, repeated=self._repeated) <= self._budget:
-                    plan, spots[i].mode = tried, mode
+                    plan = tried
+                    spots[i].enter(mode)
 
     def _offered(self, spot: Spot) -> Sequence[str]:
         """Modes that can be chosen: what was timed, in a spot of its group, or is moved."""
@@ -362,11 +366,7 @@ class Planner:
         self._plan = list(zip(spots, plan, strict=True))
         self._predicted = peak(items, plan, self._after, repeated=self._repeated)
         self.kept = None
-        for spot, option in self._plan:
-            spot.mode = option.mode
-        modes: dict[str, int] = {}
-        for option in plan:
-            modes[option.mode] = modes.get(option.mode, 0) + 1
+        modes = Counter(option.mode for option in plan)
         chosen = ", ".join(f"{count} {mode}" for mode, count in sorted(modes.items()))
         LOG.info("activations=%r: %s; at most %s at once", self._asked, chosen or "-", human(self._predicted))
         self._enter("check")

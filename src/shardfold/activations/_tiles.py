@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardfold.activations.replaced import ReplacedForward
 from shardfold.errors import ModelError
@@ -72,15 +72,13 @@ def _refuse_mixing(place: ReplacedForward, forward: Callable[..., Any], inputs: 
     """
     modes = [(module, module.training) for module in place.inner]
     try:
-        for module, _ in modes:
-            module.training = module.training and isinstance(module, NormBase)  # random numbers would differ
+        _train((module, training and isinstance(module, NormBase)) for module, training in modes)  # without drawing
         with torch.no_grad():
             both, alone = (
                 forward(*(each[..., start:2, :].detach().contiguous() for each in inputs)) for start in (0, 1)
             )
     finally:
-        for module, training in modes:
-            module.training = training
+        _train(modes)
     fault = ""
     if not isinstance(both, Tensor) or both.shape[:-1] != (*inputs[0].shape[:-2], 2):
         given = f"a tensor {tuple(both.shape)}" if isinstance(both, Tensor) else f"a {type(both).__name__}"
@@ -92,6 +90,12 @@ def _refuse_mixing(place: ReplacedForward, forward: Callable[..., Any], inputs: 
             f"activations={place.given.mode!r} of {place.path!r}, which {fault}: it is for modules that work token by "
             "token and give one tensor (..., tokens, width), as feed-forward layers."
         )
+
+
+def _train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Each of the modules, and none inside of it, is in training or is not."""
+    for module, training in modes:
+        module.training = training
 
 
 def _rounding(tensor: Tensor) -> float:

@@ -111,8 +111,7 @@ class Replacements:
                     f"the rules of activations= have {' and '.join(map(repr, budgets.values()))}: a device has one "
                     "budget, so give all of these rules the same."
                 )
-            self._planner = Planner(*budgets.popitem(), self._device, self._movers.tally)
-            self._planner.renewed = self._put
+            self._planner = Planner(*budgets.popitem(), self._device, self._movers.tally, self._put)
 
     def follow_ranks(self, along: Callable[[str], Along]) -> None:
         """From now on inputs are split over the ranks along an axis that ``along`` gives for its name."""
@@ -137,7 +136,7 @@ class Replacements:
         self._movers.follow([storage for unit in units for storage in unit.storages()])
         if self._planner is not None:
             for place in self.places:
-                place.spot = self._spot(place) if place.given.tile is None else None
+                place.plan(self._spot(place) if place.given.tile is None else None)
             self._planner.follow([place.spot for place in self.places if place.spot], self._movers.stays)
         self._put()
 
@@ -174,7 +173,6 @@ class Replacements:
             restore_forward(place.module)
             own = place.module.forward
             if place.spot is not None:
-                place.current = place.given.chosen(place.spot.mode)
                 own = without_filling(own)
                 if self._planner is not None and measuring:
                     own = _looked_at(place, place.spot, own, self._planner)
@@ -183,15 +181,8 @@ class Replacements:
             elif place.current.mode in RECOMPUTED:
                 given = place.current
                 room = self._rooms.setdefault(given, SliceBuffer(given.contiguous)) if given.contiguous else None
-                again = recomputing(
-                    place,
-                    own,
-                    self._needs,
-                    self._movers,
-                    whole=measuring,
-                    slicer=self._slicers.get(given.over),
-                    room=room,
-                )
+                slicer = self._slicers.get(given.over)
+                again = recomputing(place, own, self._needs, self._movers, whole=measuring, slicer=slicer, room=room)
                 replace_forward(place.module, again)
             elif place.current.tile is not None:
                 replace_forward(place.module, tiling(place, own, place.current.tile, self._needs))
@@ -215,12 +206,8 @@ class Replacements:
 
     def _among(self, given: Activations) -> tuple[str, ...]:
         """What a budget chooses from. On the CPU a copy in host memory saves nothing there."""
-        return given.among or (
-            "keep",
-            "recompute",
-            "select",
-            *(("host",) if accelerator.has_streams(self._device) else ()),
-        )
+        host = ("host",) if accelerator.has_streams(self._device) else ()
+        return given.among or ("keep", "recompute", "select", *host)
 
     @property
     def modes(self) -> tuple[Activations, ...]:
@@ -368,8 +355,7 @@ def _moving(place: ReplacedForward, forward: Callable[..., Any], movers: Movers)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         begun = movers.begin(place.unit.name, given.mode, given.folder, given.smallest, (args, kwargs))
-        place.left = begun is None
-        if begun is None:
+        if place.leave(begun is None):
             return forward(*args, **kwargs)
         try:
             return forward(*args, **kwargs)

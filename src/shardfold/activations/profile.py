@@ -5,7 +5,7 @@ A storage is known by its address, which no other has as long as there is a weak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -69,6 +69,20 @@ class Spot:
         for mode in self.modes:
             found += [*self.kept.get(mode, NOTHING), self.forward.get(mode, -1.0), self.again.get(mode, -1.0)]
         return [*found, not self.once]
+
+    def enter(self, mode: str | None = None) -> None:
+        """This mode is in force from now on; None: that of measuring bytes."""
+        self.mode = mode or self.modes[0]
+
+    def refuse_once(self) -> None:
+        """A result was changed in place, or what it saved is there for another backward."""
+        self.once = False
+
+    def grow(self, place: int, fixed: int, inputs: int, kept: Mapping[str, SpotBytes]) -> None:
+        """A pass says so of it: the largest of each number counts."""
+        self.place, self.fixed, self.inputs = max(self.place, place), max(self.fixed, fixed), max(self.inputs, inputs)
+        for mode, parts in kept.items():
+            self.kept[mode] = SpotBytes(*map(max, self.kept.get(mode, NOTHING), parts))
 
     def take(self, numbers: Sequence[float]) -> None:
         """Takes the :attr:`numbers` of all ranks."""
@@ -140,12 +154,9 @@ def survey(events: Sequence[MeasuredForward | Saved]) -> tuple[int, bool]:
             found[event.spot] = before + fixed, inputs + event.size, kept
             fixed = 0
     for place, (spot, (before, inputs, kept)) in enumerate(found.items()):
-        spot.place = max(spot.place, place)
-        spot.fixed, spot.inputs = max(spot.fixed, before), max(spot.inputs, inputs)
-        # What autograd has not given back by now is there for another backward.
-        spot.once &= all(run.token() is None for run in runs if run.spot is spot)
-        for mode, parts in kept.items():
-            spot.kept[mode] = SpotBytes(*map(max, spot.kept.get(mode, NOTHING), parts))
+        spot.grow(place, before, inputs, kept)
+        if any(run.token() is not None for run in runs if run.spot is spot):  # autograd has not given it back by now
+            spot.refuse_once()
     return fixed, len(runs) > len(found)
 
 

@@ -75,8 +75,8 @@ def recomputing(
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # torch.compile recomputes in the graph
             return checkpoint(forward, *args, use_reentrant=False, **compiled, **kwargs)
-        place.left = inside_checkpoint()
-        if place.left or place.leaves or any(_holds_something(value) for value in (*args, *kwargs.values())):
+        left = place.leave(inside_checkpoint()) or place.leaves
+        if left or any(_holds_something(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
         again = _RecomputedForward(place, forward, needs, (args, kwargs))
         if slicer is not None:
@@ -169,7 +169,7 @@ class _RecomputedForward:
         self.leaves, self._sliced = slicer.cut(
             self.leaves, place.current.smallest, who, compare=not place.compared, room=room
         )
-        place.compared = True
+        place.end_comparison()
 
     def __call__(self, *leaves: Any) -> Any:
         first = self._before is None  # not so what a backward inside of the first run asks for

@@ -39,7 +39,23 @@ class ReplacedForward:
 
     def __post_init__(self) -> None:
         self.inner = list(self.module.modules())
-        self.current = self.given
+
+    @property
+    def current(self) -> Activations:
+        return self.given if self.spot is None else self.given.chosen(self.spot.mode)
+
+    def plan(self, spot: Spot | None) -> None:
+        """What is planned for it."""
+        self.spot = spot
+
+    def leave(self, left: bool) -> bool:
+        """Whether it runs inside of a checkpoint of the model's own."""
+        self.left = left
+        return left
+
+    def end_comparison(self) -> None:
+        """Ranks have the same inputs."""
+        self.compared = True
 
     @property
     def leaves(self) -> bool:

@@ -60,7 +60,15 @@ class Tally:
     def __init__(self, whole: Tally | None = None) -> None:
         self.device = self.peak = self.outside = 0
         self._whole = whole
-        self.told: Callable[[], None] = lambda: None  # when more is on the device
+        self._told: Callable[[], None] = lambda: None
+
+    def tell(self, told: Callable[[], None]) -> None:
+        """``told`` is called from now on when more, or less, is on the device."""
+        self._told = told
+
+    def forget_peak(self) -> None:
+        """The most is taken of what comes from now on."""
+        self.peak = self.device
 
     def arrive(self, num_bytes: int) -> None:
         """So much more is on the device, or less."""
@@ -68,7 +76,7 @@ class Tally:
         self.peak = max(self.peak, self.device)
         if self._whole is not None:
             self._whole.arrive(num_bytes)
-        self.told()
+        self._told()
 
     def rest(self, num_bytes: int) -> None:
         """So much more is outside, or less."""
@@ -80,12 +88,17 @@ class Tally:
 class _Entry:
     """One storage, or a part of it, that is away in a region."""
 
-    def __init__(self, tally: Tally, region: Region) -> None:
-        self._tally, self._region, self.nbytes = tally, region, region.nbytes
+    def __init__(self, tally: Tally, region: Region | EncodedRegion) -> None:
+        self._tally, self.nbytes = tally, region.nbytes
+        self._region: Any = region
         self._back: Tensor | None = None
         self._asked = False
-        self.pieces = self._given = 0
-        tally.rest(self.nbytes)
+        self._pieces = self._given = 0
+        self._rest(self.nbytes)
+
+    def add_piece(self) -> None:
+        """Another tensor is saved that is a part of it."""
+        self._pieces += 1
 
     def fetch(self) -> None:
         if self._back is None and not self._asked:
@@ -94,14 +107,20 @@ class _Entry:
             self._region.fetch()
 
     def get(self) -> Tensor:
-        self.fetch()
         if self._back is None:
-            self._back = self._region.get()
+            self._back = self._bring()
         back = self._back
         self._given += 1
-        if self._given % self.pieces == 0:  # all that was saved has been asked for
+        if self._given % self._pieces == 0:  # all that was saved has been asked for
             self._forget()
         return back
+
+    def _rest(self, num_bytes: int) -> None:
+        self._tally.rest(num_bytes)
+
+    def _bring(self) -> Tensor:
+        self.fetch()
+        return self._region.get()
 
     def _forget(self) -> None:
         if self._asked:
@@ -110,7 +129,7 @@ class _Entry:
 
     def __del__(self) -> None:
         self._forget()
-        self._tally.rest(-self.nbytes)
+        self._rest(-self.nbytes)
         self._region.drop()
 
 
@@ -118,34 +137,24 @@ class _Coded(_Entry):
     """One that stays on the device in fewer bits: it is decoded when it is asked for, and not ahead of that."""
 
     def __init__(self, tally: Tally, region: EncodedRegion, num_bytes: int) -> None:
-        self._tally, self._region, self.nbytes = tally, region, region.nbytes
-        self._back: Tensor | None = None
+        super().__init__(tally, region)
         self._decoded = num_bytes
-        self.pieces = self._given = 0
-        tally.arrive(self.nbytes)
 
     def fetch(self) -> None:
         """Nothing: it is here."""
 
-    def get(self) -> Tensor:
-        if self._back is None:
-            self._back = self._region.get()
-            self._tally.arrive(self._decoded)
-        back = self._back
-        self._given += 1
-        if self._given % self.pieces == 0:
-            self._forget()
+    def _rest(self, num_bytes: int) -> None:
+        self._tally.arrive(num_bytes)
+
+    def _bring(self) -> Tensor:
+        back = self._region.get()
+        self._tally.arrive(self._decoded)
         return back
 
     def _forget(self) -> None:
         if self._back is not None:
             self._tally.arrive(-self._decoded)
         self._back = None
-
-    def __del__(self) -> None:
-        self._forget()
-        self._tally.arrive(-self.nbytes)
-        self._region.drop()
 
 
 class _Offloaded(NamedTuple):
@@ -215,7 +224,7 @@ class _Frame:
             if not whole:
                 key = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
             entry = self._entry(key, tensor, whole)
-            entry.pieces += 1
+            entry.add_piece()
             self._pieces += 1
             if whole:
                 return _Offloaded(self, entry, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -305,6 +314,14 @@ class Movers:
         self.counter: Counter | None = None
         self.stays: set[int] = set()
         self._known: dict[int, _Known] = {}
+
+    def count(self, counter: Counter | None) -> None:
+        """``counter`` counts from now on what forwards save, and what they move is counted; None: no more."""
+        self.counter = counter
+        if counter is not None:
+            self.moved.clear()
+            self.encoded.clear()
+            self.tally.forget_peak()
 
     def leave_untraced(self) -> None:
         """Compiled modules do not compile what moves."""
@@ -402,12 +419,9 @@ def counted(model: nn.Module, units: Sequence[Unit], modes: Mapping[str, str], m
         modes: what happens in a unit, by its name.
         movers: of the model.
     """
-    report, counter = SavedReport(), Counter({s for unit in units for s in unit.storages()}, model)
-    tally = movers.tally
-    tally.peak = tally.device
-    movers.moved.clear()
-    movers.encoded.clear()
-    movers.counter = counter
+    report = SavedReport()
+    counter = Counter({s for unit in units for s in unit.storages()}, model)
+    movers.count(counter)
     names = _names(units)
     inner = [(unit, module) for unit in units if not unit.spec.root for module in unit.modules]
     for name, module in [(names[0], model), *((unit.name, module) for unit, module in inner)]:
@@ -415,9 +429,9 @@ def counted(model: nn.Module, units: Sequence[Unit], modes: Mapping[str, str], m
     try:
         yield report
     finally:
-        movers.counter = None
+        movers.count(None)
         counter.close()
-        report.peak = tally.peak
+        report.peak = movers.tally.peak
         report.rows = tuple(
             SavedRow(
                 name,
@@ -452,6 +466,10 @@ class _CountedTensor:
     def __init__(self, unit: str, storage: int, nbytes: int) -> None:
         self.unit, self.storage, self.nbytes = unit, storage, nbytes
         self.packed: Any = None
+
+    def hold(self, packed: Any) -> None:
+        """What hooks around keep of the tensor."""
+        self.packed = packed
 
 
 class Counter:
@@ -513,7 +531,7 @@ class Counter:
 
         def pack(tensor: Tensor) -> _CountedTensor:
             saved = self.count(name, tensor)  # first: what is around counts it for an outer module
-            saved.packed = keep(tensor) if outer is None else outer[0](tensor)
+            saved.hold(keep(tensor) if outer is None else outer[0](tensor))
             return saved
 
         def unpack(saved: _CountedTensor) -> Tensor:

@@ -57,8 +57,6 @@ class Selection:
 
     Attributes:
         over: the first run.
-        again: runs behind the first that are under way. A backward inside of the forward asks for one in the midst of
-            the first.
     """
 
     def __init__(
@@ -68,11 +66,11 @@ class Selection:
         self._results: dict[Any, _Result] = {}  # by operation and number
         self._within: dict[int, list[Any]] = {}  # which of them a storage is of, during the first run
         self.over = False
-        self.again = 0
 
     def contexts(self) -> tuple[Any, Any]:
         """What the first run and each other one happen in."""
-        return _First(self), _Replayed(self)
+        others = _Replayed(self)
+        return _First(self, others), others
 
     def chooses(self, operation: Any) -> bool:
         return operation in self._operations and not _writes(operation)
@@ -149,13 +147,14 @@ class _SelectMode(DispatchMode):
 
 
 class _First(_SelectMode):
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: Selection, others: _Replayed) -> None:
         super().__init__(selection)
+        self._others = others
         self._numbers: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._selection.again:
+        if self._others.numbers:  # a backward inside of the forward asks for another run in the midst of the first
             return func(*args, **kwargs)
         if _writes(func):
             self._selection.written(func, args, kwargs)
@@ -168,21 +167,19 @@ class _First(_SelectMode):
 class _Replayed(_SelectMode):
     def __init__(self, selection: Selection) -> None:
         super().__init__(selection)
-        self._numbers: list[Counter[Any]] = []  # of each run that is under way
+        self.numbers: list[Counter[Any]] = []  # of each run that is under way
 
     def __enter__(self) -> Any:
-        self._selection.again += 1
-        self._numbers.append(Counter())
+        self.numbers.append(Counter())
         return super().__enter__()
 
     def __exit__(self, *error: object) -> Any:
-        self._selection.again -= 1
-        self._numbers.pop()
+        self.numbers.pop()
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._selection.chooses(func):
-            numbers = self._numbers[-1]
+            numbers = self.numbers[-1]
             numbers[func] += 1
             found = self._selection.take((func, numbers[func]))
             if found is not None:

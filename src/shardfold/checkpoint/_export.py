@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from shardfold.checkpoint.files import NAMES, UnwrittenPiece, write_file
+from shardfold.checkpoint.files import NAMES, UnwrittenPiece, divided, write_file
 from shardfold.checkpoint.folders import sync_folder, write_synced
 from shardfold.checkpoint.index import Piece
 from shardfold.checkpoint.names import Rename, renamer
@@ -120,8 +120,7 @@ def export_to(
     check_apart(Path(source), target)
     beside = _beside(Path(config)) if config is not None else []
     with Checkpoint(source) as checkpoint:
-        stored = weights_of(checkpoint, state).renamed(renamer(rename, "export_to"), str(checkpoint.path))
-        stored.tensors = {name: later.cast(dtype) for name, later in stored.tensors.items()}
+        stored = weights_of(checkpoint, state).renamed(renamer(rename, "export_to"), str(checkpoint.path)).cast(dtype)
         empty = [name for name, later in stored.tensors.items() if not later.nbytes]
         if empty:
             raise CheckpointError(
@@ -183,15 +182,11 @@ class _Named(Piece):
 def _to_hf(stored: Stored, folder: Path, shard_bytes: int, tick: Tick) -> list[str]:
     """Files of at most so many bytes, and an index if there are several; their names."""
     folder.mkdir()
-    shards: list[list[UnwrittenPiece]] = [[]]
-    size = 0
+    every: list[UnwrittenPiece] = []
     for name, later in stored.tensors.items():
-        if shards[-1] and size + later.nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        size += later.nbytes
         kind = "buffer" if name in stored.buffers else "element"
-        shards[-1].append(UnwrittenPiece(_Named(name, "", kind, NAMES[later.dtype], later.shape), later.read))
+        every.append(UnwrittenPiece(_Named(name, "", kind, NAMES[later.dtype], later.shape), later.read))
+    shards = divided(every, lambda part: part.piece.nbytes, shard_bytes) or [[]]
     names, homes, done = list[str](), dict[str, str](), 0
     for number, parts in enumerate(shards, 1):
         many = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""

@@ -23,7 +23,7 @@ from logging import getLogger
 from shardfold.checkpoint.draft import Draft
 from shardfold.checkpoint.folders import older, remove
 from shardfold.checkpoint.hosts import Host
-from shardfold.checkpoint.index import INDEX, Index, Piece
+from shardfold.checkpoint.index import INDEX, Index
 from shardfold.checkpoint.messages import Messages, words
 from shardfold.checkpoint.verify import gaps, missing_files
 from shardfold.errors import CheckpointError, by_rank
@@ -135,23 +135,14 @@ class Outcome:
     def _merged(self, header: Index, part: Index, said: dict[int, str]) -> Index:
         """The index of all: what they share and everybody's pieces."""
         files: dict[int, list[str]] = {}
-        pieces: list[Piece] = []
         for rank in (0, *sorted(said)):
             if rank:
                 part = Index.from_bytes(
                     self._messages.receive("written", rank, said[rank]), f"the index of rank {rank}"
                 )
                 self._messages.drop("written", rank, said[rank])
-            pieces += part.pieces
-            header.files |= part.files
-            header.once |= part.once
-            header.ranks += part.ranks
-            if rank:
-                _join_stage(header, part)
-            header.nonfinite += part.nonfinite
+            header.join(part)
             files[rank] = list(part.files)
-        header.pieces = pieces
-        header.nonfinite = sorted(set(header.nonfinite))
         header.written["save"] = self._draft.token
         if self._draft.lock is not None:
             header.written["run"] = self._draft.lock.run
@@ -305,16 +296,6 @@ class Outcome:
 
     def _unheard(self) -> str:
         return f"it was not heard of for {self._messages.silence:.3g} s, so it has probably died"
-
-
-def _join_stage(header: Index, part: Index) -> None:
-    """What the first rank of a stage tells of that beside its pieces; stages come in the model's order."""
-    header.parameters += part.parameters
-    header.buffers += part.buffers
-    header.run["extra"] = part.run.get("extra", {}) | header.run.get("extra", {})
-    if part.optimizer is not None and header.optimizer is not None:
-        for mine, theirs in zip(header.optimizer["groups"], part.optimizer["groups"], strict=True):
-            mine["parameters"] += theirs["parameters"]
 
 
 def failure(draft: Draft, problem: str) -> CheckpointError:

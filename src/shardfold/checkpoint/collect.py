@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.apart import group_here, is_apart, of_group, shared_states
-from shardfold.checkpoint.files import NAMES, UnwrittenPiece
+from shardfold.checkpoint.files import NAMES, UnwrittenPiece, dtype_name
 from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
-from shardfold.errors import CheckpointError
 from shardfold.plan.layout import Axes
 from shardfold.plan.placement import Slot, shard_index
 from shardfold.plan.version import __version__
@@ -43,32 +42,31 @@ def collect(
     see :func:`sums_of_lost`.
     """
     parts: list[UnwrittenPiece] = []
-    index, group = Index(), group_here(model)
+    once, described, group = dict[str, Any](), dict[str, Any](), group_here(model)
     for unit in model.units:
         for segment in unit.segments:
             for slot, place in enumerate(segment.spec.slots):
                 if place.name not in left_out and model.counts(segment) and (segment.spec.trainable or not group):
-                    _of_parameter(model, segment, slot, parts, index, lost.get(id(segment)))
+                    _of_parameter(model, segment, slot, parts, once, lost.get(id(segment)))
     parts = of_group(parts, group)
     if group:
-        index.once.clear()
+        once.clear()
     for segment in model.trainable():
         _of_all_groups(model, segment, parts)
     tensors: dict[str, Tensor] = {}
     tree = encode({"rng": rng_state()}, "rank_state", tensors)
     tree["state"] = encode(plain(rank_state), "rank_state.state", tensors, "rank_state")
-    index.ranks = [tree]
     for name, tensor in tensors.items():
-        parts.append(_whole("rank", "", name, tensor, rank=model.rank))
+        parts.append(UnwrittenPiece.whole("rank", "", name, tensor, rank=model.rank))
     if model.leads and not group:
         for name, (buffer, _) in _buffers(model):
-            parts.append(_whole("buffer", "", name, buffer))
+            parts.append(UnwrittenPiece.whole("buffer", "", name, buffer))
         if model.rank:  # of another stage than rank 0's, which the header tells of
-            _describe(model, index, left_out, {})
+            described = _described(model, left_out, {})
             run_tensors = dict[str, Tensor]()
-            index.run = {"extra": _extra(model, run_tensors)}
-    parts += [_whole("run", "", name, tensor) for name, tensor in run_tensors.items()]
-    return parts, index
+            described["run"] = {"extra": _extra(model, run_tensors)}
+    parts += [UnwrittenPiece.whole("run", "", name, tensor) for name, tensor in run_tensors.items()]
+    return parts, Index(once=once, ranks=[tree], **described)
 
 
 def header(
@@ -99,8 +97,8 @@ def header(
             "ranks": model.world_size,
         },
         run=tree,
+        **_described(model, left_out, tensors),
     )
-    _describe(model, index, left_out, tensors)
     return index, tensors
 
 
@@ -115,17 +113,18 @@ def _extra(model: ShardedModel, tensors: dict[str, Tensor]) -> Any:
     return encode(found, "run.extra", tensors, "extra state")
 
 
-def _describe(model: ShardedModel, index: Index, left_out: Mapping[str, str], tensors: dict[str, Tensor]) -> None:
-    """Parameters, buffers and the optimizer's groups of this rank's model, in its order."""
+def _described(model: ShardedModel, left_out: Mapping[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Parameters, buffers and the optimizer's groups of this rank's model, in its order, as an index has them."""
+    parameters: list[Parameter] = []
     also = names_of(model.module) | (dict(model.whole.also) if model.whole is not None else {})
     for segment, slot in _places(model):
         name, shape = segment.spec.slots[slot].name, segment.spec.slots[slot].whole
         dtype, trainable = NAMES[most_precise(model, segment)[0].dtype], segment.spec.trainable
-        index.parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name)))
+        parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name)))
     order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
-    index.parameters.sort(key=lambda p: order.get(p.name, len(order)))
-    index.buffers = [Parameter(name, tuple(b.shape), NAMES[b.dtype], others) for name, (b, others) in _buffers(model)]
-    index.optimizer = _optimizer(model, tensors)
+    parameters.sort(key=lambda p: order.get(p.name, len(order)))
+    buffers = [Parameter(name, tuple(b.shape), NAMES[b.dtype], others) for name, (b, others) in _buffers(model)]
+    return {"parameters": parameters, "buffers": buffers, "optimizer": _optimizer(model, tensors)}
 
 
 def _buffers(model: ShardedModel) -> list[tuple[str, tuple[Tensor, tuple[str, ...]]]]:
@@ -181,7 +180,12 @@ def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, segment: Se
 
 
 def _of_parameter(
-    model: ShardedModel, segment: Segment, slot: int, parts: list[UnwrittenPiece], index: Index, lost: Tensor | None
+    model: ShardedModel,
+    segment: Segment,
+    slot: int,
+    parts: list[UnwrittenPiece],
+    once: dict[str, dict[str, Any]],
+    lost: Tensor | None,
 ) -> None:
     place = segment.spec.slots[slot]
     weights, bounds, over = most_precise(model, segment)
@@ -208,11 +212,11 @@ def _of_parameter(
         numbers: dict[str, Any] = {}
         for name, value in update.kept_once(segment, slot).items():
             if isinstance(value, Tensor) and value.dim():
-                parts.append(_whole("once", name, place.name, value))
+                parts.append(UnwrittenPiece.whole("once", name, place.name, value))
             else:
                 numbers[name] = encode(value, f"{name} of {place.name}", {})
         if numbers:
-            index.once[place.name] = numbers
+            once[place.name] = numbers
 
 
 def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[UnwrittenPiece]) -> None:
@@ -232,22 +236,12 @@ def _range(
     """``values``: of a shard, its memory; one in a file is read when it is its turn to be written."""
     kind = "element" if block == 1 else "block"
     stop = start + (values.numel() if numel is None else numel)
-    dtype, shape = _dtype(values, slot.name), (values.numel(),)
+    dtype, shape = dtype_name(values.dtype, slot.name), (values.numel(),)
     piece = Piece(slot.name, state, kind, dtype, shape, start, stop, slot.box, block)
     if isinstance(values, Tensor):
         return UnwrittenPiece(piece, values)
     memory = values.memory
     return UnwrittenPiece(piece, values if memory is None else memory)
-
-
-def _whole(kind: str, state: str, name: str, values: Tensor, rank: int | None = None) -> UnwrittenPiece:
-    return UnwrittenPiece(Piece(name, state, kind, _dtype(values, name), tuple(values.shape), rank=rank), values)
-
-
-def _dtype(values: Tensor | Shard, name: str) -> str:
-    if values.dtype not in NAMES:
-        raise CheckpointError(f"{name!r} has dtype {values.dtype}, which safetensors files do not have: cast it.")
-    return NAMES[values.dtype]
 
 
 def _optimizer(model: ShardedModel, tensors: dict[str, Tensor]) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
+from shardfold.checkpoint.files import divided
 from shardfold.checkpoint.paths import check_regular, inside
 from shardfold.checkpoint.stored import Later, Stored
 from shardfold.checkpoint.trust import is_trusted, load_object
@@ -203,16 +204,8 @@ class _Writer(FileSystemWriter):
         self._file_bytes = file_bytes
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        groups: list[list[Any]] = [[]]
-        size = 0
-        for item in plan.items:
-            more = item.tensor_storage_size() or 0
-            if groups[-1] and size + more > self._file_bytes:
-                groups.append([])
-                size = 0
-            groups[-1].append(item)
-            size += more
         written: list[Any] = []
+        groups = divided(plan.items, lambda item: item.tensor_storage_size() or 0, self._file_bytes) or [[]]
         for number, items in enumerate(groups):
             place = dataclasses.replace(plan.storage_data, prefix=f"__{number}_")
             part = dataclasses.replace(plan, items=items, storage_data=place)

@@ -13,18 +13,19 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shardfold.checkpoint.folders import name_file
 from shardfold.checkpoint.index import ITEMSIZES, SUM_BYTES, Piece, checksum
 from shardfold.checkpoint.paths import open_regular
 from shardfold.errors import CheckpointError
@@ -33,7 +34,9 @@ from shardfold.sharding.shard import Shard
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere
 
-__all__ = ["DTYPES", "NAMES", "Reader", "UnwrittenPiece", "check_dense", "write_file"]
+__all__ = ["DTYPES", "NAMES", "Reader", "UnwrittenPiece", "check_dense", "divided", "dtype_name", "write_file"]
+
+T = TypeVar("T")
 
 PAGE = 4096
 BUFFER = 2 * SUM_BYTES
@@ -74,6 +77,29 @@ def check_dense(values: Tensor, what: str) -> None:
         raise CheckpointError(f"{what} is a tensor on the meta device, which has no values: give it some.")
 
 
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """
+    Raises:
+        CheckpointError: files have no such dtype, which ``name`` has.
+    """
+    if dtype not in NAMES:
+        raise CheckpointError(f"{name!r} has dtype {dtype}, which safetensors files do not have: cast it.")
+    return NAMES[dtype]
+
+
+def divided(items: Iterable[T], num_bytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """Items of files that have at most so many bytes each, unless one item alone has more; in order."""
+    files: list[list[T]] = []
+    size = 0
+    for item in items:
+        if not files or size + num_bytes(item) > most:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += num_bytes(item)
+    return files
+
+
 class UnwrittenPiece(NamedTuple):
     """What is to be written: a piece that has no place in a file yet, and its values, what makes them, or what rests in
     a file of its own, from which it is copied some MiB at a time."""
@@ -81,12 +107,19 @@ class UnwrittenPiece(NamedTuple):
     piece: Piece
     values: Tensor | Shard | Callable[[], Tensor]
 
+    @staticmethod
+    def whole(kind: str, state: str, name: str, values: Tensor, rank: int | None = None) -> UnwrittenPiece:
+        """A tensor that is a piece of its own."""
+        return UnwrittenPiece(
+            Piece(name, state, kind, dtype_name(values.dtype, name), tuple(values.shape), rank=rank), values
+        )
+
 
 class Written(NamedTuple):
-    """What :func:`write_file` did: the pieces with their places, the bytes of the file, which are not finite."""
+    """What :func:`write_file` did: the bytes of the file, the pieces with their places, which are not finite."""
 
-    pieces: list[Piece]
     num_bytes: int
+    pieces: list[Piece]
     nonfinite: list[Piece]
 
 
@@ -137,7 +170,7 @@ def write_file(path: Path, parts: Sequence[UnwrittenPiece], tick: Callable[[int]
             pieces.append(replace(part.piece, file=path.name, at=at, sums=tuple(sums)))
             if not finite:
                 nonfinite.append(pieces[-1])
-    return Written(pieces, begin + offset, nonfinite)
+    return Written(begin + offset, pieces, nonfinite)
 
 
 def _blocks(part: UnwrittenPiece) -> Iterator[memoryview]:
@@ -236,7 +269,7 @@ class _Output:
                     done += os.pwrite(self._fd, view[done:length], position + done)
                 except OSError as error:
                     if not self._direct or error.errno != errno.EINVAL:  # this file system cannot after all
-                        error.filename = error.filename or str(self._path)
+                        name_file(error, self._path)
                         raise
                     self._go_buffered()
 

@@ -187,10 +187,15 @@ def write_synced(path: Path, data: bytes, *, new: bool = False) -> None:
             view = view[os.write(fd, view) :]
         os.fsync(fd)
     except OSError as error:
-        error.filename = error.filename or str(path)
+        name_file(error, path)
         raise
     finally:
         os.close(fd)
+
+
+def name_file(error: OSError, path: Path) -> None:
+    """The error, which is of no file by name, is of this one."""
+    error.filename = error.filename or str(path)
 
 
 def sync_folder(path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -127,23 +127,31 @@ def import_from(
     if trust:
         with trusted():
             return import_from(path, target, found, key=key, rename=rename, tick=tick)
-    new, report = renamer(rename, "import_from"), ImportReport(Path(target), found)
+    new, notes = renamer(rename, "import_from"), list[str]()
     try:
         if found == "deepspeed":
-            writer = _of_deepspeed(path, target, new, report)
+            read = _of_deepspeed(path, target, new, notes)
         else:
-            writer = _of_weights(path, target, new, key, report)
+            read = _of_weights(path, target, new, key, found, notes)
     except OTHERS as error:  # others' files may hold anything in any place
         words = str(error).partition("\n")[0][:100]
         raise CheckpointError(
             f"{path} does not hold what files of {found!r} do: it cannot be read ({type(error).__name__}: {words})."
         ) from error
-    report.num_bytes = writer.num_bytes
-    report.path = writer.commit(lambda done: tick(done, report.num_bytes))
-    return report
+    total = read.writer.num_bytes
+    written = read.writer.commit(lambda done: tick(done, total))
+    return ImportReport(written, found, read.num_tensors, total, read.optimizer, notes)
 
 
-def _of_deepspeed(path: Path, target: str | Path, rename: Callable[[str], str], report: ImportReport) -> Writer:
+class _Given(NamedTuple):
+    """What was found: in a checkpoint that is to be written, weights and buffers, and whether the optimizer's state."""
+
+    writer: Writer
+    num_tensors: int
+    optimizer: bool
+
+
+def _of_deepspeed(path: Path, target: str | Path, rename: Callable[[str], str], notes: list[str]) -> _Given:
     from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 
     folder = DeepSpeedFolder.open(path)
@@ -153,31 +161,29 @@ def _of_deepspeed(path: Path, target: str | Path, rename: Callable[[str], str], 
         )
     writer = Writer(target, step=folder.step, source=f"deepspeed: {folder.path.name}")
     folder.write(writer, rename)
-    report.num_tensors, report.optimizer = len(folder.names), True
-    report.notes += folder.notes
-    return writer
+    notes += folder.notes
+    return _Given(writer, len(folder.names), True)
 
 
 def _of_weights(
-    path: Path, target: str | Path, new: Callable[[str], str], key: str | None, report: ImportReport
-) -> Writer:
+    path: Path, target: str | Path, new: Callable[[str], str], key: str | None, found: str, notes: list[str]
+) -> _Given:
     """Of every other form: weights, and perhaps an optimizer's state."""
-    found = report.source
     optimizer: Any = None
     rest: dict[str, Any] = {}
     bins = sorted(path.glob("pytorch_model*.bin")) if path.is_dir() and found == "hf" else []
     if found == "hf" and not (bins and form_of(path / "model.safetensors") == ""):
         stored = of_safetensors(path)
     elif found == "hf":
-        stored = _stored({name: value for file in bins for name, value in _unpickled(file).items()}, path, report)
+        stored = _stored({name: value for file in bins for name, value in _unpickled(file).items()}, path, notes)
     else:
         from shardfold.checkpoint.dcp import read_dcp
 
         tree = read_dcp(path) if found == "dcp" else _unpickled(path)
         weights, optimizer, rest = _sorted_out(tree, key, path)
-        stored = _stored(weights, path, report)
+        stored = _stored(weights, path, notes)
     stored = stored.renamed(new, str(path))
-    moments = _Moments(optimizer, stored, new, report) if optimizer is not None else None
+    moments = _Moments(optimizer, stored, new, found, notes) if optimizer is not None else None
     trained = moments.names if moments is not None and moments.names else None
     writer = Writer(target, step=moments.step if moments is not None else 0, source=f"{found}: {path.name}")
     for name, later in stored.tensors.items():
@@ -189,15 +195,13 @@ def _of_weights(
             writer.parameter(name, later.read, also=also, trainable=kept, shape=later.shape, dtype=later.dtype)
     if trained is not None and moments is not None:
         moments.write(writer)
-        report.optimizer = True
     state = {name: value for name, value in rest.items() if _keeps(value)}
     if state or stored.extra:
         extra = {"extra": stored.extra} if stored.extra else {}
         writer.run({"schedule": None, "loss_scale": None, "averages": [], "state": state, **extra})
     if left := sorted(set(rest) - set(state)):
-        report.notes.append(f"Left out, being neither weights nor numbers: {', '.join(left)}.")
-    report.num_tensors = len(stored.tensors)
-    return writer
+        notes.append(f"Left out, being neither weights nor numbers: {', '.join(left)}.")
+    return _Given(writer, len(stored.tensors), trained is not None)
 
 
 # -- what the files hold
@@ -262,33 +266,33 @@ def _sorted_out(tree: dict[str, Any], key: str | None, path: Path) -> tuple[dict
     return dict(weights), optimizer, rest
 
 
-def _stored(weights: Mapping[str, Any], path: Path, report: ImportReport) -> Stored:
+def _stored(weights: Mapping[str, Any], path: Path, notes: list[str]) -> Stored:
     """A state dict's tensors; those that are one in memory are tied.
 
     Raises:
         CheckpointError: one is sparse or quantized.
     """
-    stored = Stored()
+    tensors, also, extra = dict[str, Later](), dict[str, str](), dict[str, Any]()
     first: dict[Any, str] = {}
     others: list[str] = []
     for name, value in weights.items():
         if name.rpartition(".")[2] == EXTRA and not isinstance(value, Later) and _is_tree(value):
-            stored.extra = {**(stored.extra or {}), name: value}
+            extra[name] = value
             continue
         if isinstance(value, Tensor):
             check_dense(value, f"{name!r} of {path}")
             where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             home = first.setdefault(where, name) if value.numel() else name
             if home != name:
-                stored.also[name] = home
+                also[name] = home
                 continue
         elif not isinstance(value, Later):
             others.append(name)
             continue
-        stored.tensors[name] = _later(value)
+        tensors[name] = _later(value)
     if others:
-        report.notes.append(f"Left out of the weights, being no tensors: {', '.join(others)}.")
-    return stored
+        notes.append(f"Left out of the weights, being no tensors: {', '.join(others)}.")
+    return Stored(tensors, also, extra=extra or None)
 
 
 def _later(value: Tensor | Later) -> Later:
@@ -323,8 +327,8 @@ class _Moments:
         step: updates done, by the parameter that has most.
     """
 
-    def __init__(self, saved: Any, stored: Stored, rename: Callable[[str], str], report: ImportReport) -> None:
-        self._stored, self._source = stored, report.source
+    def __init__(self, saved: Any, stored: Stored, rename: Callable[[str], str], source: str, notes: list[str]) -> None:
+        self._stored, self._source = stored, source
         self.names: set[str] = set()
         self.step = 0
         self._groups: list[tuple[dict[str, Any], list[str]]] = []
@@ -333,7 +337,7 @@ class _Moments:
             state, groups = _nested(saved)
             named = self._named(groups, rename)
         except _Unclear as why:
-            report.notes.append(f"The optimizer's state is left out: {why}.")
+            notes.append(f"The optimizer's state is left out: {why}.")
             return
         for options, ids in groups:
             self._groups.append((options, [named[each] for each in ids]))
@@ -352,7 +356,7 @@ class _Moments:
         ]
         if wrong or not self._state:
             why = f"{wrong[0]} has another shape than the parameter" if wrong else "it is empty"
-            report.notes.append(f"The optimizer's state is left out: {why}.")
+            notes.append(f"The optimizer's state is left out: {why}.")
             return
         self.names = {name for _, names in self._groups for name in names}
         steps = [_read(values["step"]) for values in self._state.values() if "step" in values]

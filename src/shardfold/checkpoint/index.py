@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import xxhash
@@ -28,18 +28,7 @@ from shardfold.checkpoint.checked import DEPTH, check_index, is_deep, no_constan
 from shardfold.errors import CheckpointError
 from shardfold.plan.box import Box, Extent, shared
 
-__all__ = [
-    "INDEX",
-    "ITEMSIZES",
-    "KINDS",
-    "SUM_BYTES",
-    "VERSION",
-    "Index",
-    "Parameter",
-    "Piece",
-    "checksum",
-    "overlaps",
-]
+__all__ = ["INDEX", "ITEMSIZES", "KINDS", "SUM_BYTES", "VERSION", "Index", "Parameter", "Piece", "checksum", "overlaps"]
 
 INDEX = "index.json"
 FORMAT, VERSION = "shardfold checkpoint", 1
@@ -144,21 +133,9 @@ class Piece:
     def from_json(said: Mapping[str, Any]) -> Piece:
         start, stop = said.get("range", (0, 0))
         box = Box(*map(tuple, said["box"])) if "box" in said else None
-        return Piece(
-            said["of"],
-            said["state"],
-            said["kind"],
-            said["dtype"],
-            tuple(said["shape"]),
-            start,
-            stop,
-            box,
-            said.get("block", 1),
-            said["file"],
-            said["at"],
-            tuple(said["sums"]),
-            said.get("rank"),
-        )
+        of, place = (said["of"], said["state"], said["kind"], said["dtype"]), (said["file"], said["at"])
+        shape, sums, block = tuple(said["shape"]), tuple(said["sums"]), said.get("block", 1)
+        return Piece(*of, shape, start, stop, box, block, *place, sums, said.get("rank"))
 
 
 @dataclass(frozen=True)
@@ -196,14 +173,12 @@ class Parameter:
 
     @staticmethod
     def from_json(said: Mapping[str, Any]) -> Parameter:
-        return Parameter(
-            said["name"],
-            tuple(said["shape"]),
-            said["dtype"],
-            tuple(said.get("also", ())),
-            said.get("trainable", True),
-            said.get("digest"),
-        )
+        also, trainable = tuple(said.get("also", ())), said.get("trainable", True)
+        return Parameter(said["name"], tuple(said["shape"]), said["dtype"], also, trainable, said.get("digest"))
+
+
+LISTED: dict[str, type[Parameter | Piece]] = {"parameters": Parameter, "buffers": Parameter, "pieces": Piece}
+"""What an index has lists of."""
 
 
 @dataclass
@@ -238,22 +213,31 @@ class Index:
     ranks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     nonfinite: list[str] = field(default_factory=list[str])
 
+    def add_file(self, name: str, num_bytes: int, pieces: Sequence[Piece], nonfinite: Sequence[Piece]) -> None:
+        """A file with these pieces was written; ``nonfinite``: those that have inf or NaN."""
+        self.pieces += pieces
+        self.files[name] = num_bytes
+        bad = dict.fromkeys(p.of for p in nonfinite if p.kind == "buffer" or p.state == "weight")
+        self.nonfinite += [each for each in bad if each not in self.nonfinite]
+
+    def join(self, part: Index) -> None:
+        """What the next rank has written; the first ranks of stages come in the model's order."""
+        self.pieces += part.pieces
+        self.files |= part.files
+        self.once |= part.once
+        self.ranks += part.ranks
+        self.nonfinite = sorted({*self.nonfinite, *part.nonfinite})
+        self.parameters += part.parameters
+        self.buffers += part.buffers
+        if "extra" in part.run:
+            self.run["extra"] = part.run["extra"] | self.run.get("extra", {})
+        if part.optimizer is not None and self.optimizer is not None:
+            for mine, theirs in zip(self.optimizer["groups"], part.optimizer["groups"], strict=True):
+                mine["parameters"] += theirs["parameters"]
+
     def to_bytes(self) -> bytes:
         """The text of ``index.json``: the index and, beside it, the checksum of its compact form."""
-        said = {
-            "step": self.step,
-            "written": self.written,
-            "layout": self.layout,
-            "files": self.files,
-            "parameters": [p.to_json() for p in self.parameters],
-            "buffers": [b.to_json() for b in self.buffers],
-            "pieces": [p.to_json() for p in self.pieces],
-            "once": self.once,
-            "optimizer": self.optimizer,
-            "run": self.run,
-            "ranks": self.ranks,
-            "nonfinite": self.nonfinite,
-        }
+        said = vars(self) | {name: [each.to_json() for each in getattr(self, name)] for name in LISTED}
         head = {"format": FORMAT, "version": VERSION, "checksum": checksum(_compact(said))}
         lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
         for name, value in said.items():
@@ -295,20 +279,9 @@ class Index:
             check_index(said, ITEMSIZES, KINDS)
         except ValueError as error:
             raise CheckpointError(f"{where} is damaged: {error}; take another checkpoint.") from None
-        return Index(
-            said["step"],
-            said["written"],
-            said["layout"],
-            said["files"],
-            [Parameter.from_json(p) for p in said["parameters"]],
-            [Parameter.from_json(b) for b in said["buffers"]],
-            [Piece.from_json(p) for p in said["pieces"]],
-            said["once"],
-            said.get("optimizer"),
-            said["run"],
-            said["ranks"],
-            said["nonfinite"],
-        )
+        known: dict[str, Any] = {each.name: said.get(each.name) for each in fields(Index)}
+        known |= {name: [kind.from_json(each) for each in said[name]] for name, kind in LISTED.items()}
+        return Index(**known)
 
 
 def _compact(said: Any) -> bytes:

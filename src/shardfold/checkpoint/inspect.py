@@ -296,6 +296,13 @@ class _Node:
     tensor: Tensor | None = None
     children: dict[str, _Node] = field(default_factory=dict[str, "_Node"])
 
+    def put(self, tensor: Tensor, path: Sequence[str]) -> None:
+        """It is at ``path`` below this one."""
+        if path:
+            self.children.setdefault(path[0], _Node()).put(tensor, path[1:])
+        else:
+            self.tensor = tensor
+
     def leaves(self) -> Iterator[Tensor]:
         if self.tensor is not None:
             yield self.tensor
@@ -312,10 +319,7 @@ class _Node:
 def _tree(tensors: Sequence[Tensor]) -> _Node:
     root = _Node()
     for tensor in tensors:
-        node = root
-        for part in tensor.name.split(".", DEPTH):
-            node = node.children.setdefault(part, _Node())
-        node.tensor = tensor
+        root.put(tensor, tensor.name.split(".", DEPTH))
     return root
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,6 +28,7 @@ from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.shard import Shard, values_of
 from shardfold.tiers.pages import exact, huge
 
+LOG = getLogger("shardfold")
 __all__ = ["Job", "SaveReport", "Saving"]
 
 PINNED = 1 << 30
@@ -83,7 +85,7 @@ class Saving:
         self.report: SaveReport | None = None
         self.error: BaseException | None = None
         self.told = False  # whether a call has raised the error
-        self.logged = False
+        self._logged = False
         self._over = threading.Event()
 
     @property
@@ -105,6 +107,19 @@ class Saving:
             raise self.error
         assert self.report is not None
         return self.report
+
+    def _untold(self) -> BaseException | None:
+        """Its failure, if no call has raised that; from now on one has."""
+        if self.error is None or self.told:
+            return None
+        self.told = True
+        return self.error
+
+    def _log(self) -> None:
+        """Logs a failure that no call has raised, once."""
+        if self.error is not None and not (self.told or self._logged):
+            self._logged = True
+            LOG.error("%s", self.error)
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self.report, self.error = report, error
@@ -206,9 +221,7 @@ class Job:
             if not problem:
                 done = write_file(self.draft.path / name, self._parts)
                 num_bytes = done.num_bytes
-                self._index.pieces, self._index.files = done.pieces, {name: num_bytes}
-                bad = {p.of for p in done.nonfinite if p.kind == "buffer" or p.state == "weight"}
-                self._index.nonfinite = sorted(bad)
+                self._index.add_file(name, *done)
         except Exception as error:
             problem = words(error)
         self._parts = []

@@ -88,6 +88,11 @@ class LoadReport:
     rank_state: dict[str, Any] | None = None
     rank_states: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
+    def _take(self, state: dict[str, Any], rank_states: list[dict[str, Any]], rank: int | None = None) -> None:
+        """What was given to the save; ``rank``: which of the ranks this one was."""
+        self.state, self.rank_states = state, rank_states
+        self.rank_state = None if rank is None else rank_states[rank]
+
     def __str__(self) -> str:
         fetched = f", {self.num_bytes_fetched / 2**20:.1f} of them from other hosts" if self.num_bytes_fetched else ""
         lines = [
@@ -125,7 +130,7 @@ def load(
         if model.run.outer is not None:
             model.run.outer.begin_anew()
         mends = _mends(model, weights_only, fit)
-        model.run.broken = (WEIGHTS if weights_only else "") + f"the load of {checkpoint.path} failed half-way"
+        model.run.spoil((WEIGHTS if weights_only else "") + f"the load of {checkpoint.path} failed half-way")
         agreed.after = "The engine now holds a part of it: load another checkpoint before going on."
         work = _Work(model, checkpoint, fit)
         work.tensors(weights_only)
@@ -134,7 +139,7 @@ def load(
         agreed(work.outcome)
         if weights_only:
             report.notes.append("The optimizer, its schedule, the loss scale, averages and the step count stay.")
-        model.run.broken, model.run.unwritten = mends, None
+        model.run.mend(mends)
         if words := _narrower(model, checkpoint):
             report.notes.append(words)
             if model.rank == 0:
@@ -254,10 +259,9 @@ def _take_run(
 ) -> None:
     """Everything of the run that is not a tensor of the model's."""
     notes, run, ranks = report.notes, checkpoint.run(), len(checkpoint.index.ranks)
-    report.state = run.get("state", {})
-    report.rank_states = [checkpoint.of_rank(rank, "state") for rank in range(ranks)]
+    report._take(run.get("state", {}), [checkpoint.of_rank(rank, "state") for rank in range(ranks)])
     rng = checkpoint.of_rank(model.rank, "rng") if ranks == model.world_size else None
-    model.run.steps = checkpoint.index.step
+    model.run.go_on_at(checkpoint.index.step)
     fit.take_options()
     for name, mine in (("schedule", model.run.lr_schedule), ("loss_scale", model.run.loss_scale)):
         saved, title = run.get(name), name.replace("_", " ")
@@ -276,7 +280,7 @@ def _take_run(
     notes += _take_rounds(model, run.get("outer") or {})
     averages = run.get("averages", ())
     for number, average in enumerate(model.run.averages):
-        average.updates = averages[number]["updates"] if number < len(averages) else 0
+        average.go_on_at(averages[number]["updates"] if number < len(averages) else 0)
     if len(averages) != len(model.run.averages):
         notes.append(
             f"The checkpoint has {len(averages)} averages and the engine {len(model.run.averages)}: the others begin "
@@ -293,7 +297,7 @@ def _take_run(
         if name in report.state:
             target.load_state_dict(report.state[name])
     if rng is not None:
-        report.rank_state = report.rank_states[model.rank]
+        report._take(report.state, report.rank_states, rank=model.rank)
         set_rng_state(rng)
     else:
         notes.append(

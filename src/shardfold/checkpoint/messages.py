@@ -41,6 +41,10 @@ class Messages:
         self._over = threading.Event()
         self._pulse: threading.Thread | None = None
 
+    def wait_at_most(self, silence: float) -> None:
+        """A rank counts as dead after so many seconds from now on."""
+        self.silence = silence
+
     def begin(self) -> None:
         """From now on the others see that this rank lives, until :meth:`end`.
 

@@ -235,11 +235,7 @@ class Saver:
 
     def _untold(self) -> BaseException | None:
         """The failure of the last save that no call has raised; from now on one has."""
-        last = self.last
-        if last is None or last.error is None or last.told:
-            return None
-        last.told = True
-        return last.error
+        return None if self.last is None else self.last._untold()
 
     def _memory(self) -> MemoryRow:
         held = sum(block.nbytes for block in self._blocks)
@@ -247,15 +243,13 @@ class Saver:
 
     def _at_exit(self) -> None:
         if self._job is not None:
-            self._job.messages.silence = SILENCE_AT_EXIT
+            self._job.messages.wait_at_most(SILENCE_AT_EXIT)
         self.finish()
 
     def tell(self) -> None:
         """Logs a failure that nobody has heard of: training goes on until the next save, which raises it."""
-        last = self.last
-        if last is not None and last.error is not None and not (last.told or last.logged):
-            last.logged = True
-            LOG.error("%s", last.error)
+        if self.last is not None:
+            self.last._log()
 
 
 def check_buffers(model: ShardedModel) -> None:

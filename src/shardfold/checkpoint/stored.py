@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,6 +68,10 @@ class Stored:
     also: dict[str, str] = field(default_factory=dict[str, str])
     buffers: set[str] = field(default_factory=set[str])
     extra: dict[str, Any] | None = None
+
+    def cast(self, dtype: torch.dtype | None) -> Stored:
+        """The same in another dtype, see :meth:`Later.cast`."""
+        return replace(self, tensors={name: later.cast(dtype) for name, later in self.tensors.items()})
 
     def renamed(self, rename: Callable[[str], str], where: str) -> Stored:
         """The same under other names.

@@ -16,17 +16,7 @@ from typing import Any
 from shardfold.checkpoint.checked import once_each
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.hosts import whose
-from shardfold.checkpoint.index import (
-    INDEX,
-    ITEMSIZES,
-    KINDS,
-    SUM_BYTES,
-    Index,
-    Parameter,
-    Piece,
-    checksum,
-    overlaps,
-)
+from shardfold.checkpoint.index import INDEX, ITEMSIZES, KINDS, SUM_BYTES, Index, Parameter, Piece, checksum, overlaps
 from shardfold.checkpoint.paths import check_regular, inside, open_regular
 from shardfold.errors import CheckpointError
 from shardfold.plan.box import Box
@@ -107,6 +97,19 @@ class Verification:
     def ok(self) -> bool:
         return not self.damage
 
+    def _check_file(self, name: str, pieces: Sequence[Piece], size: int, tick: Callable[[int], None]) -> None:
+        """Of a file its header, that tensors are all that is in it, and every byte of them."""
+        begin, damage = _header(self.path / name, pieces)
+        self.damage += [*damage, *_tiling(name, pieces, begin, size)]
+        for piece, number, data in blocks(self.path, pieces):
+            low, wanted = piece.at + number * SUM_BYTES, min(SUM_BYTES, piece.nbytes - number * SUM_BYTES)
+            if len(data) < wanted:
+                _add(self.damage, Damage("the file ends before", name, piece.key, (low + len(data), low + wanted)))
+            elif number >= len(piece.sums) or checksum(data) != piece.sums[number]:
+                _add(self.damage, Damage("differs from its checksum", name, piece.key, (low, low + wanted)))
+            self.num_bytes += len(data)
+            tick(self.num_bytes)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
@@ -170,26 +173,10 @@ def verify(path: str | Path, tick: Callable[[int, int], None] = lambda done, tot
         if name in absent:
             continue
         try:
-            _check_file(found, folder, pieces, name, index.files[name], lambda done: tick(done, total))
+            found._check_file(name, pieces, index.files[name], lambda done: tick(done, total))
         except OSError as error:
             found.damage.append(Damage(f"cannot be read ({error.strerror})", name))
     return found
-
-
-def _check_file(
-    found: Verification, folder: Path, pieces: Sequence[Piece], name: str, size: int, tick: Callable[[int], None]
-) -> None:
-    """Its header, that tensors are all that is in it, and every byte of them."""
-    begin, damage = _header(folder / name, pieces)
-    found.damage += [*damage, *_tiling(name, pieces, begin, size)]
-    for piece, number, data in blocks(folder, pieces):
-        low, wanted = piece.at + number * SUM_BYTES, min(SUM_BYTES, piece.nbytes - number * SUM_BYTES)
-        if len(data) < wanted:
-            _add(found.damage, Damage("the file ends before", name, piece.key, (low + len(data), low + wanted)))
-        elif number >= len(piece.sums) or checksum(data) != piece.sums[number]:
-            _add(found.damage, Damage("differs from its checksum", name, piece.key, (low, low + wanted)))
-        found.num_bytes += len(data)
-        tick(found.num_bytes)
 
 
 def blocks(folder: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, memoryview]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.draft import Draft
-from shardfold.checkpoint.files import NAMES, UnwrittenPiece, write_file
+from shardfold.checkpoint.files import NAMES, UnwrittenPiece, divided, dtype_name, write_file
 from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
@@ -104,7 +105,7 @@ class Writer:
         self._parameters[name] = kept
         self._index.parameters.append(kept)
         if kept.numel:
-            self._add(Piece(name, "weight", "element", kept.dtype, (kept.numel,), 0, kept.numel), value)
+            self._add(UnwrittenPiece(Piece(name, "weight", "element", kept.dtype, (kept.numel,), 0, kept.numel), value))
 
     def state(self, name: str, state: str, value: Value, *, dtype: torch.dtype = torch.float32) -> None:
         """A state that a parameter has for each of its elements.
@@ -120,7 +121,7 @@ class Writer:
         if found is None or (isinstance(value, Tensor) and value.numel() != numel):
             raise CheckpointError(f"{self.target}: {state!r} of {name!r} has another size, or a dtype of no file.")
         if numel:
-            self._add(Piece(name, state, "element", found, (numel,), 0, numel), value)
+            self._add(UnwrittenPiece(Piece(name, state, "element", found, (numel,), 0, numel), value))
 
     def once(self, name: str, values: Mapping[str, Any]) -> None:
         """What the optimizer keeps of a parameter once: its step count, factored moments. Numbers and tensors."""
@@ -145,7 +146,7 @@ class Writer:
         """A persistent buffer; the arguments are those of :meth:`parameter`."""
         kept = self._described(name, value, shape, dtype, tuple(also), True)
         self._index.buffers.append(kept)
-        self._add(Piece(name, "", "buffer", kept.dtype, kept.shape), value)
+        self._add(UnwrittenPiece(Piece(name, "", "buffer", kept.dtype, kept.shape), value))
 
     def optimizer(self, class_name: str, groups: Iterable[tuple[Mapping[str, Any], Sequence[str]]]) -> None:
         """The optimizer's class (``torch.optim.adamw.AdamW``) and, of each group, its options and parameters' names."""
@@ -154,11 +155,11 @@ class Writer:
             for name in names:
                 self._known(name, f"group {number}")
             said.append({"options": self._tree(dict(options), f"group {number}"), "parameters": list(names)})
-        self._index.optimizer = {"class": class_name, "groups": said}
+        self._index = replace(self._index, optimizer={"class": class_name, "groups": said})
 
     def run(self, tree: Mapping[str, Any]) -> None:
         """What the run had: ``schedule``, ``loss_scale`` (each a state dict or None), ``state`` (the user's own)."""
-        self._index.run = self._tree(dict(tree), "run")
+        self._index = replace(self._index, run=self._tree(dict(tree), "run"))
 
     def rank(self, tree: Mapping[str, Any]) -> None:
         """What the next rank had: ``rng``, ``state``; called once for each of them, or not at all."""
@@ -177,15 +178,13 @@ class Writer:
             CheckpointError: the target is something else, or the disk is full; nothing of it is left.
         """
         draft, index, done = Draft(self.target, os.urandom(6).hex()), self._index, 0
-        files = list(self._files())
+        files = divided(self._parts, lambda part: part.piece.nbytes, self._file_bytes)
         try:
             draft.begin()
             for number, parts in enumerate(files, 1):
                 name = f"part-{number:05d}-of-{len(files):05d}.safetensors"
                 written = write_file(draft.path / name, parts, lambda more, before=done: tick(before + more))
-                index.pieces += written.pieces
-                index.files[name] = written.num_bytes
-                index.nonfinite += [p.of for p in written.nonfinite if p.kind == "buffer" or p.state == "weight"]
+                index.add_file(name, *written)
                 done += sum(part.piece.nbytes for part in parts)
             if index.nonfinite:
                 LOG.warning("%s holds inf or NaN in %s", self.target, ", ".join(index.nonfinite))
@@ -219,9 +218,7 @@ class Writer:
             if each in self._names:
                 raise CheckpointError(f"{self.target}: {each!r} is given twice.")
             self._names.add(each)
-        if dtype not in NAMES:
-            raise CheckpointError(f"{name!r} has dtype {dtype}, which safetensors files do not have: cast it.")
-        return Parameter(name, tuple(shape), NAMES[dtype], also, trainable)
+        return Parameter(name, tuple(shape), dtype_name(dtype, name), also, trainable)
 
     def _known(self, name: str, what: str) -> Parameter:
         if name not in self._parameters:
@@ -236,25 +233,11 @@ class Writer:
         return said
 
     def _whole(self, kind: str, state: str, name: str, value: Tensor, rank: int | None = None) -> None:
-        if value.dtype not in NAMES:
-            raise CheckpointError(f"{name!r} has dtype {value.dtype}, which safetensors files do not have: cast it.")
-        self._add(Piece(name, state, kind, NAMES[value.dtype], tuple(value.shape), rank=rank), value)
+        self._add(UnwrittenPiece.whole(kind, state, name, value, rank))
 
-    def _add(self, piece: Piece, value: Value) -> None:
+    def _add(self, part: UnwrittenPiece) -> None:
+        piece = part.piece
         if piece.key in self._keys:
             raise CheckpointError(f"{self.target}: {piece.state or piece.kind} of {piece.of!r} is given twice.")
         self._keys.add(piece.key)
-        self._parts.append(UnwrittenPiece(piece, value))
-
-    def _files(self) -> Iterator[list[UnwrittenPiece]]:
-        """The parts of each file."""
-        parts: list[UnwrittenPiece] = []
-        size = 0
-        for part in self._parts:
-            if parts and size + part.piece.nbytes > self._file_bytes:
-                yield parts
-                parts, size = [], 0
-            parts.append(part)
-            size += part.piece.nbytes
-        if parts:
-            yield parts
+        self._parts.append(part)

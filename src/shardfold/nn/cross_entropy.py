@@ -34,6 +34,7 @@ __all__ = [
     "no_class",
     "rows_at_once",
     "span_of",
+    "wanted_of",
 ]
 
 CHUNK_BYTES = {"cpu": 64 * 2**20}
@@ -99,7 +100,6 @@ def chunked_cross_entropy(
     elif weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
         given = f"{dtype}, weight {weight.dtype}" + (f", bias {bias.dtype}" if bias is not None else "")
         raise ConfigError(f"chunked_cross_entropy takes tensors of one dtype, but hidden is {given}: cast them.")
-    grads = torch.is_grad_enabled()
     plan = Head(
         rows=chunk or rows_at_once(targets.numel(), weight.shape[0], dtype, device),
         dtype=dtype,
@@ -107,7 +107,7 @@ def chunked_cross_entropy(
         smoothing=label_smoothing,
         reduction=reduction,
         softcap=softcap,
-        wanted=tuple(grads and each is not None and each.requires_grad for each in (hidden, weight, bias)),
+        wanted=wanted_of(hidden, weight, bias),
     )
     # Through a torch operation, at which an engine gathers a weight that it has split.
     whole = weight.view_as(weight)
@@ -115,6 +115,11 @@ def chunked_cross_entropy(
     columns = flat.where(flat != ignore_index, 0).long()
     losses = losses_of(hidden.reshape(-1, hidden.shape[-1]), whole, bias, flat, columns, plan)
     return losses.view(targets.shape) if reduction == "none" else losses
+
+
+def wanted_of(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Of which of them there are to be gradients."""
+    return tuple(torch.is_grad_enabled() and each is not None and each.requires_grad for each in tensors)
 
 
 class Margin(NamedTuple):

@@ -8,7 +8,6 @@ logit of the row's own class from whichever rank has it: two small collectives f
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from shardfold.nn.cross_entropy import (
     chunked_cross_entropy,
     losses_of,
     rows_at_once,
+    wanted_of,
 )
 from shardfold.nn.ranks import AxisRanks
 from shardfold.plan.checks import is_integer, is_number
@@ -101,7 +101,7 @@ def parallel_cross_entropy(
     columns = _columns(flat, ignore_index, start, weight.shape[0], classes)
     dtype = _dtype(who, hidden, weight, bias)
     most = -(-classes // ranks.size)  # of any rank: chunks are the same on all
-    rows, wanted = chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), _wanted(hidden, weight, bias)
+    rows, wanted = chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), wanted_of(hidden, weight, bias)
     head = Head(rows, dtype, ignore_index, label_smoothing, reduction, softcap, wanted, ranks, classes, summed=summed)
     losses = losses_of(hidden.reshape(-1, hidden.shape[-1]), weight.view_as(weight), bias, flat, columns, head)
     return losses.view(targets.shape) if reduction == "none" else losses
@@ -180,7 +180,7 @@ def parallel_margin_loss(
     most = -(-classes // ranks.size)  # of any rank: chunks are the same on all
     if sample < 1:
         most = min(most, round(most * sample) + flat.numel())
-    rows, wanted = chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), _wanted(hidden, weight, None)
+    rows, wanted = chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), wanted_of(hidden, weight, None)
     head = Head(rows, dtype, ignore_index, 0.0, reduction, None, wanted, ranks, classes, margin)
     losses = losses_of(unit, centres, None, flat, columns, head)
     return losses.view(targets.shape) if reduction == "none" else losses
@@ -253,7 +253,3 @@ def _dtype(who: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tor
             f"{who} takes tensors of one dtype, but hidden is {hidden.dtype}, weight {weight.dtype}: cast them."
         )
     return hidden.dtype
-
-
-def _wanted(*tensors: Any) -> tuple[bool, ...]:
-    return tuple(torch.is_grad_enabled() and each is not None and each.requires_grad for each in tensors)

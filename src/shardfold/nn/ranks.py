@@ -35,6 +35,10 @@ class Everyone:
     def __init__(self) -> None:
         self.axes: Sequence[AxisRanks] = ()
 
+    def follow(self, axes: Sequence[AxisRanks]) -> None:
+        """They are those along ``axes`` from now on."""
+        self.axes = axes
+
     def __reduce__(self) -> Any:
         return Everyone, ()
 

@@ -178,7 +178,7 @@ class _WideSums:
                 if parameter is not None and parameter.requires_grad and parameter.dtype in NARROW:
                     self._places.append((module._parameters, name, parameter))
                     if id(parameter) not in self._sums:
-                        total = _Sum()
+                        total = _Sum(parameter.dtype)
                         whole: Any = _CollectTiles.apply(parameter, total)
                         self._sums[id(parameter)] = whole, total
 
@@ -196,9 +196,10 @@ class _WideSums:
 
 
 class _Sum:
-    """Of the gradients of tiles so far."""
+    """Of the gradients of tiles so far; it is taken in ``dtype``."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._total: Tensor | None = None
 
     def add(self, grad: Tensor) -> None:
@@ -209,7 +210,7 @@ class _Sum:
 
     def take(self) -> Tensor | None:
         total, self._total = self._total, None
-        return total
+        return None if total is None else total.to(self._dtype)
 
 
 class _CollectTiles(torch.autograd.Function):
@@ -217,15 +218,14 @@ class _CollectTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, total: _Sum) -> Tensor:
-        ctx.total, ctx.dtype = total, parameter.dtype
+        ctx.total = total
         ctx.set_materialize_grads(False)
         return parameter.view_as(parameter)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        total = ctx.total.take()
-        return None if total is None else total.to(ctx.dtype), None
+        return ctx.total.take(), None
 
 
 class _Tap(torch.autograd.Function):

@@ -31,7 +31,6 @@ class Alarm:
 
     Attributes:
         report: what was found in the last step, None if it was finite.
-        num_examined: examinations so far, of which all ranks make the same.
         watch: of the outputs of modules, the user's or the alarm's own.
     """
 
@@ -44,7 +43,7 @@ class Alarm:
         self.watch: ActivationWatch | None = None
         self._own: ActivationWatch | None = None  # ours, not the user's
         self.report: NumericsReport | None = None
-        self.num_examined = 0
+        self._num_examined = 0
 
     def note(self, loss: Tensor) -> None:
         """A micro-batch's loss, a tensor of one element."""
@@ -54,6 +53,14 @@ class Alarm:
             self._values.clear()
         self._losses[self._model.run.micro_batch] = loss.detach()
         self._values.pop(self._model.run.micro_batch, None)
+
+    def hear(self, watch: ActivationWatch | None) -> None:
+        """See :class:`Notes`."""
+        self.watch = watch
+
+    def count(self) -> int:
+        self._num_examined += 1
+        return self._num_examined
 
     def bad_losses(self) -> list[int]:
         """The micro-batches since the last step whose loss on this rank is inf or NaN."""

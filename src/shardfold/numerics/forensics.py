@@ -94,11 +94,9 @@ class Notes(Protocol):
 
     Attributes:
         watch: the one there is.
-        num_examined: examinations so far, of which all ranks make the same.
     """
 
     watch: ActivationWatch | None
-    num_examined: int
 
     def bad_losses(self) -> list[int]:
         """The micro-batches whose loss on this rank is inf or NaN."""
@@ -106,6 +104,14 @@ class Notes(Protocol):
 
     def good_losses(self) -> list[int]:
         """Those whose loss is finite."""
+        ...
+
+    def hear(self, watch: ActivationWatch | None) -> None:
+        """It watches the modules from now on; None: nobody does."""
+        ...
+
+    def count(self) -> int:
+        """An examination begins, the same on all ranks: its number."""
         ...
 
     def close(self) -> None:
@@ -161,7 +167,7 @@ class ActivationWatch:
             handle = module.register_forward_hook(untraced(self._hook(path or "the model")))
             copy_without_hooks(module, [handle.id])
             self._handles.append((module, handle))
-        notes.watch = self
+        notes.hear(self)
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -171,7 +177,7 @@ class ActivationWatch:
         self._handles.clear()
         self._sums.clear()
         if self._notes.watch is self:
-            self._notes.watch = None
+            self._notes.hear(None)
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
@@ -257,9 +263,8 @@ def examine(model: ShardedModel, notes: Notes, *, only_gradients: bool = False) 
             for kind, path, micro in notes.watch.found()
             if kind != "output" or micro not in harmless
         ]
-    notes.num_examined += 1
     group = model.comm.group
-    said = group.exchange(f"check/{notes.num_examined}", json.dumps([found, numbers]))
+    said = group.exchange(f"check/{notes.count()}", json.dumps([found, numbers]))
     defined = {name: place for place, (name, _) in enumerate(model.module.named_parameters(remove_duplicate=False))}
     findings: list[tuple[tuple[int, int, int], Finding]] = []
     rows: dict[str, list[float]] = {}

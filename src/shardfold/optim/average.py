@@ -97,6 +97,10 @@ class Average:
         for segment in unit.trainable:
             del self._by_segment[id(segment)]
 
+    def go_on_at(self, updates: int) -> None:
+        """It has seen so many updates."""
+        self.updates = updates
+
     def shard(self, segment: Segment) -> Tensor:
         """The average of a segment's master range, ``(length / parts,)``."""
         return self._by_segment[id(segment)]

@@ -1,5 +1,6 @@
 """Layers and activations that are split over the ranks of an axis.
 
+adjoint          functions of one tensor with a backward of their own
 attention        how a model's attention comes to cross an axis of sequence
 batch            a batch of whole sequences, and one rank's part of it
 cut              which tokens of a sequence each rank has, and which parts of them attend to which
@@ -11,7 +12,7 @@ head             a classifier with a margin whose classes are split over ranks t
 infer            which layers can be cut, found in a run without memory
 kernels          attention of one tile, forward and backward
 layer_traffic    bytes that layers cut along an axis of tensor send
-lengths          the numbers that a linear layer or an embedding keeps of its own shape
+lengths          what a module has in place of a whole: a part of a parameter, and numbers of its own shape
 link             what layers ask of the ranks along one axis, or along all axes of data
 model_trace      what a model does, operation by operation, without memory: a run of a copy of it on the meta device
 numbers          the whole numbers among the arguments of a call: sizes of views, lengths of pieces, edges of slices

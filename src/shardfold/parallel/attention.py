@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +47,10 @@ class Attention:
     def __init__(self, heads: int | None = None) -> None:
         self.heads = heads
         self.axis: SequenceAxis | None = None
+
+    def follow(self, axis: SequenceAxis | None) -> None:
+        """It crosses ``axis`` from now on; None: none."""
+        self.axis = axis
 
     def __reduce__(self) -> Any:
         return Attention, (self.heads,)
@@ -136,14 +141,14 @@ def follow(model: nn.Module, axis: SequenceAxis) -> Callable[[], None]:
     """
     undo: list[Callable[[], None]] = [axis.close]
     for each in _own(model):
-        each.axis = axis
-        undo.append(lambda each=each: setattr(each, "axis", None))
+        each.follow(axis)
+        undo.append(partial(each.follow, None))
     for each in _of_transformers(model):
         undo.append(_rename(each))
         for part in each.modules():
             _AXES[part] = axis
             if hasattr(part, "create_position_ids_from_input_ids"):
-                axis.padding = part.padding_idx
+                axis.count_behind(part.padding_idx)
 
     def undone() -> None:
         for call in reversed(undo):
@@ -190,14 +195,19 @@ def _rename(model: Any) -> Callable[[], None]:
         )
     transformers.AttentionInterface.register(NAME, _attend)
     config, before = model.config, model.config._attn_implementation
-    config._attn_implementation = NAME
+    _name_attention(config, NAME)
 
     def put_back() -> None:
-        config._attn_implementation = before
+        _name_attention(config, before)
         for part in model.modules():
             _AXES.pop(part, None)
 
     return put_back
+
+
+def _name_attention(config: Any, name: Any) -> None:
+    """The modules of a model of transformers with this config ask the registry for ``name``."""
+    config._attn_implementation = name
 
 
 def _attend(

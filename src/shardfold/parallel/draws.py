@@ -58,15 +58,11 @@ DRAWING = frozenset(
 
 
 class Parts:
-    """Which tensors of a model are parts just now. Copies know of none.
-
-    Attributes:
-        inside: how many layers run that are cut; what they do is their own.
-    """
+    """Which tensors of a model are parts just now. Copies know of none."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Tensor]] = {}
-        self.inside = 0
+        self._inside = 0  # layers that run which are cut
 
     def __reduce__(self) -> Any:
         return Parts, ()
@@ -92,8 +88,15 @@ class Parts:
                 return True
         return False
 
+    def enter(self) -> None:
+        """A layer runs that is cut; until :meth:`leave` what is done is its own."""
+        self._inside += 1
+
+    def leave(self) -> None:
+        self._inside -= 1
+
     def __bool__(self) -> bool:
-        return bool(self._known) and not self.inside
+        return bool(self._known) and not self._inside
 
 
 class _Looking(TorchFunctionMode):

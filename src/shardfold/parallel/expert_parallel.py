@@ -33,6 +33,8 @@ from shardfold.nn.experts import ByRows, combined, sorted_rows
 from shardfold.nn.moe import MoE
 from shardfold.nn.ranks import Everyone
 from shardfold.nn.router import Router
+from shardfold.parallel.adjoint import paired
+from shardfold.parallel.lengths import keep_part
 from shardfold.parallel.link import AxisLink, Link, MeshLink, link_of
 from shardfold.parallel.split import is_cut
 from shardfold.plan.axes import Mesh, Role
@@ -158,31 +160,13 @@ def _share_out(path: str, module: Any, axis: str, rank: int, mesh: Mesh) -> None
             )
     hand_over(list(own.values()))  # built under sharded_init(): it is whole here until the next lines
     for name, parameter in own.items():
-        with torch.no_grad():
-            parameter.data = parameter.detach().narrow(0, rank * each, each).clone()
+        keep_part(parameter, parameter.detach().narrow(0, rank * each, each).clone())
         mark_slice(module, name, axis=axis, dim=0)
     vars(module)["num_experts"] = each
     vars(module)[_DISPATCH] = vars(module)["forward"] = Dispatch(module, link, experts, path)
 
 
 # -- the way of tokens
-
-
-class _ExchangeRows(torch.autograd.Function):
-    """Rows to ranks; its backward is the way back. ``with_`` takes part in the graph on each rank, so that on each rank
-    the way back is gone."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, link: Link, to: Sequence[int], by: Sequence[int], *with_: Tensor) -> Tensor:
-        ctx.link, ctx.to, ctx.by = link, to, by
-        ctx.with_ = [(each.shape, each.dtype, each.device) if each.requires_grad else None for each in with_]
-        return link.exchange(rows, to, by)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        back = ctx.link.exchange(grads[0], ctx.by, ctx.to)
-        zeros = [None if each is None else torch.zeros(each[0], dtype=each[1], device=each[2]) for each in ctx.with_]
-        return (back, None, None, None, *zeros)
 
 
 @dataclass(eq=False)
@@ -242,7 +226,7 @@ class Dispatch:
         to = [sum(counts[r * each : (r + 1) * each]) for r in range(size)]
         by = [sum(of_rank) for of_rank in by_rank]
         self.sent, self.came = to, by
-        came = self._exchanged(rows, link, to, by)
+        came = _exchanged(rows, link, to, by)
         # Rows lie by rank and expert; they are to lie by expert.
         experts = torch.arange(each, device=rows.device).repeat(size)
         experts = experts.repeat_interleave(told.reshape(-1), output_size=sum(by))
@@ -252,13 +236,7 @@ class Dispatch:
         made = self._own(came[order], [sum(column) for column in zip(*by_rank, strict=True)])
         # Where no row came nothing of these is in the graph: they are, so that all ranks go the way back.
         own = [p for p in self.module._parameters.values() if p is not None]
-        with_ = [] if len(made) else own
-        return self._exchanged(made[back], link, by, to, *with_)
-
-    @staticmethod
-    def _exchanged(rows: Tensor, link: Link, to: Sequence[int], by: Sequence[int], *with_: Tensor) -> Tensor:
-        made: Any = _ExchangeRows.apply(rows.contiguous(), link, to, by, *with_)
-        return made
+        return _exchanged(made[back], link, by, to, () if len(made) else own)
 
     def _own(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """What this rank's experts make of ``rows``, ``counts`` of each one behind the other."""
@@ -271,6 +249,15 @@ class Dispatch:
         return type(self.module).forward(self.module, rows, chosen, rows.new_ones(len(rows), 1))
 
 
+def _exchanged(
+    rows: Tensor, link: Link, to: Sequence[int], by: Sequence[int], with_: Sequence[nn.Parameter] = ()
+) -> Tensor:
+    """Rows to ranks; its backward is the way back. ``with_`` takes part in the graph on each rank, so that on each rank
+    the way back is gone."""
+    there, back = partial(link.exchange, to=to, by=by), partial(link.exchange, to=by, by=to)
+    return paired(rows.contiguous(), there, back, with_)
+
+
 # -- routers
 
 
@@ -281,11 +268,11 @@ def connect_routers(model: nn.Module, comm: Comm, apart: Callable[[], bool]) -> 
     axes = [MeshLink(axis, comm, apart) for axis in mesh.reading]
     told: list[Everyone] = [module.everyone for module in model.modules() if isinstance(module, (MoE, Router))]
     for everyone in told:
-        everyone.axes = axes
+        everyone.follow(axes)
 
     def undo() -> None:
         for everyone in told:
-            everyone.axes = ()
+            everyone.follow(())
 
     return undo
 

@@ -17,7 +17,7 @@ instead has all classes on each rank, and sends their gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,10 @@ from shardfold.nn.cross_entropy import (
     no_class,
     rows_at_once,
     span_of,
+    wanted_of,
 )
 from shardfold.nn.parallel_cross_entropy import margin_of, sampled_classes
+from shardfold.parallel.lengths import keep_part
 from shardfold.parallel.link import Link, axes_named, link_of
 from shardfold.parallel.split import AxisRank
 from shardfold.plan.axes import KNOWN, Mesh, Role
@@ -155,25 +157,15 @@ class MarginHead(nn.Module):
             columns = torch.searchsorted(chosen, columns.clamp(min=0)).where(columns >= 0, -1)
         if link.size == 1:  # negative is here only what does not count
             columns = columns.clamp(min=0)
-        wanted = tuple(torch.is_grad_enabled() and each.requires_grad for each in (unit, weight)) + (False,)
+        wanted = wanted_of(unit, weight, None)
         most = -(-self.classes // link.size)  # chunks are the same on all ranks
         if self.sample < 1:
             most = min(most, round(most * self.sample) + len(labels))
         at_once = rows_at_once(len(labels), most, weight.dtype, weight.device.type)
-        head = Head(
-            at_once,
-            weight.dtype,
-            IGNORED,
-            0.0,
-            "mean",
-            None,
-            wanted,
-            link if link.size > 1 else None,
-            self.classes,
-            self.margin,
-        )
+        ranks = link if link.size > 1 else None
+        head = Head(at_once, weight.dtype, IGNORED, 0.0, "mean", None, wanted, ranks, self.classes, self.margin)
         with torch.autocast(unit.device.type, enabled=False):
-            return _losses(unit, weight, labels, columns, head, link, sizes)
+            return _losses(unit, weight, labels, columns, _Together(head, link, sizes))
 
     def _sizes(self, link: Link, features: Tensor, targets: Tensor) -> list[int]:
         """How many rows each rank has, once what all of them have fits.
@@ -258,19 +250,25 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
         if link.parts == 1:  # else cut for an engine that was closed; that it was for as many is seen in bind_links
             link.part(place.size)
             hand_over([module.weight])
-            with torch.no_grad():
-                module.weight.data = module.weight.detach()[start:stop].clone(memory_format=torch.contiguous_format)
+            part = module.weight.detach()[start:stop].clone(memory_format=torch.contiguous_format)
+            keep_part(module.weight, part)
         if link.parts == place.size:
             for axis in axes:
                 mark_slice(module, "weight", axis=axis, whole=whole, start=(start, 0))
 
 
+class _Together(NamedTuple):
+    """How losses are made of the rows of all ranks, which have ``sizes`` of them."""
+
+    head: Head
+    link: Link
+    sizes: Sequence[int]
+
+
 @untraced_from_call
-def _losses(
-    unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, head: Head, link: Link, sizes: Sequence[int]
-) -> Tensor:
+def _losses(unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, plan: _Together) -> Tensor:
     """The mean loss of this rank's rows ``unit`` ``(n, d)``; ``labels`` and ``columns`` are of all ranks'."""
-    return _Mean.apply(unit, weight, labels, columns, head, link, sizes)  # pyright: ignore[reportReturnType]
+    return _Mean.apply(unit, weight, labels, columns, plan)  # pyright: ignore[reportReturnType]
 
 
 class _Mean(torch.autograd.Function):
@@ -278,23 +276,15 @@ class _Mean(torch.autograd.Function):
     rows are scaled by what comes there; where that differs between ranks logits are made again."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        unit: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        columns: Tensor,
-        head: Head,
-        link: Link,
-        sizes: Sequence[int],
-    ) -> Tensor:
+    def forward(ctx: Any, unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, plan: _Together) -> Tensor:
+        head, link, sizes = plan
         together = link.all_gather(unit, 0, sizes)
         wide = torch.promote_types(weight.dtype, torch.float32)
         lengths = torch.linalg.vector_norm(weight, dim=1, dtype=wide).clamp_(min=SMALL)
         losses, grads = _with_centres(together, weight, lengths, labels, columns, head, None)
         own = labels.split(list(sizes))[link.rank] != IGNORED
         count = own.sum()
-        ctx.head, ctx.link, ctx.sizes = head, link, sizes
+        ctx.plan = plan
         ctx.save_for_backward(together, weight, lengths, labels, columns, count, *grads)
         return losses.split(list(sizes))[link.rank].sum() / (count if link.size == 1 else count.clamp(min=1))
 
@@ -302,23 +292,24 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             raise UsageError("MarginHead has no gradients of its gradients (create_graph=True).")
-        link: Link = ctx.link
+        plan: _Together = ctx.plan
+        link = plan.link
         together, weight, lengths, labels, columns, count, *grads = ctx.saved_tensors
         mine = (outputs[0] / count).where(count > 0, 0.0).view(1)
         scales = link.all_gather(mine.to(lengths.dtype), 0)
         scale = scales[0]
         if link.size > 1 and not bool((scales == scale).all()):
-            of_rows = scales.repeat_interleave(torch.tensor(ctx.sizes, device=scales.device))
-            grads = _with_centres(together, weight, lengths, labels, columns, ctx.head, of_rows)[1]
+            of_rows = scales.repeat_interleave(torch.tensor(plan.sizes, device=scales.device))
+            grads = _with_centres(together, weight, lengths, labels, columns, plan.head, of_rows)[1]
             scale = torch.ones_like(scale)
         elif keeps_graph():
             grads = [each if each is None else each.clone() for each in grads]
         of_unit, of_weight = grads
         if of_unit is not None:
-            of_unit = link.reduce_scatter(of_unit.mul_(scale), 0, ctx.sizes)
+            of_unit = link.reduce_scatter(of_unit.mul_(scale), 0, plan.sizes)
         if of_weight is not None:
             _along_spheres(of_weight, weight, lengths, scale)
-        return of_unit, of_weight, None, None, None, None, None
+        return of_unit, of_weight, None, None, None
 
 
 def _with_centres(

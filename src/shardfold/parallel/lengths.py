@@ -1,17 +1,24 @@
-"""The numbers that a linear layer or an embedding keeps of its own shape."""
+"""What a module is made to have in place of a whole: a part of a parameter, and numbers of its own shape."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["adapt_lengths", "is_transposed"]
+__all__ = ["adapt_lengths", "is_transposed", "keep_part"]
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether its weight is ``(inputs, outputs)``, as of the Conv1D of transformers."""
     return hasattr(module, "nf")
+
+
+def keep_part(parameter: nn.Parameter, part: Tensor) -> None:
+    """The parameter, which stays the same object, has only ``part`` of its values from now on."""
+    with torch.no_grad():
+        parameter.data = part
 
 
 def adapt_lengths(module: Any) -> None:

@@ -52,6 +52,10 @@ class Shift:
         return self._received
 
 
+Lengths = Sequence[int] | None
+"""By rank; None: all have as much."""
+
+
 class Link(AxisRanks, Protocol):
     """The ranks along one axis, of which this one is the ``rank``-th of ``size``.
 
@@ -62,22 +66,16 @@ class Link(AxisRanks, Protocol):
     @property
     def axis(self) -> str: ...
 
-    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         """The ranks' tensors one behind the other along ``dim``, where the r-th has ``sizes[r]``; None: as this one."""
         ...
 
-    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         """This rank's part along ``dim`` of the sum, where the r-th gets ``sizes[r]``; None: equal parts."""
         ...
 
     def all_to_all(
-        self,
-        tensor: Tensor,
-        split: int,
-        concat: int,
-        *,
-        split_sizes: Sequence[int] | None = None,
-        concat_sizes: Sequence[int] | None = None,
+        self, tensor: Tensor, split: int, concat: int, *, split_sizes: Lengths = None, concat_sizes: Lengths = None
     ) -> Tensor:
         """Cuts ``tensor`` along ``split``, the r-th part for rank r, and puts what comes one behind the other along
         ``concat``. ``split_sizes``: of the parts; None: equal ones. ``concat_sizes``: what each rank's tensor has along
@@ -119,20 +117,14 @@ class OneRank(Link):
     def max(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         return tensor
 
-    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         return tensor
 
     def all_to_all(
-        self,
-        tensor: Tensor,
-        split: int,
-        concat: int,
-        *,
-        split_sizes: Sequence[int] | None = None,
-        concat_sizes: Sequence[int] | None = None,
+        self, tensor: Tensor, split: int, concat: int, *, split_sizes: Lengths = None, concat_sizes: Lengths = None
     ) -> Tensor:
         return tensor
 
@@ -197,18 +189,13 @@ class MeshLink(Link):
         self._do("ALL_REDUCE", out.nbytes, begin)
         return out
 
-    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         moved = tensor.detach().movedim(dim, 0)
         if sizes is not None and len(set(sizes)) > 1:
             flat, each = moved.reshape(-1), prod(moved.shape[1:])
             received = flat.new_empty(sum(sizes) * each)
-            self._exchange(
-                "ALL_GATHER",
-                flat.repeat(self._size),
-                [len(flat)] * self._size,
-                received,
-                [size * each for size in sizes],
-            )
+            to, by = [len(flat)] * self._size, [size * each for size in sizes]
+            self._exchange("ALL_GATHER", flat.repeat(self._size), to, received, by)
             return received.view(sum(sizes), *moved.shape[1:]).movedim(0, dim).contiguous()
         full = moved.new_empty(self._size * len(moved), *moved.shape[1:])
         full.chunk(self._size)[self._rank].copy_(moved)
@@ -216,18 +203,13 @@ class MeshLink(Link):
         self._do("ALL_GATHER", flat.nbytes, lambda group: self._comm.transport.all_gather(flat, group))
         return full.movedim(0, dim).contiguous()
 
-    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         moved = tensor.detach().movedim(dim, 0)
         if sizes is not None and len(set(sizes)) > 1:
             each, mine = prod(moved.shape[1:]), sizes[self._rank]
             received = moved.new_empty(self._size, mine * each)
-            self._exchange(
-                "REDUCE_SCATTER",
-                moved.reshape(-1),
-                [size * each for size in sizes],
-                received.view(-1),
-                [mine * each] * self._size,
-            )
+            to, by = [size * each for size in sizes], [mine * each] * self._size
+            self._exchange("REDUCE_SCATTER", moved.reshape(-1), to, received.view(-1), by)
             out = torch.empty_like(received[0])
             sum_into(out, list(received), add=False)
             return out.view(mine, *moved.shape[1:]).movedim(0, dim).contiguous()
@@ -243,13 +225,7 @@ class MeshLink(Link):
         return out.view(len(moved) // self._size, *moved.shape[1:]).movedim(0, dim).contiguous()
 
     def all_to_all(
-        self,
-        tensor: Tensor,
-        split: int,
-        concat: int,
-        *,
-        split_sizes: Sequence[int] | None = None,
-        concat_sizes: Sequence[int] | None = None,
+        self, tensor: Tensor, split: int, concat: int, *, split_sizes: Lengths = None, concat_sizes: Lengths = None
     ) -> Tensor:
         tensor = tensor.detach()
         split, concat = split % tensor.dim(), concat % tensor.dim()
@@ -382,20 +358,14 @@ class AxisLink(Link):
     def max(self, tensor: Tensor) -> Tensor:
         return self._bound().max(tensor)
 
-    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         return self._bound().all_gather(tensor, dim, sizes)
 
-    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         return self._bound().reduce_scatter(tensor, dim, sizes)
 
     def all_to_all(
-        self,
-        tensor: Tensor,
-        split: int,
-        concat: int,
-        *,
-        split_sizes: Sequence[int] | None = None,
-        concat_sizes: Sequence[int] | None = None,
+        self, tensor: Tensor, split: int, concat: int, *, split_sizes: Lengths = None, concat_sizes: Lengths = None
     ) -> Tensor:
         return self._bound().all_to_all(tensor, split, concat, split_sizes=split_sizes, concat_sizes=concat_sizes)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -170,8 +171,7 @@ def record(
             recorder.run.differentiable.add(value)
     with torch.no_grad(), torch.device("meta"), recorder.functions, recorder:
         result = twin(*given[0], **given[1])
-    recorder.run.results = [recorder.number(tensor) for tensor in tensors_in(result)]
-    return recorder.run
+    return replace(recorder.run, results=[recorder.number(tensor) for tensor in tensors_in(result)])
 
 
 def _shorten(module: nn.Module, leaf: Leaf, words: int | None) -> None:
@@ -244,8 +244,14 @@ class _Recorder(DispatchMode):
         self._alive: list[Tensor] = []
         self._sharing: dict[int, list[int]] = {}
 
-    def paused(self) -> _Paused:
-        return _Paused(self)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is written down."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
 
     def enter(self, path: str) -> None:
         self._times[path] = self._times.get(path, 0) + 1
@@ -295,17 +301,6 @@ class _Recorder(DispatchMode):
                     for value in outs:
                         self.run.differentiable.update(self._sharing[storage_key(self._alive[value].untyped_storage())])
         return out
-
-
-class _Paused:
-    def __init__(self, recorder: _Recorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        self._recorder.quiet += 1
-
-    def __exit__(self, *_: Any) -> None:
-        self._recorder.quiet -= 1
 
 
 class _CallRecorder(TorchFunctionMode):

@@ -290,12 +290,7 @@ def _word(pattern: Any, given: Any) -> Word:
 
 
 def split_model(
-    model: nn.Module,
-    given: Given | None,
-    mesh: Mesh,
-    coords: Mapping[str, int],
-    *,
-    sequence_parallel: bool = False,
+    model: nn.Module, given: Given | None, mesh: Mesh, coords: Mapping[str, int], *, sequence_parallel: bool = False
 ) -> None:
     """Leaves of each module that the plan names, and of each head whose classes are split over ranks of data, this
     rank's part.

@@ -31,7 +31,7 @@ class _Plan(NamedTuple):
     causal: bool
     scale: float
     window: int | None
-    softcap: float | None
+    kernel: Kernel
 
     def tiles(self, source: int) -> tuple[Tile, ...]:
         return self.cut.tiles(self.link.rank, source, self.causal, self.window)
@@ -68,14 +68,13 @@ def ring_attention(
     """
     of_scores = query.shape[-1] ** -0.5 if scale is None else scale
     apply: Any = _Ring.apply
-    return apply(query, key, value, _Plan(link, cut, causal, of_scores, window, softcap))
+    return apply(query, key, value, _Plan(link, cut, causal, of_scores, window, kernel_for(query, value, softcap)))
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
         link, rank = plan.link, plan.link.rank
-        kernel = kernel_for(query, value, plan.softcap)
         sums = _Sums(query, value)
         pair = own = [key, value]
         steps = plan.cut.steps(plan.window)
@@ -83,10 +82,10 @@ class _Ring(torch.autograd.Function):
             source = (rank - step) % link.size
             coming = _next(plan, own, pair, source, following)
             for tile in plan.tiles(source):
-                sums.add(tile, kernel.attend(*_operands(query, pair, tile), tile.causal, plan.scale))
+                sums.add(tile, plan.kernel.attend(*_operands(query, pair, tile), tile.causal, plan.scale))
             pair = coming.wait() if coming is not None else pair
         out = sums.out.to(query.dtype)
-        ctx.plan, ctx.kernel = plan, kernel
+        ctx.plan = plan
         ctx.save_for_backward(query, key, value, out, sums.lse)
         return out
 
@@ -95,11 +94,11 @@ class _Ring(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UsageError("ring attention has no gradients of its gradients (create_graph=True).")
         query, key, value, out, lse = ctx.saved_tensors
-        return *_gradients(ctx.plan, ctx.kernel, outputs[0], query, [key, value], out, lse), None
+        return *_gradients(ctx.plan, outputs[0], query, [key, value], out, lse), None
 
 
 def _gradients(
-    plan: _Plan, kernel: Kernel, grad: Tensor, query: Tensor, pair: list[Tensor], out: Tensor, lse: Tensor
+    plan: _Plan, grad: Tensor, query: Tensor, pair: list[Tensor], out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of queries, keys and values of this rank."""
     link, rank, big = plan.link, plan.link.rank, wide(query.dtype)
@@ -113,7 +112,7 @@ def _gradients(
         coming = _next(plan, keys, pair, source, following)
         shares = [torch.zeros_like(each, dtype=big) for each in pair]
         for tile in plan.tiles(source):
-            _add_gradients(plan, kernel, tile, (grad, query, out, lse), pair, (of_query, *shares))
+            _add_gradients(plan, tile, (grad, query, out, lse), pair, (of_query, *shares))
         if step == 0:
             own = shares
         elif plan.window is not None:
@@ -176,18 +175,13 @@ def _turned(tensor: Tensor, tile: Tile) -> Tensor:
 
 
 def _add_gradients(
-    plan: _Plan,
-    kernel: Kernel,
-    tile: Tile,
-    of_queries: tuple[Tensor, ...],
-    pair: list[Tensor],
-    sums: tuple[Tensor, ...],
+    plan: _Plan, tile: Tile, of_queries: tuple[Tensor, ...], pair: list[Tensor], sums: tuple[Tensor, ...]
 ) -> None:
     """What one tile gives, into ``sums``: of queries, keys and values."""
     grad, query, out, lse = of_queries
     operands = _operands(query, pair, tile)
     of_out, of_lse = _turned(_at(out, tile.rows, tile.queries), tile), _turned(_at(lse, tile.rows, tile.queries), tile)
-    given = kernel.differentiate(
+    given = plan.kernel.differentiate(
         _turned(_at(grad, tile.rows, tile.queries), tile), *operands, of_out, of_lse, tile.causal, plan.scale
     )
     _at(sums[0], tile.rows, tile.queries).add_(_turned(given[0], tile))

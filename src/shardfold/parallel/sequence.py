@@ -80,6 +80,10 @@ class SequenceAxis:
         self._local = False
         _OPEN.add(self)
 
+    def count_behind(self, padding: int) -> None:
+        """The model counts positions from behind this number."""
+        self.padding = padding
+
     def close(self) -> None:
         """The engine is closed."""
         _OPEN.discard(self)
@@ -173,26 +177,14 @@ class SequenceAxis:
         batch = self._batch_of(query, key)
         if window is not None and window >= batch.cut.length:
             window = None
+        how: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
         if self.choice == "ulysses":
-            return ulysses_attention(
-                query,
-                key,
-                value,
-                self.link,
-                batch.cut,
-                causal=causal,
-                scale=scale,
-                dropout=dropout,
-                window=window,
-                softcap=softcap,
-            )
+            return ulysses_attention(query, key, value, self.link, batch.cut, dropout=dropout, **how)
         if dropout:
             raise ConfigError(
                 "attention='ring' has no dropout: set the model's dropout of attention to 0, or choose 'ulysses'."
             )
-        return ring_attention(
-            query, key, value, self.link, batch.cut, causal=causal, scale=scale, window=window, softcap=softcap
-        )
+        return ring_attention(query, key, value, self.link, batch.cut, **how)
 
     def _batch_of(self, query: Tensor, key: Tensor) -> Sharded:
         again = in_backward()

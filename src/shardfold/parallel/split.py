@@ -24,7 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from shardfold.errors import ConfigError, UsageError
 from shardfold.parallel.draws import Parts
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
-from shardfold.parallel.lengths import adapt_lengths, is_transposed
+from shardfold.parallel.lengths import adapt_lengths, is_transposed, keep_part
 from shardfold.parallel.link import AxisLink, link_of
 from shardfold.parallel.stream import DROPOUTS, TOKENS, SequenceParallel, apart_draws
 from shardfold.plan.nearest import nearest_that_divides
@@ -164,11 +164,11 @@ class Forward:
             )
         if self.word in (*WORKS, "draws"):  # what it does between columns and rows is looked at
             return getattr(self, f"_{self.word}")(*args, **kwargs)
-        self.parts.inside += 1
+        self.parts.enter()
         try:
             y = getattr(self, f"_{self.word}")(*args, **kwargs)
         finally:
-            self.parts.inside -= 1
+            self.parts.leave()
         if self.word in ("column", "kv"):
             self.parts.add(y)
         return y
@@ -474,18 +474,13 @@ def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Own
         if not isinstance(module, DROPOUTS):
             return
         forward.word = "draws"
-    if word in WORKS:
-        vars(module)[_FORWARD] = vars(module)["forward"] = forward
-        return
     if word == "experts":
         rows = cut.range(place)
         _cut(owners, module, "gate_up_proj", 1, rows, place, blocks=2)
         _cut(owners, module, "down_proj", 2, rows, place)
-        vars(module)[_FORWARD] = vars(module)["forward"] = forward
-        return
-    if word == "row":
+    elif word == "row":
         _cut(owners, module, "weight", 1 - outputs, cut.range(place), place)
-    elif word != "kv":
+    elif word not in ("kv", *WORKS):
         start, stop = cut.range(place)
         forward.start = start
         forward.sizes = [each * cut.unit for each in place.sizes(cut.lengths()[outputs] // (cut.blocks * cut.unit))]
@@ -494,7 +489,7 @@ def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Own
                 _cut(owners, module, own, dim, (start, stop), place, cut.blocks)
         if word == "vocabulary" and not cut.embedding:
             forward.word = "gathered"
-    if word != "kv":
+    if word not in ("kv", "experts", *WORKS):
         adapt_lengths(module)
     vars(module)[_FORWARD] = vars(module)["forward"] = forward
 
@@ -520,9 +515,9 @@ def _cut(
         return
     hand_over([parameter])  # built under sharded_init(): it is whole here until the next lines, and no other is
     vars(parameter)[_FORWARD] = whole, dim, rows, blocks
-    with torch.no_grad():
-        parts = [each.narrow(dim, rows[0], rows[1] - rows[0]) for each in parameter.detach().chunk(blocks, dim)]
-        parameter.data = torch.cat(parts, dim) if blocks > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+    parts = [each.narrow(dim, rows[0], rows[1] - rows[0]) for each in parameter.detach().chunk(blocks, dim)]
+    part = torch.cat(parts, dim) if blocks > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+    keep_part(parameter, part)
     start = [rows[0] * (of == dim) for of in range(len(whole))]
     for owner, own in owners[id(parameter)]:
         if blocks > 1:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.parallel.adjoint import paired
 from shardfold.parallel.cut import CutBatch
 from shardfold.parallel.link import Link, OneRank
 from shardfold.parallel.ring import ring_attention
@@ -42,19 +43,6 @@ class _TokenExchange(NamedTuple):
     @property
     def back(self) -> _TokenExchange:
         return self._replace(split=self.concat, concat=self.split)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Its backward is the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, way: _TokenExchange) -> Tensor:
-        ctx.way = way
-        return way.send(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.way.back.send(outputs[0]), None
 
 
 def check_heads(heads: int, ranks: int) -> None:
@@ -144,8 +132,7 @@ def _for_ranks(tensor: Tensor, ranks: int) -> Tensor:
 
 
 def _sent(tensor: Tensor, way: _TokenExchange) -> Tensor:
-    apply: Any = _AllToAll.apply
-    return apply(tensor, way)
+    return paired(tensor, way.send, way.back.send)
 
 
 def _exchanged(tensors: Sequence[Tensor], way: _TokenExchange) -> list[Tensor]:

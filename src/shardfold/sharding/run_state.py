@@ -45,6 +45,10 @@ class Mirror(Protocol):
         """The unit is no more."""
         ...
 
+    def go_on_at(self, updates: int) -> None:
+        """It has seen so many updates."""
+        ...
+
     def shard(self, segment: Segment) -> Tensor:
         """Of a segment's master range, ``(length / parts,)``."""
         ...
@@ -113,6 +117,18 @@ class RunState:
     def send_signs(self, signs: Lossy) -> None:
         """Ranks send signs of momentum from now on, and these know what is lost in it."""
         self.signs = signs
+
+    def go_on_at(self, steps: int) -> None:
+        """So many updates were done before."""
+        self.steps = steps
+
+    def spoil(self, why: str) -> None:
+        """The values are of no run any more."""
+        self.broken = why
+
+    def mend(self, broken: str = "") -> None:
+        """The values are others, and of a run, but for what is ``broken`` still."""
+        self.broken, self.unwritten = broken, None
 
     def end_attempt(self) -> None:
         """The gradients since the last step are used, or dropped: from here on those of the next are collected."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardfold import accelerator
 from shardfold.errors import ConfigError, ModelError
-from shardfold.parallel.pipeline.flow import PieceTrace, Skeleton
+from shardfold.parallel.pipeline.flow import Skeleton
 from shardfold.parallel.pipeline.micro_batches import default_compute
 from shardfold.parallel.pipeline.pieces import PipelinePiece, find_pieces
 from shardfold.plan.checks import is_integer
@@ -117,19 +117,16 @@ def measure_pieces(
     if not is_integer(repeats, 1):
         raise ConfigError(f"measure_pieces(repeats={repeats!r}): it is an integer, 1 or more.")
     where, pieces = torch.device(device), find_pieces(model)
-    skeleton, run = Skeleton(model, pieces, where), compute or default_compute
     calls: list[tuple[int, Any, Any]] = []
-    tail = _Tail(run, batch, where)
+    tail = _Tail(compute or default_compute, batch, where)
 
     def heard(number: int, args: Any, kwargs: Any) -> None:
         calls.append((number, args, kwargs))
         tail.begin()
 
-    skeleton.heard = heard
-    trace = PieceTrace()
+    skeleton = Skeleton(model, pieces, where, heard)
     with torch.enable_grad():
-        for _ in range(1 + repeats):
-            trace = skeleton.run(tail, training=model.training)
+        *_, trace = (skeleton.run(tail, training=model.training) for _ in range(1 + repeats))
     forward, backward, saved = ([0.0] * len(pieces) for _ in range(3))
     known: dict[Any, tuple[float, float]] = {}
     for (number, args, kwargs), call in zip(calls[-len(trace.calls) :], trace.calls, strict=True):

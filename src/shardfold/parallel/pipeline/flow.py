@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import nan
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ __all__ = [
     "TracedResult",
     "is_plain",
     "placeholder",
+    "replace_forward",
     "signature",
 ]
 
@@ -80,7 +81,7 @@ class Constant:
     value: Any
 
 
-@dataclass
+@dataclass(frozen=True)
 class PieceCall:
     """One call of a piece.
 
@@ -112,7 +113,7 @@ class TracedResult:
     leaves: tuple[Made | Constant, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class PieceTrace:
     """The calls of pieces in one run.
 
@@ -124,11 +125,11 @@ class PieceTrace:
         written: names of the buffers around the pieces that are written.
     """
 
-    calls: list[PieceCall] = field(default_factory=list[PieceCall])
-    result: TracedResult | None = None
-    end: frozenset[TensorOrigin] = frozenset()
-    writes: bool = False
-    written: tuple[str, ...] = ()
+    calls: Sequence[PieceCall]
+    result: TracedResult
+    end: frozenset[TensorOrigin]
+    writes: bool
+    written: tuple[str, ...]
 
     def made(self, origin: TensorOrigin) -> Made:
         leaf = self.calls[origin.call].leaves[origin.leaf]
@@ -158,18 +159,24 @@ class Skeleton:
         model: with all its parameters, on whatever device.
         pieces: of it.
         device: of the placeholders.
+        heard: is told behind each call of a piece its number and its arguments, without values.
 
     Attributes:
         names: of parameters, and behind them of the buffers in pieces.
         around: names of the buffers outside of pieces.
-        heard: is told behind each call of a piece its number and its arguments, without values.
 
     Raises:
         ModelError: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, pieces: Sequence[PipelinePiece], device: torch.device) -> None:
-        self._pieces, self._device = pieces, device
+    def __init__(
+        self,
+        model: nn.Module,
+        pieces: Sequence[PipelinePiece],
+        device: torch.device,
+        heard: Callable[[int, Any, Any], object] = lambda number, args, kwargs: None,
+    ) -> None:
+        self._pieces, self._device, self._heard = pieces, device, heard
         inside = {id(b) for piece in pieces for b in piece.module.buffers()}
         memo: dict[int, Any] = {}
         for p in model.parameters():
@@ -188,14 +195,16 @@ class Skeleton:
         give_shapes(self.module)
         for number, piece in enumerate(pieces):
             module = self.module.get_submodule(piece.path)
-            module.forward = partial(self._call, number, piece.path, module.forward)
+            replace_forward(module, partial(self._call, number, piece.path, module.forward))
         buffers = [name for name, buffer in model.named_buffers() if id(buffer) in inside]
         self.names = [*(name for name, _ in model.named_parameters()), *buffers]
         self.around = [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
-        self.heard: Callable[[int, Any, Any], object] = lambda number, args, kwargs: None
-        self._trace = PieceTrace()
-        self._origins = _Origins()
         self._inside = False
+        self._begin()
+
+    def _begin(self, *, writes: bool = False) -> None:
+        self._calls: list[PieceCall] = []
+        self._writes, self._origins = writes, _Origins(lambda: self._inside)
 
     def take_flags(self, flags: Mapping[str, bool]) -> None:
         """Whether parameters are trained, by name; those of others are as they were."""
@@ -210,10 +219,11 @@ class Skeleton:
         """
         self.module.train(training)
         made: Any = None
+        written: tuple[str, ...] = ()
         around = self._buffers_around()
         try:
             for writes in (False, True):
-                self._trace, self._origins = PieceTrace(writes=writes), _Origins()
+                self._begin(writes=writes)
                 held = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
                 for number, name in enumerate(self.names):
                     self._origins.begin(held[name], TensorOrigin(-1, number))
@@ -226,17 +236,17 @@ class Skeleton:
                         raise
         except Exception as error:
             at = "before its first piece"
-            if self._trace.calls:
-                at = f"behind the piece {self._pieces[self._trace.calls[-1].piece].path!r}"
+            if self._calls:
+                at = f"behind the piece {self._pieces[self._calls[-1].piece].path!r}"
             raise ModelError(
                 "a run of the model in which pieces compute shapes only, to find what its stages have to send, failed "
                 f"{at} ({type(error).__name__}: {error}): code between pieces, and that of the "
                 "loss, cannot ask for values of what pieces give, and pieces run on the meta device."
             ) from error
         finally:
-            self._trace.written = self._put_back(around)
-        self._trace.end, self._trace.result = self._origins.of(_tensors(made)), _result(made)
-        trace, self._trace, self._origins = self._trace, PieceTrace(), _Origins()
+            written = self._put_back(around)
+        trace = PieceTrace(self._calls, _result(made), self._origins.of(_tensors(made)), self._writes, written)
+        self._begin()
         return trace
 
     def _buffers_around(self) -> list[tuple[str, Any, Tensor, Tensor, int | None]]:
@@ -269,16 +279,16 @@ class Skeleton:
         hollow: dict[int, Any] = {id(x): _hollow(x) for x in given}
         before = {id(x): x._version for x in hollow.values() if isinstance(x, Tensor)}
         args, kwargs = tree_unflatten([hollow[id(x)] for x in given], spec)
-        self._inside = self._origins.off = True
+        self._inside = True
         try:
             saved = _SavedBytes()
             with _on_meta(self.module.get_submodule(path)), saved:
                 out = forward(*args, **kwargs)
         finally:
-            self._inside = self._origins.off = False
-        self._trace.writes |= any(before.get(id(x), 0) != getattr(x, "_version", 0) for x in hollow.values())
+            self._inside = False
+        self._writes |= any(before.get(id(x), 0) != getattr(x, "_version", 0) for x in hollow.values())
         leaves, spec = tree_flatten(out)
-        call, outputs, at = len(self._trace.calls), [], {id(hollow[id(x)]): i for i, x in enumerate(given)}
+        call, outputs, at = len(self._calls), [], {id(hollow[id(x)]): i for i, x in enumerate(given)}
         found: list[Made | Passed | Constant] = []
         for leaf, value in enumerate(leaves):
             same = at.get(id(value)) if not is_plain(value) else None
@@ -288,18 +298,23 @@ class Skeleton:
             elif isinstance(value, Tensor):
                 made = Made(tuple(value.shape), value.dtype, value.requires_grad)
                 found.append(made)
-                stands = placeholder(made, self._device, writes=self._trace.writes)
+                stands = placeholder(made, self._device, writes=self._writes)
                 stands.requires_grad_(made.requires_grad)
-                outputs.append(stands.clone() if self._trace.writes else stands)  # a leaf is not written into
+                outputs.append(stands.clone() if self._writes else stands)  # a leaf is not written into
                 self._origins.begin(outputs[-1], TensorOrigin(call, leaf))
             elif is_plain(value):
                 found.append(Constant(value))
                 outputs.append(value)
             else:
                 raise ModelError(f"the piece {path!r} gives a {type(value).__name__}, which no stage can send.")
-        self._trace.calls.append(PieceCall(number, reads, spec, tuple(found), saved.nbytes))
-        self.heard(number, args, kwargs)
+        self._calls.append(PieceCall(number, reads, spec, tuple(found), saved.nbytes))
+        self._heard(number, args, kwargs)
         return tree_unflatten(outputs, spec)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Calls of the module run ``forward`` from now on, inside of its hooks."""
+    module.forward = forward
 
 
 def _result(given: Any) -> TracedResult:
@@ -366,11 +381,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 class _Origins(DispatchMode):
-    """Follows what tensors are made of, by their memory."""
+    """Follows what tensors are made of, by their memory, except while it is ``off``: inside of a piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, off: Callable[[], bool]) -> None:
         super().__init__()
-        self.off = False
+        self.off = off
         self._of: dict[int, frozenset[TensorOrigin]] = {}
         self._kept: list[Any] = []  # so that no memory is used twice
 
@@ -388,7 +403,7 @@ class _Origins(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.off:
+        if self.off():
             return _on_shapes(func, args, kwargs)
         found = self.of(_tensors((args, kwargs)))
         out = func(*args, **kwargs)
@@ -436,6 +451,6 @@ class _Reads(TorchFunctionMode):
         self._origins = origins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and not self._origins.off and self._origins.of(args[:1]):
+        if func in _READS and not self._origins.off() and self._origins.of(args[:1]):
             raise ValueError(f"it asks for a value with {func.__name__}()")
         return func(*args, **(kwargs or {}))

@@ -10,13 +10,14 @@ the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardfold.parallel.adjoint import paired
 from shardfold.sharding.autograd import inside_checkpoint
 
 __all__ = ["DeferredWeightGrads", "Splits"]
@@ -42,7 +43,7 @@ class DeferredWeightGrads:
         then those of the unit with the least ``number``, which is by the ``id`` of a parameter."""
         ordered = sorted(self.waiting, key=lambda each: number.get(id(each[0]), len(number)))
         self.waiting, self.coming = [], frozenset(id(parameter) for parameter, _ in ordered)
-        made: list[Any] = [_Given.apply(parameter, make) for parameter, make in reversed(ordered)]
+        made = [_given(parameter, make) for parameter, make in reversed(ordered)]
         first = torch.zeros((), device=device, requires_grad=True) * 1  # autograd runs what was made last first
         return [first, *reversed(made)]
 
@@ -70,18 +71,32 @@ class Splits(TorchFunctionMode):
         return function.apply(self._anchor, given, self._late, weight, *more)
 
 
-class _Given(torch.autograd.Function):
-    """A backward in which a parameter gets a gradient that is computed then."""
+def _given(parameter: nn.Parameter, make: Callable[[], Tensor]) -> Tensor:
+    """A number in whose backward a parameter gets a gradient that is computed then."""
+    left = [make]  # what it holds is let go of with the call
+    return paired(parameter, lambda p: torch.zeros((), device=p.device), lambda grad: left.pop()())
 
-    @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, make: Callable[[], Tensor]) -> Tensor:
-        ctx.make = make
-        return torch.zeros((), device=parameter.device)
 
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        make, ctx.make = ctx.make, None
-        return make(), None
+class _Left(NamedTuple):
+    """What a backward leaves, and to whom: the gradients of a weight and of a bias, if it has one.
+
+    Attributes:
+        how: numbers that its operation was called with.
+    """
+
+    late: DeferredWeightGrads
+    weight: Any
+    bias: Any
+    how: Any
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias is not None and self.bias.requires_grad
+
+    def put(self, of_weight: Callable[[], Tensor], of_bias: Callable[[], Tensor] | None = None) -> None:
+        self.late.waiting.append((self.weight, of_weight))
+        if self.has_bias and of_bias is not None:
+            self.late.waiting.append((self.bias, of_bias))
 
 
 class _Linear(torch.autograd.Function):
@@ -92,25 +107,23 @@ class _Linear(torch.autograd.Function):
         ctx: Any, anchor: Tensor, x: Tensor, late: DeferredWeightGrads, weight: Any, bias: Any, across: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.late, ctx.weight, ctx.bias, ctx.across = late, weight, bias, across
+        ctx.left = _Left(late, weight, bias, across)
         return torch.addmm(bias, x, weight) if across else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
+        (grad,), (x, weight), across = grads, ctx.saved_tensors, ctx.left.how
         inputs = None
         if ctx.needs_input_grad[1]:
             w = weight.to(grad.dtype)
-            inputs = (grad @ (w.t() if ctx.across else w)).to(x.dtype)
+            inputs = (grad @ (w.t() if across else w)).to(x.dtype)
         rows, given = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
 
         def weights() -> Tensor:
             other = given.to(rows.dtype)
-            return other.t() @ rows if ctx.across else rows.t() @ other
+            return other.t() @ rows if across else rows.t() @ other
 
-        ctx.late.waiting.append((ctx.weight, weights))
-        if ctx.bias is not None and ctx.bias.requires_grad:
-            ctx.late.waiting.append((ctx.bias, lambda: rows.sum(0)))
+        ctx.left.put(weights, lambda: rows.sum(0))
         return None, inputs, None, None, None, None
 
 
@@ -122,22 +135,21 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, anchor: Tensor, x: Tensor, late: DeferredWeightGrads, weight: Any, bias: Any, how: Any, call: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.late, ctx.weight, ctx.bias, ctx.how = late, weight, bias, how
+        ctx.left = _Left(late, weight, bias, how)
         return call(x, weight, bias, *how)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,), (x, weight), bias = grads, ctx.saved_tensors, ctx.bias
-        has_bias = bias is not None and bias.requires_grad
+        (grad,), (x, weight), left = grads, ctx.saved_tensors, ctx.left
         shape, given = tuple(weight.shape), x.to(grad.dtype)
 
         def run(w: Tensor, mask: Sequence[bool]) -> Any:
-            stride, padding, dilation, groups = ctx.how
+            stride, padding, dilation, groups = left.how
             return torch.ops.aten.convolution_backward(
                 grad,
                 given,
                 w,
-                [shape[0]] if has_bias else None,
+                [shape[0]] if left.has_bias else None,
                 stride,
                 padding,
                 dilation,
@@ -154,9 +166,7 @@ class _Convolution(torch.autograd.Function):
         def weights() -> Tensor:  # of the weight, whose memory may be given back, only the shape counts
             return run(grad.new_empty(shape), (False, True, False))[1]
 
-        ctx.late.waiting.append((ctx.weight, weights))
-        if has_bias:
-            ctx.late.waiting.append((bias, lambda: grad.sum([0, *range(2, grad.dim())])))
+        left.put(weights, lambda: grad.sum([0, *range(2, grad.dim())]))
         return None, inputs, None, None, None, None, None
 
 
@@ -168,18 +178,18 @@ class _Embedding(torch.autograd.Function):
         ctx: Any, anchor: Tensor, at: Tensor, late: DeferredWeightGrads, weight: Any, padding: int, scale: bool
     ) -> Tensor:
         ctx.save_for_backward(at)
-        ctx.late, ctx.weight, ctx.how = late, weight, (padding, scale)
+        ctx.left = _Left(late, weight, None, (padding, scale))
         return F.embedding(at, weight, padding if padding >= 0 else None, scale_grad_by_freq=scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), (at,) = grads, ctx.saved_tensors
-        count, how = ctx.weight.shape[0], ctx.how
+        count, how = ctx.left.weight.shape[0], ctx.left.how
 
         def weights() -> Tensor:
             return torch.ops.aten.embedding_dense_backward(grad, at, count, *how)
 
-        ctx.late.waiting.append((ctx.weight, weights))
+        ctx.left.put(weights)
         return None, None, None, None, None, None
 
 

@@ -16,7 +16,16 @@ from shardfold.comm.comm import Comm
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.parallel.pipeline._around import Around
 from shardfold.parallel.pipeline.costs import PieceCosts
-from shardfold.parallel.pipeline.flow import Constant, Made, Passed, PieceTrace, Skeleton, TensorOrigin, placeholder
+from shardfold.parallel.pipeline.flow import (
+    Constant,
+    Made,
+    Passed,
+    PieceTrace,
+    Skeleton,
+    TensorOrigin,
+    placeholder,
+    replace_forward,
+)
 from shardfold.parallel.pipeline.pieces import cost_of, cut_by_cost, cut_by_names, find_pieces
 from shardfold.sharding.model import StagedNames
 from shardfold.sharding.partitioned import early_shard, keep_mine
@@ -72,6 +81,11 @@ class StageForward:
     received: Mapping[TensorOrigin, Tensor]
     made: dict[TensorOrigin, Tensor] = field(default_factory=dict[TensorOrigin, Tensor])
     at: int = 0
+
+    def next_call(self) -> int:
+        """The number of the call that is made now."""
+        self.at += 1
+        return self.at - 1
 
     def sent(self) -> list[Tensor]:
         """What crosses the border behind it."""
@@ -246,7 +260,7 @@ class Stages:
                 handle = piece.module.register_forward_hook(partial(self._after, number), prepend=True)
                 self._closers.append(handle.remove)
             else:
-                piece.module.forward = partial(self._stand_in, number)
+                replace_forward(piece.module, partial(self._stand_in, number))
                 self._closers.append(partial(vars(piece.module).pop, "forward", None))
 
     def close(self) -> None:
@@ -395,8 +409,7 @@ class Stages:
                 f"the model ran {self.pieces[number].path!r} where it ran {before!r} on inputs of the same shapes "
                 "before: what its pieces are called with cannot depend on values."
             )
-        run.at += 1
-        return run, at
+        return run, run.next_call()
 
     def _after(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         """A piece of this rank's has run."""

@@ -38,6 +38,16 @@ class Version:
         self.readers = 0
         self.copies: dict[int, Tensor] = {}
 
+    def read(self) -> None:
+        """A micro-batch comes that reads them until :meth:`let_go`."""
+        self.readers += 1
+
+    def let_go(self) -> None:
+        """A micro-batch does not read them any more; copies are gone with the last one."""
+        self.readers -= 1
+        if not self.readers:
+            self.copies.clear()
+
     @property
     def nbytes(self) -> int:
         return sum(copy.nbytes for copy in self.copies.values())
@@ -86,7 +96,7 @@ class Stash:
         """A forward begins; inside of what is returned, weights that it saves are those of that version until
         :meth:`done`."""
         version = self._now
-        version.readers += 1
+        version.read()
 
         def pack(tensor: Tensor) -> Kept | StashedWeight:
             key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
@@ -107,9 +117,7 @@ class Stash:
 
     def done(self, version: Version) -> None:
         """A backward is over whose forward read these."""
-        version.readers -= 1
-        if not version.readers:
-            version.copies.clear()
+        version.let_go()
 
     def keep(self, unit: Unit) -> None:
         """The unit is about to be updated."""
