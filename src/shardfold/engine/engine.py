@@ -48,6 +48,7 @@ from shardfold.engine._reports import Reports
 from shardfold.engine._step import Stepper
 from shardfold.engine._tf32 import hold_tf32
 from shardfold.engine._wires import chosen as chosen_wires
+from shardfold.engine.announced import Announced
 from shardfold.engine.arguments import (
     check_accumulate,
     check_assigned,
@@ -474,9 +475,10 @@ class Engine:
         policy = any(not segment.spec.own and segment.spec.dtype == precision.compute for segment in sharded.segments())
         narrow = TORCH_DTYPES[precision.input_dtype] if policy and precision.input_dtype else None
         autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
+        self._announced = Announced()
         self._hooks = Hooks(
-            sharded.module, sharded.units, runner, cast=narrow, casts=sharded.rules.mixed, autocast=autocast,
-            replaced=self._replaced, widens=sharded.rules.widens,
+            sharded.module, sharded.units, runner, self._announced, cast=narrow, casts=sharded.rules.mixed,
+            autocast=autocast, replaced=self._replaced, widens=sharded.rules.widens,
         )  # fmt: skip
         held.callback(self._hooks.remove)
         gate = self._gate = PassGate(runner, self._hooks, self._changes)
@@ -504,7 +506,9 @@ class Engine:
         if versions is not None:
             check_ahead(str(choice), self.units, self.overlap, scales=self.loss_scale is not None,
                         sequence=self.sequence is not None)  # fmt: skip
-        made = Pipelined(self.sharded, self._runner, self._hooks, self._backward, staged, choice, versions)
+        made = Pipelined(
+            self.sharded, self._runner, self._hooks, self._backward, self._announced, staged, choice, versions
+        )
         made.sequence = self.sequence
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
@@ -725,7 +729,8 @@ class Engine:
                 + " What was put into parameter.grad by hand counts with a backward only." * by_hand
             )
         self._clock.told(tokens, samples)
-        runner.close_micro_batches()
+        if self.last_micro_batch:
+            runner.close_micro_batches()
         if not self.gradients_ready:
             return StepReport(self.steps, updated=False, loss_scale=runner.handlers.lifted)
         refuse_during(self.sharded.loans, "engine.step()")
@@ -750,12 +755,12 @@ class Engine:
     def last_micro_batch(self) -> bool | None:
         """Whether the next backward is the last before a step, on all ranks alike; None: each ``accumulate``-th is. Set
         to True behind a backward that was not, it lets :meth:`step` reduce what that left."""
-        return self._runner.last
+        return self._announced.context.last
 
     @last_micro_batch.setter
     def last_micro_batch(self, last: bool | None) -> None:
         check_last(last)
-        self._runner.last = last
+        self._announced.announce(last=last)
 
     @property
     def micro_batch(self) -> int:
@@ -777,11 +782,8 @@ class Engine:
         """Backwards inside send nothing; gradients wait, whole, for the next backward outside."""
         self._gate.refuse_closed("engine.no_sync()")
         self._pipelined.refuse_call("engine.no_sync()")
-        before, self._runner.synchronize = self._runner.synchronize, False
-        try:
+        with self._announced.announcing(synchronize=False):
             yield
-        finally:
-            self._runner.synchronize = before
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
