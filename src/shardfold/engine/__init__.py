@@ -25,6 +25,7 @@
     _gate         when something beside the passes may be done
     _norms        the norm of gradients, clipping, overflow
     _orders       in which order units run, and the programs of it
+    _parts        what runs passes and steps, made at once
     _pipelined    a batch through the stages of a pipeline
     _reports      memory, traffic, times, text
     _step         the optimizer step

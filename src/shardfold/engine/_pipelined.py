@@ -69,8 +69,8 @@ class Pipelined:
         runner, hooks, backward, announced: of the engine.
         stages: of the model; None: there is one.
         choice: of the order.
-        versions: how many of its weights, behind the present one, this rank keeps; None: no micro-batch outlasts its
-            batch on any rank.
+        stash: of versions of its weights that this rank keeps; None: no micro-batch outlasts its batch on any rank.
+        sequence: over which ranks have parts of a micro-batch; None: they have all of it.
 
     Attributes:
         watch: what this rank does of its time.
@@ -85,21 +85,19 @@ class Pipelined:
         announced: Announced,
         stages: Stages | None,
         choice: OrderChoice,
-        versions: int | None = None,
+        stash: Stash | None,
+        sequence: SequenceAxis | None,
     ) -> None:
         self._model, self._runner, self._hooks, self._backward = model, runner, hooks, backward
         self._announced = announced
-        self.stages, self.choice = stages, choice
-        self.sequence: SequenceAxis | None = None  # over which ranks have parts of a micro-batch
+        self.stages, self.choice, self.sequence = stages, choice, sequence
         mesh = model.comm.mesh
         self._axis = mesh.sizes.stages[0] if stages is not None else ""
         self._here = mesh.coords[self._axis] if stages is not None else 0
         self._ranks = mesh.sizes[self._axis] if stages is not None else 1
         self._wire = PointToPoint(model.comm, self._axis) if stages is not None else None
-        stash = Stash(lambda: runner.units, versions) if versions is not None else None
         self._under = UnderWay(stash)
         self._coming: dict[int, list[Parcel]] = {}  # in the batch under way, by the place that sends it
-        runner.handlers.stash = stash
         if stash is not None:
             model.rows.append(stash.row)
         self._losses: list[tuple[Tensor, float]] = []  # each with its weight
@@ -310,9 +308,7 @@ class Pipelined:
             if train:
                 order, flows = self._under.begin(order, borders), self._under.borders
             self._begin(order, flows)
-            meter = self._model.comm.meter
-            meter.trains = train
-            try:
+            with self._model.comm.meter.of_batch(trains=train):
                 self.watch.start()
                 for action in lower(order[self._here], self.stages.places):
                     self._at = action
@@ -321,8 +317,6 @@ class Pipelined:
                     self.watch.end(action)
                 if train and self._final is None:
                     self._give_nothing()
-            finally:
-                meter.trains = False
             self._at = None
             if train:
                 self.watch.stop()

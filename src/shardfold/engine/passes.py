@@ -243,7 +243,7 @@ class NegotiatedPass:
         last = self._last
         self.enter(unit)
         self._last = last
-        unit.running += 1
+        unit.enter()
         self.touched.append(unit)
 
     def leave(self, unit: Unit) -> None:
@@ -260,7 +260,7 @@ class NegotiatedPass:
 
     def finish(self) -> None:
         for unit in self.touched:
-            unit.running -= 1
+            unit.leave()
         while self._round(None, done=True):
             pass
         for name in self._places:
@@ -284,7 +284,7 @@ class NegotiatedPass:
         places = self._places
         bits = [wanted is not None and name == wanted.name for name in places]
         bits += [name in self._ready for name in places]
-        self.section.asked = self._asked_about(wanted)
+        self.section.ask(self._asked_about(wanted))
         self._ready.clear()
         said = self._agreement.ask([*bits, not done])
         asked = [name for name, bit in zip(places, said, strict=False) if bit]

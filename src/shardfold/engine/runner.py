@@ -21,21 +21,21 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from threading import get_ident
 from typing import Concatenate, ParamSpec, TypeVar
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from shardfold.comm.agreement import CAUGHT, Place
+from shardfold.engine._away import Away
 from shardfold.engine._orders import Orders, mode_of
 from shardfold.engine._visible import VisibleGradients
 from shardfold.engine.handlers import Handlers
+from shardfold.engine.hooks import Hooks
 from shardfold.engine.pass_context import PassContext
 from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
 from shardfold.engine.track import Section, Track
 from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
-from shardfold.optim.guard import Guard
 from shardfold.parallel.pipeline.late import DeferredWeightGrads
 from shardfold.plan.bind import PASSES
 from shardfold.plan.part import Part
@@ -68,6 +68,7 @@ class Runner:
     Args:
         model: whose run counts backwards and steps.
         handlers: that operations are bound to.
+        away: states that a user lets rest elsewhere.
         overlap: how far ahead units are gathered.
         accumulate: micro-batches per step.
         clip: what the program does to gradients before the step; None: nothing.
@@ -84,13 +85,14 @@ class Runner:
         self,
         model: ShardedModel,
         handlers: Handlers,
+        away: Away,
         overlap: Overlap,
         accumulate: int,
         *,
         clip: Clip | None,
         stashes: bool = False,
     ) -> None:
-        self.model, self.handlers, self.accumulate = model, handlers, accumulate
+        self.model, self.handlers, self.away, self.accumulate = model, handlers, away, accumulate
         self.comm, self.agreement = model.comm, model.comm.agreement
         self.orders = Orders(model.layout, model.comm, handlers, overlap, clip=clip, stashes=stashes)
         self.visible = VisibleGradients(model)
@@ -102,12 +104,7 @@ class Runner:
         # An exception has left a pass, or this rank was reset, and the others were not asked about that yet.
         self._caught = False
         self.lost = 0
-        take_part, where = (
-            WeakMethod(self._take_part),
-            WeakMethod(self._where),
-        )  # the agreement must not keep the engine
-        self.agreement.take_part = lambda: (take := take_part()) is not None and take()
-        self.agreement.where = lambda doing: say(doing) if (say := where()) is not None else ""
+        self.agreement.connect(self._take_part, self._where)
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
         self._asked_backward = False  # whether a backward of this step was a negotiated pass
@@ -120,25 +117,27 @@ class Runner:
         self._thread = get_ident()  # that runs forward
         self._full: set[str] = set()  # units that a forward found full: of two forwards before one backward
         self._own: list[str] = []  # what this rank ran in the pass before
-        self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
-        self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
-        self.bring_back: Callable[..., None] = lambda *states: None  # states that a user let rest elsewhere
-        self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
         self._forwards = 0  # in training since the last step, those that were dropped too
         self._shared = False  # gradients of what several stages have are summed over them
         self._outer: list[tuple[Pass, str, PassContext]] = []  # forwards that a backward inside of them interrupts
         self.renew(model.units)
-        update = handlers.optimizer
-        if update is not None:
-            update.guard = Guard(update.torch_optimizer, self._optimizer_zero_grad)
+        if handlers.optimizer is not None:
+            handlers.optimizer.guard_by(self._optimizer_zero_grad)
+
+    def connect(self, hooks: Hooks) -> None:
+        """These deliver events, and know where the threads that run the model are."""
+        self._hooks = hooks
+
+    def set_accumulate(self, accumulate: int) -> None:
+        """So many micro-batches are a step from now on."""
+        self.accumulate = accumulate
 
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
         self.units = list(units)
         self.by_name = {unit.name: unit for unit in units}
         for unit in units:
-            unit.on_touch = partial(self.touch, unit)
-            unit.fence = partial(self.comm.transport.fence, self.agreement.wait)
+            unit.connect(partial(self.touch, unit), partial(self.comm.transport.fence, self.agreement.wait))
         self.orders.renew(units)
 
     @property
@@ -310,7 +309,7 @@ class Runner:
         """Takes part in the forward of ranks that evaluate more batches than this one."""
         self.buffers.synchronize(any(flags[:1]))
         self.comm.meter.begin_forward()
-        self.handlers.backward_follows = False
+        self.handlers.expect_backward(False)
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._pass = self._start("eval")
         self._pass.begin()
@@ -330,7 +329,7 @@ class Runner:
         """
         if not self.under_way:
             return
-        if self.inside():
+        if self._hooks.inside():
             raise UsageError(f"{what} inside of the model's forward or backward: call it between passes.")
         self.reset()
 
@@ -362,9 +361,9 @@ class Runner:
         self.interrupted = self._scaled = False
         self._caught = True
         self.lost += self._state.micro_batch > 0
-        self.forget()
+        self._hooks.forget()
         for unit in self.units:
-            unit.running = 0
+            unit.forget_running()
         while self._pass is not None or self._outer:
             if isinstance(self._pass, NegotiatedPass):
                 self._pass.touched.clear()
@@ -410,7 +409,7 @@ class Runner:
         self._context = context
         self._scaled = False
         self._thread = get_ident()
-        self.follow()
+        self.model.gate.follow()
         grad = torch.is_grad_enabled()
         section = "forward" if grad else "eval"
         local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
@@ -436,8 +435,8 @@ class Runner:
         self._grad_forward = grad
         # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
         # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
-        self.handlers.backward_follows = grad or self.model.module.training
-        self.bring_back("params")
+        self.handlers.expect_backward(grad or self.model.module.training)
+        self.away.come_back("params")
         self.comm.memory.after_compute()  # updates and users wrote the shards that gathers read on the side stream
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._pass = LocalPass() if local else self._start(section)
@@ -473,15 +472,15 @@ class Runner:
                     "runs it a forward too, as in sf.register_forward(model, 'encode'), or wrap the call in "
                     "`with engine.gathered():`."
                 )
-            unit.running += 1
+            unit.enter()
             return
         self._pass.enter(unit)
-        unit.running += 1
+        unit.enter()
 
     @_uninterrupted
     def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None:
         """``interrupted``: by an exception. ``aliased``: what it returned is a view of one of its weights."""
-        unit.running -= 1
+        unit.leave()
         if self._pass is None or interrupted:
             return
         if aliased and unit.name not in self.roots:
@@ -543,7 +542,7 @@ class Runner:
                 "layout that keeps parameters whole (ddp, zero1, zero2)."
             )
         self.drop_interrupted()
-        self.bring_back()
+        self.away.come_back()
         self.handlers.withdraw()  # of a step that this backward adds to
         self._delivered, self._boundary_before = False, self._state.gradients_ready
         nested = self._pass is not None
@@ -556,7 +555,7 @@ class Runner:
             self._announce(context.title(self._state.micro_batch, self.accumulate, nested=nested), refusal)
         elif refusal is not None:
             raise refusal
-        self._state.gradients_ready = ready and (context.part is None or context.part.final)
+        self._state.sum_for_step(ready and (context.part is None or context.part.final))
         if self._pass is not None:  # torch.autograd.grad inside of the model's forward
             self._outer.append((self._pass, self._section, self._context))
         self._context = context
@@ -592,7 +591,7 @@ class Runner:
             self._pass.touch(unit)
 
     def enter_aside(self, unit: Unit) -> None:
-        unit.aside = True
+        unit.mark_aside()
         self.enter_backward(unit)
 
     def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
@@ -668,10 +667,10 @@ class Runner:
         else:
             self._context, self._scaled = PassContext(), False
         if self._delivered:
-            self._state.micro_batch += 1
+            self._state.count_micro_batch()
             self.handlers.shares.counted()
         else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
-            self._state.gradients_ready = self._boundary_before
+            self._state.sum_for_step(self._boundary_before)
         for unit in self.units:
             unit.gradients.end_pass(self.agreement.wait)
         self.comm.memory.forget_spares()
@@ -681,8 +680,8 @@ class Runner:
         """A backward of a stage is over, of which there were so many ``before``; it counts, whatever gradients came.
         ``final``: it is the last of this rank's before the step."""
         if self._state.micro_batch == before:
-            self._state.micro_batch += 1
-        self._state.gradients_ready = final
+            self._state.count_micro_batch()
+        self._state.sum_for_step(final)
 
     # -- the step
 
@@ -709,7 +708,7 @@ class Runner:
         self._meet_or_refuse("the end of the micro-batches", self.visible.try_hide())
         with self.between(self.orders.tracks["closing"]) as track:
             track.finish()
-        self._state.gradients_ready = True
+        self._state.sum_for_step(True)
 
     @_uninterrupted
     def sum_shared(self) -> None:
@@ -740,8 +739,7 @@ class Runner:
             for unit in self.units:
                 unit.gradients.forget_lost()
         self._evaluated = self._asked_backward = False
-        self.comm.meter.control(self.agreement.control_bytes)
-        self.agreement.control_bytes = 0
+        self.comm.meter.control(self.agreement.take_control_bytes())
         self.comm.meter.end_step(skipped=skipped)
 
 

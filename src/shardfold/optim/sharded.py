@@ -262,7 +262,7 @@ class ShardedOptimizer:
         delayed: bool = False,
     ) -> None:
         self.torch_optimizer = optimizer
-        self.guard: Guard | None = None  # against calls of users'
+        self._guard: Guard | None = None  # against calls of users'
         self._ours = optimizer if isinstance(optimizer, PartOptimizer) else None
         self._block, self._tiers = block, tiers
         self._dtype = TORCH_DTYPES[moments.dtype]
@@ -290,8 +290,12 @@ class ShardedOptimizer:
         self.withdraw()
         self.snapshots.close()
         self._threads.close()
-        if self.guard is not None:
-            self.guard.close()
+        if self._guard is not None:
+            self._guard.close()
+
+    def guard_by(self, zero_grad: Callable[[bool], None]) -> None:
+        """From now on calls of users' are refused, but for ``zero_grad()``, which calls that method."""
+        self._guard = Guard(self.torch_optimizer, zero_grad)
 
     @property
     def fused(self) -> bool:
@@ -468,7 +472,7 @@ class ShardedOptimizer:
         else:
             hook = self.torch_optimizer.register_step_pre_hook(lambda *_: begun())  # the last of them
         try:
-            with self.guard.stepping() if self.guard is not None else nullcontext():
+            with self._guard.stepping() if self._guard is not None else nullcontext():
                 self.torch_optimizer.step()
         finally:
             if hook is not None:

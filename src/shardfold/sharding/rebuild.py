@@ -88,7 +88,7 @@ def apply(changes: Changes) -> None:
         units = _make(changes, plan, homes)
     model.followed += 1
     changes.group_of = plan.group_of
-    model.units = units
+    model.take_units(units)
     model.gate.take(units)
     if model.updater is not None:
         model.updater.point_groups(units)
