@@ -288,7 +288,7 @@ def _fences() -> tuple[int, int, list[bool]]:
     NearTransport.fence = noted  # type: ignore[method-assign]
     try:
         for unit in engine.sharded.units:
-            unit.fence = partial(noted, engine.sharded.comm.transport, engine.sharded.comm.agreement.wait)
+            unit._fence = partial(noted, engine.sharded.comm.transport, engine.sharded.comm.agreement.wait)
         engine.backward(engine(torch.ones(1, 8)).sum())
     finally:
         NearTransport.fence = fence  # type: ignore[method-assign]

@@ -18,11 +18,11 @@ SOURCES = Path(shardfold.__file__).parent
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "structure.py"
 
 CEILINGS = {
-    "foreign_writes": 258,
+    "foreign_writes": 63,
     "class_names": 0,
     "file_names": 0,
     "single_modules": 13,
-    "skipped": 26,
+    "skipped": 22,
     "arguments": 28,
 }
 """What the script counts at most. Who makes one of them smaller writes the new number here; nobody makes one larger."""

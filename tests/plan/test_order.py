@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.engine.handlers import HANDLERS, Handlers
-from shardfold.engine.passes import MOMENTS, NegotiatedPass
+from shardfold.engine.passes import NegotiatedPass
 from shardfold.engine.track import Section, Track
 from shardfold.plan.order import contradiction, merge_orders, with_missing
 from shardfold.plan.program import MARKERS, VERBS, Op
+from shardfold.plan.walk import MOMENTS
 
 NAMES = "abcdef"
 orders = st.lists(st.sampled_from(NAMES), max_size=7).map(

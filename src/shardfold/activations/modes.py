@@ -80,7 +80,6 @@ class Replacements:
 
     Attributes:
         places: of the units that have a mode.
-        elsewhere: stages of other ranks have places, so that this one may have none.
 
     Raises:
         ConfigError: the rules are none, or a mode is unknown.
@@ -95,7 +94,7 @@ class Replacements:
         self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
         self._patterns.check(model)
         self.places: list[ReplacedForward] = []
-        self.elsewhere = False
+        self._elsewhere = False  # stages of other ranks have places, so that this one may have none
         self._movers = Movers(model, tiers)
         self._units: Sequence[Unit] = ()
         self._needs: Callable[[Unit], None] = lambda unit: None
@@ -119,6 +118,15 @@ class Replacements:
             over: Slicer(along(axis), self._movers.moves, self._device, always=self._debug)
             for over, axis in self._axes.items()
         }
+
+    def share(self, cuts: Sequence[Any], anyone: Callable[[list[bool], str], list[bool]]) -> None:
+        """Stages of the model are on several ranks, which hear whether any has places; all call it.
+
+        Args:
+            cuts: of this rank's stages.
+            anyone: which flags any rank has set, which are for a message.
+        """
+        self._elsewhere = anyone([self.finds(cuts)], "activations=")[0]
 
     def attach(self, units: Sequence[Unit], needs: Callable[[Unit], None]) -> None:
         """Puts forwards in place of those of these units, and takes away what was there.
@@ -158,7 +166,7 @@ class Replacements:
             ModelError: see :meth:`attach`.
         """
         places = list(self._search(units))
-        if not places and not self.elsewhere and any(value.mode != "keep" for value in self._values):
+        if not places and not self._elsewhere and any(value.mode != "keep" for value in self._values):
             asked = next(value.mode for value in self._values if value.mode != "keep")
             raise ModelError(
                 f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "

@@ -35,6 +35,7 @@ from hashlib import sha256
 from logging import getLogger
 from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, NoReturn, TypeVar
+from weakref import WeakMethod
 from zlib import crc32
 
 import torch
@@ -180,6 +181,21 @@ class Agreement:
         """This engine is given up, here."""
         self._given_up = message
         self._mesh.give_up()
+
+    def connect(self, take_part: Callable[[], bool], where: Callable[[object], str]) -> None:
+        """Methods of who runs the program, who is not kept alive by them (see the attributes)."""
+        take, say = WeakMethod(take_part), WeakMethod(where)
+        self.take_part = lambda: (alive := take()) is not None and alive()
+        self.where = lambda doing: alive(doing) if (alive := say()) is not None else ""
+
+    def make_room(self, places: int) -> None:
+        """A round of asking has at most so many bits from now on."""
+        self.places = places
+
+    def take_control_bytes(self) -> int:
+        """Bytes of meetings and rounds of asking, since they were last taken."""
+        taken, self.control_bytes = self.control_bytes, 0
+        return taken
 
     def close(self) -> None:
         """The other ranks learn that this one has left."""

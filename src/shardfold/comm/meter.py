@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 
 from shardfold.comm.mesh import DataMesh
 from shardfold.plan.cost import Moved, Sent, ring_bytes
@@ -89,6 +90,15 @@ class Meter:
         self.last_parts: Mapping[Hashable, Counter[str]] = {}
         self._in_forward = self.trains = False
         self._begun: tuple[str, Hashable] = "forward", None
+
+    @contextmanager
+    def of_batch(self, *, trains: bool) -> Iterator[None]:
+        """Inside a batch goes through stages; see :attr:`trains`."""
+        self.trains = trains
+        try:
+            yield
+        finally:
+            self.trains = False
 
     def begin_forward(self, section: str = "forward", part: Hashable = None) -> None:
         """A forward by that section of the program begins, or by what of it is for a part of the model."""

@@ -1,5 +1,6 @@
 """HOW: the interpreter. Events of a model come in, operations of its program go out.
 
+    announced     what kind the passes to come are
     arguments     what an engine is given, checked first
     backward      from a loss to gradients
     consistency   arguments and settings that every rank has to have alike
@@ -10,6 +11,7 @@
     freeze        when ranks sum gradients, and when they send signs of momentum
     handlers      one for each verb
     hooks         a model's forward and backward as events
+    pass_context  what kind of pass runs, as a value
     passes        which operations an event of a pass brings about
     peak_rate     operations a second that a device could do
     replicated    batches and gradients that ranks along an axis of tensor have alike
@@ -23,6 +25,7 @@
     _gate         when something beside the passes may be done
     _norms        the norm of gradients, clipping, overflow
     _orders       in which order units run, and the programs of it
+    _parts        what runs passes and steps, made at once
     _pipelined    a batch through the stages of a pipeline
     _reports      memory, traffic, times, text
     _step         the optimizer step

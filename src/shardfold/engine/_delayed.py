@@ -24,14 +24,14 @@ class Delayed:
     def __init__(self, cursor: Cursor, unit: Unit) -> None:
         self._cursor, self._unit = cursor, unit
         for segment in unit.trainable:
-            segment.under_way = self
+            segment.begin_update(self)
 
     def settle(self) -> None:
         if self._cursor.is_here:
             return
         self._cursor.join(self._unit.name)
         for segment in self._unit.trainable:
-            segment.under_way = None
+            segment.end_update()
 
     @staticmethod
     def over(cursor: Cursor, units: Sequence[Unit]) -> list[Delayed]:

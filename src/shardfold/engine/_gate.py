@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from shardfold.engine._step import Stepper
 from shardfold.engine.hooks import Hooks
 from shardfold.engine.runner import Runner
 from shardfold.errors import ShardfoldError, UsageError
@@ -23,12 +24,17 @@ class PassGate:
         runner: runs them.
         hooks: hear the model.
         changes: whether the model still is what its units were made of.
+        stepper: takes the steps; None: nothing is trained.
     """
 
-    def __init__(self, runner: Runner, hooks: Hooks, changes: Changes) -> None:
-        self._runner, self._hooks, self._changes = runner, hooks, changes
+    def __init__(self, runner: Runner, hooks: Hooks, changes: Changes, stepper: Stepper | None) -> None:
+        self._runner, self._hooks, self._changes, self._stepper = runner, hooks, changes, stepper
         self._model = runner.model
-        self.settle: Callable[[], None] = lambda: None  # finishes what the last step began
+
+    def settle(self) -> None:
+        """Finishes what the last step began."""
+        if self._stepper is not None:
+            self._stepper.settle()
 
     @property
     def under_way(self) -> bool:
@@ -63,7 +69,7 @@ class PassGate:
     ) -> None:
         self.refuse_closed(what)
         self._runner.settle(what)
-        self._runner.bring_back("params")  # they may be gathered
+        self._runner.away.come_back("params")  # they may be gathered
         if follow:
             self.follow()
         error: ShardfoldError | None = None
@@ -81,7 +87,7 @@ class PassGate:
             self.settle()
 
     def went_apart(self) -> None:
-        self._runner.buffers.asks = self._runner.buffers.any
+        self._runner.buffers.went_apart()
 
     def follow(self) -> None:
         if self._changes.needed():

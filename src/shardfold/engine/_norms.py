@@ -95,7 +95,7 @@ class Norms:
     def note(self, segment: Segment, grads: Tensor) -> None:
         """The sums of a segment's gradients are on their way to a file: what a step asks of them is taken now."""
         if self._looks or (self.clip is not None and self.clip.norm is not None):
-            segment.noted = self._take(grads)
+            segment.note(self._take(grads))
 
     def overflowed(self, summed: float) -> bool:
         """Whether a gradient is inf or NaN, once what :meth:`summed` gave was read: sums of large ones overflow too."""

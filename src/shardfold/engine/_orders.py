@@ -78,7 +78,6 @@ class Orders:
         touched: names of those whose weights this rank's model reads outside of their forward.
         found: of ``forward`` in training, forward in evaluation (``eval``) and ``backward``; None: not known.
         meets: how the ranks along an axis of signs meet in a step: ``dense``, ``signs`` or ``local``.
-        apart: they may go their own ways, and be brought together outside of a step.
         bound: what runs.
         stepped: the program of the last step, where the next one's is another; None: that of ``bound``.
         tracks: the program's sections, ready to run.
@@ -107,7 +106,7 @@ class Orders:
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
-        self.meets, self.apart = "dense", False
+        self.meets, self._apart = "dense", False
         self.stepped: Program | None = None
         self.touched: set[str] = set()
 
@@ -123,16 +122,31 @@ class Orders:
         self.touched &= names
         self.compile()
 
+    def part_ways(self) -> None:
+        """The ranks along an axis of signs may go their own ways, and be brought together outside of a step."""
+        self._apart = True
+        self.compile()
+
+    def meet(self, how: str) -> None:
+        """The ranks along an axis of signs meet so in the next step."""
+        if how != self.meets:
+            self.meets = how
+            self.compile()
+
+    def keep_stepped(self) -> None:
+        """A step is done, and the next one's program may be another."""
+        self.stepped = self.bound.program
+
     def compile(self) -> None:
         """Binds the layout in the present orders, and every operation to its handler."""
-        self._comm.agreement.places = 2 * len(self.units) + 1
+        self._comm.agreement.make_room(2 * len(self.units) + 1)
         specs = [replace(unit.spec, root=unit.name in self.roots) for unit in self.units]
         orders = RunOrders.of(specs, self.found["forward"], self.found["backward"], self.found["eval"])
         optimizer = self._handlers.optimizer
         options: dict[str, Any] = {
             **self._options,
             "meets": self.meets,
-            "apart": self.apart,
+            "apart": self._apart,
             "speculated": self._speculated(orders.backward, specs),
             "num_moments": optimizer.num_moments() if optimizer is not None else 0,
         }
@@ -146,7 +160,7 @@ class Orders:
             unplaced=self._unplaced(),
             **options,
         )
-        self._handlers.repeated = {name for order in orders for name in _repeated(order)}
+        self._handlers.gather_again({name for order in orders for name in _repeated(order)})
         self.tracks = {name: self._track(name, ops) for name, ops in self.bound.sections.items()}
         self._part_tracks: dict[tuple[str, Part], Track] = {}
         moving = (*COLLECTIVES, *MOVES)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.coalesced import as_bytes
+from shardfold.engine.announced import Announced
 from shardfold.engine.backward import Backward
 from shardfold.engine.hooks import UP_TO_32, Hooks, cast_inputs
 from shardfold.engine.runner import Runner
@@ -65,11 +66,11 @@ class Pipelined:
 
     Args:
         model: of this rank's stages.
-        runner, hooks, backward: of the engine.
+        runner, hooks, backward, announced: of the engine.
         stages: of the model; None: there is one.
         choice: of the order.
-        versions: how many of its weights, behind the present one, this rank keeps; None: no micro-batch outlasts its
-            batch on any rank.
+        stash: of versions of its weights that this rank keeps; None: no micro-batch outlasts its batch on any rank.
+        sequence: over which ranks have parts of a micro-batch; None: they have all of it.
 
     Attributes:
         watch: what this rank does of its time.
@@ -81,26 +82,27 @@ class Pipelined:
         runner: Runner,
         hooks: Hooks,
         backward: Backward,
+        announced: Announced,
         stages: Stages | None,
         choice: OrderChoice,
-        versions: int | None = None,
+        stash: Stash | None,
+        sequence: SequenceAxis | None,
     ) -> None:
         self._model, self._runner, self._hooks, self._backward = model, runner, hooks, backward
-        self.stages, self.choice = stages, choice
-        self.sequence: SequenceAxis | None = None  # over which ranks have parts of a micro-batch
+        self._announced = announced
+        self.stages, self.choice, self.sequence = stages, choice, sequence
         mesh = model.comm.mesh
         self._axis = mesh.sizes.stages[0] if stages is not None else ""
         self._here = mesh.coords[self._axis] if stages is not None else 0
         self._ranks = mesh.sizes[self._axis] if stages is not None else 1
         self._wire = PointToPoint(model.comm, self._axis) if stages is not None else None
-        stash = Stash(lambda: runner.units, versions) if versions is not None else None
         self._under = UnderWay(stash)
         self._coming: dict[int, list[Parcel]] = {}  # in the batch under way, by the place that sends it
-        runner.handlers.stash = stash
         if stash is not None:
             model.rows.append(stash.row)
         self._losses: list[tuple[Tensor, float]] = []  # each with its weight
         self._given: list[Any] | None = None  # what the model gives where that is no loss
+        self._in_batch = False  # a batch goes through stages, behind its first forward
         self._at: Action | None = None  # what is under way
         self._final: Action | None = None
         self._finals: dict[int, Action] = {}
@@ -306,9 +308,7 @@ class Pipelined:
             if train:
                 order, flows = self._under.begin(order, borders), self._under.borders
             self._begin(order, flows)
-            meter = self._model.comm.meter
-            meter.trains = train
-            try:
+            with self._model.comm.meter.of_batch(trains=train):
                 self.watch.start()
                 for action in lower(order[self._here], self.stages.places):
                     self._at = action
@@ -317,8 +317,6 @@ class Pipelined:
                     self.watch.end(action)
                 if train and self._final is None:
                     self._give_nothing()
-            finally:
-                meter.trains = False
             self._at = None
             if train:
                 self.watch.stop()
@@ -409,11 +407,11 @@ class Pipelined:
                     self._job.give_up(f"{said}.")
             raise
         finally:
-            self._runner.inside_batch, self._runner.part = False, None
+            self._in_batch = False
             if self.stages is not None:
                 self.stages.around.forget()
             if self._under.stash is not None:
-                self._runner.last = None
+                self._announced.announce(last=None)
 
     # -- actions
 
@@ -451,8 +449,8 @@ class Pipelined:
 
     def _give_nothing(self) -> None:
         """The backward of a batch in which this rank has none, as the first batches reach the last stages only."""
-        before, self._runner.last = self._model.run.micro_batch, True
-        with self._in_parts(DeferredWeightGrads()) as late:
+        before, late = self._model.run.micro_batch, DeferredWeightGrads()
+        with self._announced.announcing(last=True, late=late, weights=True):
             self._backward.run_weights(late, self._hooks.begin_backward)
         self._runner.count_backward(before, final=True)
 
@@ -494,18 +492,18 @@ class Pipelined:
             for origin, tensor in zip(borders.crossing[stage - 1], came, strict=True):
                 received[origin] = tensor.requires_grad_(grad and borders.trace.made(origin).requires_grad)
         run, loss = StageForward(stage, borders, received), None
-        self._runner.part = self._parts.get(stage)
+        kind = self._announced.announcing(part=self._parts.get(stage), in_batch=self._in_batch)
         late = self._late.get((stage, batch))
         splits = nullcontext() if late is None else Splits(late, self._model.device)
         stash = self._under.stash if grad else None
         version, reads = (None, nullcontext()) if stash is None else stash.reading()
-        with self.stages.running(run), splits, reads:
+        with kind, self.stages.running(run), splits, reads:
             try:
                 loss = compute(self._model.module, part)
             except StageDone:
                 if last:
                     raise
-        self._runner.inside_batch = True
+        self._in_batch = True
         sent, cut = run.sent(), self._cut()
         if not last:
             self._hooks.end_early([tensor for tensor in sent if tensor.requires_grad])
@@ -523,14 +521,15 @@ class Pipelined:
         verb, stage, batch = action
         before, final = self._model.run.micro_batch, action == self._final
         if (part := self._parts.get(stage)) is not None:
-            self._runner.part = part._replace(last=action == self._finals[stage], final=final)
-        if self._under.stash is not None:  # first batches have fewer backwards
-            self._runner.last = final
+            part = part._replace(last=action == self._finals[stage], final=final)
+        last = self._announced.context.last if self._under.stash is None else final  # first batches have fewer
         if verb == "W":
-            with self._in_parts(self._late.pop((stage, batch))) as late:
+            late = self._late.pop((stage, batch))
+            with self._announced.announcing(part=part, last=last, late=late, weights=True):
                 self._backward.run_weights(late, self._hooks.begin_backward)
         else:
-            with self._in_parts(self._late[stage, batch]) if verb == "I" else nullcontext():
+            late = self._late[stage, batch] if verb == "I" else None
+            with self._announced.announcing(part=part, last=last, late=late):
                 kept = self._under.take(stage, batch)
                 self._give(stage, batch, kept)
                 self._under.done(kept)
@@ -541,7 +540,7 @@ class Pipelined:
         """Runs a backward, of which the gradients of inputs go to the stage before."""
         with self._of(kept.cut):
             if kept.loss is not None:
-                self._backward.run(kept.loss, _weight(kept.cut), False)
+                self._backward.run(kept.loss, _weight(kept.cut), False, counts=self._in_batch)
             else:
                 came = self._under.parcels.pop(Parcel("gradients", stage, batch))
                 sent = [tensor for tensor in kept.sent if tensor.requires_grad]
@@ -552,15 +551,6 @@ class Pipelined:
             leaves = [tensor for tensor in kept.received.values() if tensor.requires_grad]
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
             self._under.parcels[Parcel("gradients", stage - 1, batch)] = grads
-
-    @contextmanager
-    def _in_parts(self, late: DeferredWeightGrads) -> Iterator[DeferredWeightGrads]:
-        """Inside, a backward is one of two parts."""
-        self._runner.late = late
-        try:
-            yield late
-        finally:
-            self._runner.late = None
 
 
 def _weight(cut: Sharded | None, otherwise: Any = None) -> Any:

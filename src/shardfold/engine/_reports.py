@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.activations.modes import Replacements
+from shardfold.engine._pipelined import Pipelined
 from shardfold.engine.peak_rate import peak_of
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.parallel.expert_parallel import described as experts_described
 from shardfold.parallel.layer_traffic import described
-from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of, summed
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
@@ -40,6 +40,8 @@ class Reports:
         runner: has the program.
         replaced: holds activations elsewhere.
         clock: of the steps.
+        pipelined: tells of the stages of a pipeline.
+        wires: what was measured of links, and chosen for them, in lines.
     """
 
     def __init__(
@@ -50,12 +52,12 @@ class Reports:
         runner: Runner,
         replaced: Replacements,
         clock: Clock,
+        pipelined: Pipelined,
+        wires: Sequence[str],
     ) -> None:
         self._model, self._table, self._updater = model, table, updater
         self._runner, self._replaced, self._clock = runner, replaced, clock
-        self.stages: Callable[[], list[str]] = list  # tells of the stages of a pipeline, in lines
-        self.wires: list[str] = []  # what was measured of links, and chosen for them, in lines
-        self.of_stages: Callable[[], PipelineStats | None] = lambda: None  # and in numbers
+        self._pipelined, self._wires = pipelined, wires
 
     def memory(self) -> MemoryReport:
         """See :meth:`Engine.memory`."""
@@ -139,8 +141,8 @@ class Reports:
             parts=model.rules.described(),
             activations=self._replaced.explained(),
             layers=[
-                *self.wires,
-                *self.stages(),
+                *self._wires,
+                *self._pipelined.explained(accumulate),
                 *described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
                 *experts_described(model.module),
             ],
@@ -189,7 +191,7 @@ class Reports:
             traffic=self.traffic(),
             memory=memory,
             transient_peak=None if peak is None else peak - memory.held,
-            pipeline=self.of_stages(),
+            pipeline=self._pipelined.measured(self._runner.accumulate),
             put_off=model.run.put_off,
         )
 

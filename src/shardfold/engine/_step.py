@@ -36,9 +36,7 @@ from shardfold.errors import (
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
-from shardfold.optim.global_weights import GlobalWeights
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.optim.sign_exchange import SignExchange
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport
 from shardfold.sharding.changes import Changes
@@ -61,8 +59,6 @@ class Stepper:
         replaced: forwards whose modes a budget may still choose.
         replicated: compares gradients of what ranks have alike.
         clock: takes a lap.
-
-    Attributes:
         rounds: of outer steps; None: there are none.
         freeze: of the variance of an optimizer that sends signs behind it; None: it sends gradients.
     """
@@ -79,13 +75,14 @@ class Stepper:
         replaced: Replacements,
         replicated: Replicated,
         clock: Clock,
+        rounds: Rounds | None,
+        freeze: Freeze | None,
     ) -> None:
         self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
         self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
         self._replicated = replicated
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
-        self.rounds: Rounds | None = None
-        self.freeze: Freeze | None = None
+        self.rounds, self.freeze = rounds, freeze
         self._delayed: list[Delayed] = []  # updates of the last step that are still to arrive
 
     def step(self) -> StepReport:
@@ -103,7 +100,7 @@ class Stepper:
     def _step(self) -> StepReport:
         model, run, runner, scaler = self._model, self._model.run, self._runner, self._scaler
         assert model.optimizer is not None
-        runner.bring_back()
+        runner.away.come_back()
         if self.rounds is not None:
             self.rounds.tell(None)
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
@@ -128,9 +125,9 @@ class Stepper:
             return StepReport(
                 run.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings, tiers=took
             )
-        run.steps += 1
+        run.count_step()
         if self.freeze is not None:
-            runner.orders.stepped = runner.orders.bound.program
+            runner.orders.keep_stepped()
             self.freeze.follow()
         model.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
         if run.lr_schedule is not None:
@@ -138,8 +135,7 @@ class Stepper:
         for call in run.after_step:
             call()
         took = self._clock.end_step(waited, self._handlers.tier_seconds)
-        behind, run.unwritten = run.unwritten, None
-        if (problem := behind or self._not_back(run.steps)) is not None:
+        if (problem := run.take_unwritten() or self._not_back(run.steps)) is not None:
             raise problem
         norm = self._norms.norm
         return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings, tiers=took)
@@ -218,15 +214,6 @@ class Stepper:
         self._refuse_half(handlers.damage, self._model.run.steps + 1)
         return True
 
-    def meet_rarely(self, changes: Changes, shared: GlobalWeights | SignExchange | None) -> None:
-        """From now on groups of ranks come together in rounds, or send signs once the variance is frozen."""
-        model, runner = self._model, self._runner
-        if isinstance(shared, SignExchange):
-            self.freeze = Freeze(model, runner, shared.optimizer, shared.groups, changes)
-            self.freeze.follow()
-        elif shared is not None:
-            self.rounds = model.run.outer = Rounds(shared.outer, model, runner, changes, shared)
-
     def _end_round(self) -> None:
         if self.rounds is not None:
             self.rounds.after_step()
@@ -251,7 +238,7 @@ class Stepper:
         """
         run = self._model.run
         if damage.unfinished:
-            run.broken = f"step {step} ended half-way ({damage.unfinished})"
+            run.spoil(f"step {step} ended half-way ({damage.unfinished})")
             raise StepError(
                 f"step {step} ended half-way: {damage.unfinished}. Some weights and moments are of this step "
                 "and others of the one before, or gone, so engine.step() and engine.save() are refused from now on: "
@@ -286,7 +273,7 @@ class Stepper:
         runner = self._runner
         damage, run = self._handlers.damage, self._model.run
         self._norms.begin_step()
-        self._handlers.used = used
+        self._handlers.take_used(used)
         damage.begin_step()
         with runner.between(runner.orders.tracks["step"]) as track:
             try:
@@ -298,7 +285,7 @@ class Stepper:
             except BaseException as error:
                 if damage.begun:
                     words = str(error).partition("\n")[0]
-                    run.broken = f"step {run.steps + 1} ended half-way ({type(error).__name__}: {words})"
+                    run.spoil(f"step {run.steps + 1} ended half-way ({type(error).__name__}: {words})")
                 raise
             if not self._delayed:
                 damage.tell(self._model.comm)
@@ -319,7 +306,7 @@ class Stepper:
             each.settle()
         handlers.damage.tell(model.comm)
         if not handlers.damage.unfinished:
-            model.run.unwritten = model.run.unwritten or self._not_back(model.run.steps)
+            model.run.tell_later(self._not_back(model.run.steps))
         assert handlers.optimizer is not None
         with model.comm.agreement.uninterrupted(), torch.no_grad():
             model.gate.secure()  # what users wrote into parameters that others come over now

@@ -39,8 +39,8 @@ class Backward:
     ) -> None:
         self._model, self._runner, self._scaler, self._alarm, self._shares = model, runner, scaler, alarm, shares
 
-    def run(self, loss: Tensor, weight: float | None, retain_graph: bool) -> None:
-        """See :meth:`Engine.backward`."""
+    def run(self, loss: Tensor, weight: float | None, retain_graph: bool, *, counts: bool = False) -> None:
+        """See :meth:`Engine.backward`. ``counts``: it is a micro-batch whether gradients come or not."""
         check_loss("engine.backward()", loss)
         run, runner = self._model.run, self._runner
         runner.drop_interrupted()
@@ -50,7 +50,7 @@ class Backward:
         loss, number = self._shares.weighed(loss, weight, runner.accumulate)
         loss, before = self._times_scale(loss), run.micro_batch
         self._run(lambda: loss.backward(retain_graph=retain_graph), number)
-        if runner.inside_batch or run.micro_batch > before:  # a stage's counts in any case
+        if counts or run.micro_batch > before:
             self._shares.note(number, runner.accumulate)
 
     def run_from(self, sent: Sequence[Tensor], grads: Sequence[Tensor], weight: float | None, *, counts: bool) -> None:
@@ -66,20 +66,15 @@ class Backward:
         """The second part of a backward: the gradients of weights that the first has left."""
         roots = late.roots(self._runner.orders.numbers, self._model.device)
         roots[0].register_hook(begin)
-        self._runner.weights = True
-        try:
-            self._run(lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))
-        finally:
-            self._runner.weights = False
+        self._run(lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))
 
     def _run(self, backward: Callable[[], object], weight: float | None = None) -> None:
-        self._runner.scaled = True
         try:
-            with self._shares.of(weight):
+            with self._runner.of_scaled_loss(), self._shares.of(weight):
                 backward()
         except BaseException as error:
             if not isinstance(error, ShardfoldError):  # which all ranks raise, or what goes on is as it was
-                self._runner.caught = True
+                self._runner.note_caught()
             split = any(unit.split for unit in self._model.units)
             reads_freed = isinstance(error, RuntimeError) and any(text in str(error) for text in _READS_FREED)
             if not split or not reads_freed:
@@ -89,8 +84,6 @@ class Backward:
                 "tensor that its forward did not return (kept on the side, or made under engine.gathered()): return "
                 "it from the unit's forward, or choose units= so that the unit contains its use."
             ) from error
-        finally:
-            self._runner.scaled = False
 
     def scale(self, loss: Tensor) -> Tensor:
         """See :meth:`Engine.scale`."""
@@ -100,12 +93,7 @@ class Backward:
         self._check_begins("engine.scale()", loss)
         self._alarm.note(loss)
         loss, runner = self._times_scale(loss), self._runner
-
-        def begin(_: Tensor) -> None:
-            runner.drop_interrupted()  # of a pass before
-            runner.scaled = True  # until this backward ends
-
-        loss.register_hook(begin)
+        loss.register_hook(lambda _: runner.begin_scaled())
         return loss
 
     def _check_begins(self, call: str, loss: Tensor) -> None:
@@ -116,7 +104,7 @@ class Backward:
         try:
             check_begins(call, loss, self._model.module)
         except UsageError:
-            self._runner.caught = True
+            self._runner.note_caught()
             raise
 
     def _times_scale(self, loss: Tensor) -> Tensor:

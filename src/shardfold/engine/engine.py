@@ -28,12 +28,11 @@ from torch.optim import Optimizer
 
 from shardfold import accelerator
 from shardfold.activations.modes import Activations, Replacements, in_table
-from shardfold.checkpoint.base import Base
 from shardfold.checkpoint.given import check_loadable, check_place, check_rows, check_slices, check_states
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
-from shardfold.checkpoint.save import Saver, check_options
+from shardfold.checkpoint.save import check_options
 from shardfold.checkpoint.stored import readable
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.comm import Comm, joined, program_agreement
@@ -41,11 +40,7 @@ from shardfold.comm.cores import share_of_cores
 from shardfold.comm.device_mesh import named_sizes
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
 from shardfold.engine._auto_layout import sampled
-from shardfold.engine._away import Away
-from shardfold.engine._gate import PassGate
-from shardfold.engine._pipelined import Pipelined, dress
-from shardfold.engine._reports import Reports
-from shardfold.engine._step import Stepper
+from shardfold.engine._parts import PartOptions, make_parts
 from shardfold.engine._tf32 import hold_tf32
 from shardfold.engine._wires import chosen as chosen_wires
 from shardfold.engine.arguments import (
@@ -62,32 +57,25 @@ from shardfold.engine.arguments import (
     make_schedule,
     missing,
 )
-from shardfold.engine.backward import Backward
 from shardfold.engine.consistency import given
 from shardfold.engine.fitting import table_of, warn_of_memory
 from shardfold.engine.freeze import Freeze
-from shardfold.engine.handlers import Handlers, check_supported
-from shardfold.engine.hooks import Hooks
-from shardfold.engine.replicated import Replicated
+from shardfold.engine.handlers import check_supported
 from shardfold.engine.rounds import Rounds
-from shardfold.engine.runner import Runner
-from shardfold.engine.stats import Clock, Stats
+from shardfold.engine.stats import Stats
 from shardfold.errors import ConfigError, UsageError
-from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
 from shardfold.numerics.scaling import LossScale, make_scaler
-from shardfold.numerics.token_weights import Shares
 from shardfold.optim.fused import num_moments
-from shardfold.optim.global_weights import GlobalWeights
 from shardfold.optim.requirements import build, check_delayed, check_rounding, check_speculation, check_tier
 from shardfold.optim.shard_optimizer import shard_optimizer
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.optim.sign_exchange import SignExchange, sign_exchange
+from shardfold.optim.sign_exchange import SignExchange
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.expert_parallel import connect_routers, rebalance, share_out
 from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.pipeline.costs import PieceCosts
-from shardfold.parallel.pipeline.open import check_ahead, check_together, open_stages
+from shardfold.parallel.pipeline.open import check_together, open_stages
 from shardfold.parallel.pipeline.stage_order import OrderChoice, choose_order
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.parallel.plan import Traced, split_model
@@ -118,11 +106,10 @@ from shardfold.sharding.partitioned import announce
 from shardfold.sharding.registry import owner_of
 from shardfold.sharding.room import take_room
 from shardfold.sharding.run_state import RunState
-from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.shared import share_values
 from shardfold.sharding.slices import check_early
 from shardfold.sharding.stand_ins import Read
-from shardfold.sharding.unit import Life, Unit
+from shardfold.sharding.unit import Unit
 from shardfold.sharding.whole_state import check_state, load_state, read_state, state_dict, values_to_read
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tiers import Tiers
@@ -299,8 +286,7 @@ class Engine:
                 self._said = [*why, *said]
                 self._make_units(weights, accumulate, seed, staged, held)
                 self._updater = self._make_updater(seed, held)
-                self._make_passes(table, accumulate, held, stashes=bool(versions))
-                self._pipelined = self._make_pipelined(staged, choice, versions, accumulate, held)
+                self._make_parts(table, accumulate, staged, choice, versions, held)
                 self._changes.renew()
             self._names, self._held = {*vars(self), *dir(Engine)}, held.pop_all()
         accelerator.reset_peak(place)  # what making it took is not what a step takes
@@ -334,8 +320,8 @@ class Engine:
         held.callback(comm.close)
         made = build(optimizer, model, empty=staged is not None) if optimizer is not None else None
         run = RunState(make_schedule(schedule, made), self.loss_scale)
-        self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
-        self.sharded.whole = staged.whole if staged is not None else None
+        whole = staged.whole if staged is not None else None
+        self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, whole=whole, owner=self)
         return made
 
     def _read_rules(
@@ -376,8 +362,7 @@ class Engine:
             return [c.spec for c in changes.cut(rules=rules) if c.spec is not None]
 
         table, said = chosen_wires(auto, table, precision, sharded.comm, self.overlap, accumulate, cut)
-        sharded.rules = Rules(precision, table, sharded.comm.mesh.sizes)
-        sharded.layout = sharded.rules.layouts[-1]
+        sharded.take_rules(Rules(precision, table, sharded.comm.mesh.sizes))
         return table, said
 
     def _make_units(self, weights: Any, accumulate: int, seed: int, staged: Stages | None, held: ExitStack) -> None:
@@ -388,7 +373,7 @@ class Engine:
             staged.keep_mine(comm)
         cuts = self._changes.cut()
         if staged is not None:
-            self._replaced.elsewhere = comm.anyone([self._replaced.finds(cuts)], "activations=")[0]
+            self._replaced.share(cuts, comm.anyone)
         self._replaced.check(cuts)
         if sharded.optimizer is not None and sharded.rules.stochastic:
             check_rounding(sharded.optimizer)
@@ -410,7 +395,7 @@ class Engine:
         warn_of_memory(sharded.layout, specs, comm.mesh.sizes, moments, self.device, sharded.rules.default)
         take_room(sharded, specs, moments)
         move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
-        sharded.units = make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed)
+        sharded.take_units(make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed))
         if staged is not None:
             share_values(sharded, staged.shared_here, comm.mesh.sizes.stages[0])
         held.callback(hear_gradients(model))
@@ -437,7 +422,7 @@ class Engine:
             sharded.rows.append(updater.updated_row)
         if self.overlap.speculate is not None:
             sharded.rows.append(updater.snapshots.row)
-        sharded.updater = updater
+        sharded.train_by(updater)
         return updater
 
     def _check_stages(
@@ -451,74 +436,35 @@ class Engine:
                        ahead=str(choice) if any(versions) else "")  # fmt: skip
         return versions[mesh.coords[axes[0]]] if any(versions) else None
 
-    def _make_passes(self, table: Layout, accumulate: int, held: ExitStack, *, stashes: bool) -> None:
+    def _make_parts(
+        self,
+        table: Layout,
+        accumulate: int,
+        staged: Stages | None,
+        order: OrderChoice,
+        versions: int | None,
+        held: ExitStack,
+    ) -> None:
         """What runs forward, backward and step, and what tells of them."""
-        sharded, precision, shares = self.sharded, self.sharded.rules.default, Shares(self.sharded.run)
-        handlers = Handlers(
-            sharded.layout, sharded.comm, sharded.tiers, sharded.units, self._updater, self.clip,
-            scale=1.0 / (self.mesh.data_ranks * accumulate), loss_scale=self.loss_scale, shares=shares,
-        )  # fmt: skip
-        held.callback(handlers.cursor.close)
-        self.alarm, self._clock = Alarm(sharded, self.loss_scale, self.clip), Clock(sharded.comm.agreement.waited)
-        held.callback(self.alarm.close)
-        outer = sharded.layout.outer
-        weights = GlobalWeights(outer, sharded) if outer is not None else None
-        handlers.rounds = weights or sign_exchange(sharded, handlers.norms.coefficient, lambda: handlers.used)
-        runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip, stashes=stashes)
-        #: Some parameters follow the policy of the model as a whole.
-        policy = any(not segment.spec.own and segment.spec.dtype == precision.compute for segment in sharded.segments())
-        narrow = TORCH_DTYPES[precision.input_dtype] if policy and precision.input_dtype else None
-        autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
-        self._hooks = Hooks(
-            sharded.module, sharded.units, runner, cast=narrow, casts=sharded.rules.mixed, autocast=autocast,
-            replaced=self._replaced, widens=sharded.rules.widens,
-        )  # fmt: skip
-        held.callback(self._hooks.remove)
-        gate = self._gate = PassGate(runner, self._hooks, self._changes)
-        sharded.gate = gate
-        self._away = Away(sharded, self._updater)
-        runner.bring_back = self._away.come_back
-        runner.forget, runner.inside, runner.follow = self._hooks.forget, self._hooks.inside, gate.follow
-        self._backward = Backward(sharded, runner, self.loss_scale, self.alarm, shares)
-        self._replicated = Replicated(sharded, always=sharded.tiers.device.debug, losses=self._is_cut)
-        self._stepper = None if self._updater is None else Stepper(
-            sharded, self._updater, runner, self._changes, self.loss_scale, self.alarm, shares, self._replaced,
-            self._replicated, self._clock,
-        )  # fmt: skip
-        if self._stepper is not None:
-            gate.settle = self._stepper.settle
-            self._stepper.meet_rarely(self._changes, handlers.rounds)
-        self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
-        self._reports.wires = self._said
-        self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
-        held.callback(self.saver.close)
-
-    def _make_pipelined(
-        self, staged: Stages | None, choice: OrderChoice, versions: int | None, accumulate: int, held: ExitStack
-    ) -> Pipelined:
-        if versions is not None:
-            check_ahead(str(choice), self.units, self.overlap, scales=self.loss_scale is not None,
-                        sequence=self.sequence is not None)  # fmt: skip
-        made = Pipelined(self.sharded, self._runner, self._hooks, self._backward, staged, choice, versions)
-        made.sequence = self.sequence
-        for unit in self.units:  # the root was kept until all ties were made
-            if unit.split and unit.life is Life.GATHERED:
-                unit.release()
-        made.order(accumulate)  # which may refuse it
-        if staged is not None:
-            self.sharded.comm.job.same({"pipeline=": choice.told})
-        self._reports.stages = lambda: made.explained(self.accumulate)
-        self._reports.of_stages = lambda: made.measured(self.accumulate)
-        if staged is not None:
-            precision = self.precision
-            narrow = TORCH_DTYPES[precision.input_dtype] if precision.input_dtype else None
-            autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
-            staged.settle()
-            dress(staged.skeleton.module, self.sharded.rules, narrow, autocast)
-            staged.attach()
-            held.callback(staged.close)
-            held.callback(made.attach())
-        return made
+        options = PartOptions(
+            table=table,
+            wires=self._said,
+            overlap=self.overlap,
+            accumulate=accumulate,
+            clip=self.clip,
+            scaler=self.loss_scale,
+            is_cut=self._is_cut,
+            order=order,
+            versions=versions,
+        )
+        parts = make_parts(
+            self.sharded, self._updater, self._changes, self._replaced, self.sequence, staged, options, held
+        )
+        self._runner, self._hooks, self._announced = parts.runner, parts.hooks, parts.announced
+        self._gate, self._away, self._backward = parts.gate, parts.away, parts.backward
+        self._replicated, self._stepper, self._pipelined = parts.replicated, parts.stepper, parts.pipelined
+        self._reports, self.alarm, self._clock = parts.reports, parts.alarm, parts.clock
+        self.saver, self._base, self._loads = parts.saver, parts.base, 0
 
     # -- what there is
 
@@ -720,7 +666,8 @@ class Engine:
                 + " What was put into parameter.grad by hand counts with a backward only." * by_hand
             )
         self._clock.told(tokens, samples)
-        runner.close_micro_batches()
+        if self.last_micro_batch:
+            runner.close_micro_batches()
         if not self.gradients_ready:
             return StepReport(self.steps, updated=False, loss_scale=runner.handlers.lifted)
         refuse_during(self.sharded.loans, "engine.step()")
@@ -735,9 +682,8 @@ class Engine:
     @accumulate.setter
     def accumulate(self, accumulate: int) -> None:
         check_accumulate(accumulate)
-        handlers = self._runner.handlers
-        self._runner.accumulate, handlers.scale = accumulate, 1.0 / (self.mesh.data_ranks * accumulate)
-        handlers.set_factors()
+        self._runner.set_accumulate(accumulate)
+        self._runner.handlers.set_scale(1.0 / (self.mesh.data_ranks * accumulate))
         if self._freeze is not None:
             self._freeze.renew()
 
@@ -745,12 +691,12 @@ class Engine:
     def last_micro_batch(self) -> bool | None:
         """Whether the next backward is the last before a step, on all ranks alike; None: each ``accumulate``-th is. Set
         to True behind a backward that was not, it lets :meth:`step` reduce what that left."""
-        return self._runner.last
+        return self._announced.context.last
 
     @last_micro_batch.setter
     def last_micro_batch(self, last: bool | None) -> None:
         check_last(last)
-        self._runner.last = last
+        self._announced.announce(last=last)
 
     @property
     def micro_batch(self) -> int:
@@ -772,11 +718,8 @@ class Engine:
         """Backwards inside send nothing; gradients wait, whole, for the next backward outside."""
         self._gate.refuse_closed("engine.no_sync()")
         self._pipelined.refuse_call("engine.no_sync()")
-        before, self._runner.synchronize = self._runner.synchronize, False
-        try:
+        with self._announced.announcing(synchronize=False):
             yield
-        finally:
-            self._runner.synchronize = before
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""

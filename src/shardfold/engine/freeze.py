@@ -37,8 +37,7 @@ class Freeze:
         self._changes = changes
         self._share = 1.0  # of what gradients are multiplied by, what is for the axis
         if optimizer.parts_ways:
-            runner.orders.apart = True
-            runner.orders.compile()
+            runner.orders.part_ways()
 
     @property
     def apart(self) -> bool:
@@ -49,7 +48,7 @@ class Freeze:
         """Ranks that have gone their own ways meet now; all call it."""
         if not self._optimizer.apart:
             return
-        self._runner.handlers.used = {}  # it is no step
+        self._runner.handlers.take_used({})  # it is no step
         self._model.let_go()
         self._model.comm.meter.ran("together")
         with self._runner.between(self._runner.orders.tracks["together"]) as track:
@@ -67,18 +66,14 @@ class Freeze:
         if (proposed := self._optimizer.proposed) is not None:  # every rank has looked, at what all have alike
             said = self._model.comm.control([float(proposed)], dist.ReduceOp.MIN, group=True)
             self._optimizer.settle(agreed=bool(said[0]))
-        meets = self._optimizer.meets = self._optimizer.meeting(self._model.run.steps)
-        if meets != self._runner.orders.meets:
-            self._runner.orders.meets = meets
-            self._runner.orders.compile()
+        self._runner.orders.meet(self._optimizer.begin_meeting(self._model.run.steps))
         self.scale()
 
     def scale(self) -> None:
         """Gradients are the mean over all ranks that they are summed over."""
         share = 1.0 / self._groups if self._runner.orders.meets == "dense" else 1.0
         if share != self._share:
-            self._runner.handlers.scale *= share / self._share
-            self._runner.handlers.set_factors()
+            self._runner.handlers.set_scale(self._runner.handlers.scale * (share / self._share))
             self._share = share
 
     def renew(self) -> None:

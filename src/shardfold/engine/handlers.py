@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from shardfold.comm.comm import Comm
 from shardfold.comm.meter import Meter, TierTraffic
 from shardfold.comm.transport import Pending, drain
 from shardfold.engine._norms import Norms
@@ -26,19 +25,19 @@ from shardfold.numerics.token_weights import Shares
 from shardfold.optim.global_weights import GlobalWeights
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.optim.sign_exchange import SignExchange
+from shardfold.optim.sign_exchange import SignExchange, sign_exchange
 from shardfold.parallel.pipeline.stash import Stash
 from shardfold.plan.axes import DATA_AXES, Mesh, Role
 from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.program import MARKERS, Op
 from shardfold.plan.report import TierSeconds
+from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.slices import shared_number
 from shardfold.sharding.sums import Sums
 from shardfold.sharding.unit import Life, Unit
 from shardfold.tiers.host import HostTier
-from shardfold.tiers.tiers import Tiers
 from shardfold.tiers.waits import Waits
 
 __all__ = ["HANDLERS", "Handlers", "check_supported"]
@@ -51,6 +50,15 @@ RUN = (Role.DATA, Role.SEQUENCE, Role.EXPERT, Role.TENSOR, Role.PIPELINE)
 
 class Handlers:
     """The handlers of one engine.
+
+    Args:
+        model: whose units they work on.
+        optimizer: that updates these; None: nothing is trained.
+        clip: of gradients; None: they are not clipped.
+        scale: 1 / (ranks * micro-batches).
+        loss_scale: of the loss; None: it is not scaled.
+        shares: weights of the micro-batches.
+        stash: versions of weights that micro-batches under way have read; None: there are none.
 
     Attributes:
         detours: names of units gathered on demand (no operation of the program frees them), or that were still in use
@@ -72,24 +80,22 @@ class Handlers:
 
     def __init__(
         self,
-        layout: Layout,
-        comm: Comm,
-        tiers: Tiers,
-        units: Sequence[Unit],
+        model: ShardedModel,
         optimizer: ShardedOptimizer | None,
         clip: Clip | None,
         scale: float,
         loss_scale: Scaler | None,
         shares: Shares,
+        stash: Stash | None,
     ) -> None:
-        self.comm, self.layout, self.tiers = comm, layout, tiers
-        self.units = {unit.name: unit for unit in units}
+        comm, layout = model.comm, model.layout
+        self.comm, self.layout, self.tiers = comm, layout, model.tiers
+        self.units = {unit.name: unit for unit in model.units}
         self.optimizer = optimizer
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
         self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
-        self.rounds: GlobalWeights | SignExchange | None = None
-        self.stash: Stash | None = None
+        self.stash = stash
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
         self.updates = Waits()
@@ -100,6 +106,9 @@ class Handlers:
         self.scale, self.loss_scale, self.shares = scale, loss_scale, shares
         self.lifted = 1.0
         self.set_factors()
+        outer = layout.outer
+        weights = GlobalWeights(outer, model) if outer is not None else None
+        self.rounds = weights or sign_exchange(model, self.norms.coefficient, lambda: self.used)
 
     @property
     def host(self) -> HostTier:
@@ -116,6 +125,23 @@ class Handlers:
         """The segments that are updated."""
         return (segment for unit in self.units.values() for segment in unit.trainable)
 
+    def gather_again(self, names: set[str]) -> None:
+        """These are :attr:`repeated` from now on."""
+        self.repeated = names
+
+    def expect_backward(self, follows: bool) -> None:
+        """A forward begins; see :attr:`backward_follows`."""
+        self.backward_follows = follows
+
+    def take_used(self, used: dict[str, list[list[bool]]]) -> None:
+        """Ranks have agreed; see :attr:`used`."""
+        self.used = used
+
+    def set_scale(self, scale: float) -> None:
+        """Gradients are multiplied by this one from now on as they arrive."""
+        self.scale = scale
+        self.set_factors()
+
     def set_factors(self, share: float = 1.0) -> None:
         """[Note: where gradients are unscaled] As they arrive they are cast to what they travel in and multiplied by
         1 / (ranks * micro-batches * loss scale): everything that reads them later sees true values. Only where they
@@ -125,8 +151,8 @@ class Handlers:
         self.lifted = scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         for segment in self.trainable():
             late = torch.float16 in (segment.dtypes["reduce"], segment.dtypes["grads"])
-            segment.factor = self.scale if late else self.scale / scale
-            segment.unscale = share / scale if late else share
+            factor = self.scale if late else self.scale / scale
+            segment.set_factors(factor, unscale=share / scale if late else share)
 
     def bind(self, op: Op) -> Call | None:
         """What the operation does; None for a marker.
@@ -204,10 +230,9 @@ class Handlers:
             return
         self.comm.meter.move(op, num_bytes)
         for segment in unit.trainable:
-            if segment.updated is not None:
+            if (updated := segment.pop_updated()) is not None:
                 assert segment.compute_range is not None
-                segment.compute_range.copy_(segment.updated, non_blocking=True)
-                segment.updated = None
+                segment.compute_range.copy_(updated, non_blocking=True)
 
     def bind_gather(self, op: Op) -> Call:
         unit = self.units[op.unit]
@@ -232,7 +257,7 @@ class Handlers:
                     segment.fill_own_range(source)
         for segment, op in zip(unit.segments, ops, strict=True):
             if op.target == "node":
-                segment.payload = self.comm.relay(op, segment.flat, None, pending=unit.filling)
+                segment.hold_payload(self.comm.relay(op, segment.flat, None, pending=unit.filling))
                 continue
             resident = None if unit.name in self.repeated else segment.own_copy(source)
             self.comm.collective(op, segment.flat, pending=unit.filling, resident=resident)
@@ -245,8 +270,7 @@ class Handlers:
             return
         drain(unit.filling, self.comm.agreement.wait)
         for segment, op in zip(unit.segments, ops, strict=True):
-            self.comm.relay(op, segment.flat, segment.payload, pending=unit.filling)
-            segment.payload = None
+            self.comm.relay(op, segment.flat, segment.take_payload(), pending=unit.filling)
         if unit.life is Life.GATHERED:
             drain(unit.filling, self.comm.agreement.wait)
 
@@ -264,7 +288,7 @@ class Handlers:
         """What is gathered stays until the step."""
         if unit.life is Life.GATHERING:
             self.finish_gather(unit)
-        unit.kept = unit.split and unit.life is Life.GATHERED
+        unit.keep()
 
     def free(self, unit: Unit) -> None:
         if unit.kept:  # by an evaluation between micro-batches
@@ -367,7 +391,7 @@ class Handlers:
         before = self._waited()
         with self.updates.timed():
             yield
-        self.updates.seconds -= self._waited() - before
+        self.updates.leave_out(self._waited() - before)
 
     def _waited(self) -> float:
         return self.tiers.waited("host") + self.tiers.waited("disk")
@@ -445,8 +469,7 @@ class Handlers:
         """The gradients of a step go to their update; the own step of an optimizer has taken them along."""
         assert self.optimizer is not None
         for segment in unit.trainable if self.optimizer.fused else ():
-            segment.sent_grads = self.tiers.named(tier).allocate((segment.shard_numel,), segment.dtypes["grads"])
-            segment.sent_grads.store(segment.master_grads)
+            segment.send_grads(self.tiers.named(tier).allocate((segment.shard_numel,), segment.dtypes["grads"]))
 
     def _store_sums(self, unit: Unit, op: Op, num_bytes: int) -> None:
         """The sums of a backward go to a slower tier to rest there."""

@@ -3,9 +3,9 @@
 Hooks do nothing but deliver: which unit is about to run forward, which is about to run backward, which parameter has
 its gradient, when a pass begins and ends. What follows from an event is the engine's business.
 
-    forward  of the model            begin_forward        end_forward
+    forward  of the model            begin_forward(context)    end_forward
     forward  of a unit's module        enter_forward(unit)    leave_forward(unit)
-    backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
+    backward of the model            begin_backward(context)  (gradient of an output of it, or of any unit, arrives)
     backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
     backward by another way            enter_aside(unit)     (a weight it saved is needed; see ``remembers``)
     gradient of a parameter            gradient(unit, place, grad)   (gradient_dropped, if a user's hook took it)
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardfold.engine.announced import Announced
+from shardfold.engine.pass_context import PassContext
 from shardfold.parallel.pipeline.stages import StageDone
 from shardfold.sharding.autograd import Kept, hear, inside_checkpoint, keep, tensors_in
 from shardfold.sharding.freed import apart
@@ -50,12 +52,12 @@ __all__ = ["UP_TO_32", "Hooks", "Listener", "Replaced", "cast_inputs", "inside_c
 class Listener(Protocol):
     """Who the events are delivered to."""
 
-    def begin_forward(self) -> None: ...
+    def begin_forward(self, context: PassContext) -> None: ...
     def end_forward(self) -> None: ...
     def interrupt(self) -> None: ...
     def enter_forward(self, unit: Unit) -> None: ...
     def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None: ...
-    def begin_backward(self, *, create_graph: bool = False) -> None: ...
+    def begin_backward(self, context: PassContext, *, create_graph: bool = False) -> None: ...
     def remembers(self, unit: Unit | None = None) -> bool: ...
     def saved(self, unit: Unit) -> None: ...
     def enter_backward(self, unit: Unit) -> None: ...
@@ -107,6 +109,7 @@ class Hooks:
         model: its forward is a pass.
         units: with ``modules`` set; units whose values never leave memory need no module hooks.
         listener: receives the events.
+        announced: what kind of pass it is that begins.
         cast: floating-point inputs of the model are cast to it; None leaves them.
         casts: whether every module with parameters of its own gets its floating-point inputs in their dtype, as the
             parts of the model compute in several.
@@ -120,13 +123,14 @@ class Hooks:
         model: nn.Module,
         units: Iterable[Unit],
         listener: Listener,
+        announced: Announced,
         cast: torch.dtype | None = None,
         casts: bool = False,
         autocast: tuple[torch.dtype, str] | None = None,
         replaced: Replaced | None = None,
         widens: bool = False,
     ) -> None:
-        self._listener, self._model, self._replaced = listener, model, replaced
+        self._listener, self._model, self._replaced, self._announced = listener, model, replaced, announced
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, tuple[nn.Module, list[int]]] = {}  # modules and the ids of their hooks
         self._accumulators: list[Any] = []  # a parameter refers to its node weakly
@@ -240,7 +244,7 @@ class Hooks:
             self._inside.append((module, sys.exc_info()[1]))
             return None
         with apart():
-            self._listener.begin_forward()
+            self._listener.begin_forward(self._announced.context)
         self._inside.append((module, sys.exc_info()[1]))
         if torch.is_grad_enabled():
             looks = self._replaced is not None and self._replaced.begin_forward((args, kwargs))
@@ -463,7 +467,8 @@ class Hooks:
         queued = self._queued = ref(done, self._let_go)
         del done  # autograd alone has it
         with apart():
-            self._listener.begin_backward(create_graph=create_graph)  # of one that is refused autograd lets go
+            # Of one that is refused autograd lets go.
+            self._listener.begin_backward(self._announced.context, create_graph=create_graph)
         self._queued = queued  # what begins may have forgotten an interrupted one
 
     def _let_go(self, queued: ref[Callable[[], None]]) -> None:

@@ -19,21 +19,10 @@ from typing import Protocol
 from shardfold.comm.agreement import Agreement
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Section, Track
-from shardfold.plan.program import MARKERS, SUMS
-from shardfold.plan.program_passes import GATHERS
+from shardfold.plan.walk import AskedWalk
 from shardfold.sharding.unit import Life, Unit
 
 __all__ = ["LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]
-
-MOMENTS: Mapping[str, str] = {
-    **dict.fromkeys(GATHERS, "enter"),
-    "ADD": "begin",
-    "GRADS": "begin",
-    **dict.fromkeys(SUMS, "reduce"),
-    **dict.fromkeys(("HOLD", "FREE", "KEEP"), "leave"),
-}
-"""When a pass that asks does an operation on a unit: when a rank needs its values, when this rank begins its backward,
-when all its gradients are there, when this rank has used its values."""
 
 
 class Pass(Protocol):
@@ -44,8 +33,8 @@ class Pass(Protocol):
         section: the operations; None: there are none to issue.
     """
 
-    own: list[str]
-
+    @property
+    def own(self) -> list[str]: ...
     @property
     def section(self) -> Section | None: ...
 
@@ -150,7 +139,7 @@ class ReplayedPass:
 
 
 class NegotiatedPass:
-    """Asks before every unit.
+    """Asks before every unit (see :class:`AskedWalk`).
 
     Args:
         verb: ``F`` or ``B``.
@@ -181,150 +170,112 @@ class NegotiatedPass:
         own: Sequence[str] | None = None,
         nested: bool = False,
     ) -> None:
-        self.own: list[str] = list(own or ())
-        self.record: list[str] = []  # what all ranks asked for, in order
         self.touched: list[Unit] = []  # units read outside of their own forward: held to the end of the pass
-        self._verb, self._agreement, self._handlers = verb, agreement, handlers
-        self.section = section
-        self._units, self._roots = units, roots
-        self._places = list(dict.fromkeys(op.unit for op in section.ops if op.unit in units and op.unit not in roots))
-        self._numbers: dict[str, dict[str, list[tuple[Section, int]]]] = {  # of the operations of each unit
-            moment: {name: [] for name in units} for moment in ("enter", "begin", "reduce", "leave")
-        }
-        for i, op in enumerate(section.ops):
-            if op.verb not in MARKERS and op.unit in units:
-                if op.verb not in MOMENTS:
-                    raise ValueError(f"a pass that asks does not know when to do {op.verb!r}, which its section has.")
-                # What forward keeps for its backward it has not kept yet for one inside of it, of an evaluation never.
-                if not (nested and op.verb in GATHERS):
-                    self._numbers[MOMENTS[op.verb]][op.unit].append((section, i))
-        enter = self._numbers["enter"]
-        self._full = {name for name in units if not enter[name]}
-        for i, op in enumerate(refill.ops):
-            if op.unit in self._full and op.verb in GATHERS:
-                enter[op.unit].append((refill, i))
-        self._gathers = any(enter[name] for name in self._places)
-        self._left: dict[str, Unit] = {}  # no longer used here; given back when another is gathered
-        self._ready: set[str] = set()
+        self._agreement, self._handlers = agreement, handlers
+        self.section, self._refill, self._units = section, refill, units
         # What a replayed pass has reduced is not reduced again here but, if more came, at the step.
-        self._reduced: set[str] = set(units) if own is not None else set()
-        self._last: Unit | None = None
-        self._around: list[Unit] = []  # in backward, the unit that runs and those that it is inside of
+        self._walk = AskedWalk(
+            section.ops,
+            refill.ops,
+            list(units),
+            roots,
+            backward=verb == "B",
+            nested=nested,
+            own=own or (),
+            reduced=units if own is not None else (),
+        )
         self._kept = {u.name for u in units.values() if nested and u.life is not Life.RESTING}
+
+    @property
+    def own(self) -> list[str]:
+        return self._walk.own
+
+    @property
+    def record(self) -> list[str]:
+        """What all ranks asked for, in order."""
+        return self._walk.record
 
     def begin(self) -> None:
         self.section.restart()
-        for name in self._places_of_roots():
-            if name not in self._full or self._units[name].life is Life.RESTING:
-                self._do("enter", name)
-            self._begin_backward(name)
+        for name in self._walk.roots:
+            if name not in self._walk.full or self._units[name].life is Life.RESTING:
+                self._do(self._walk.due("enter", name))
+            self._do(self._walk.begins(name))
             if self._units[name].life is Life.GATHERING:
                 self._handlers.finish_gather(self._units[name])
 
     def enter(self, unit: Unit) -> None:
-        self._left.pop(unit.name, None)
-        if unit.name in self._roots or (unit is self._last and unit.life is Life.GATHERED):
-            return
-        self.own.append(unit.name)
-        self._begin_backward(unit.name)
-        if self._verb == "B" and unit not in self._around:
-            while self._around and self._around[-1].name != unit.spec.inside:
-                over = self._around.pop()
-                self._left[over.name] = over
-            self._around.append(unit)
-        self._last = unit
+        if self._walk.enter(unit.name, unit.spec.inside, here=unit.life is Life.GATHERED):
+            self._gather(unit)
+
+    def touch(self, unit: Unit) -> None:
+        """The unit's values are read by another module's forward: they stay until the pass is over."""
+        if self._walk.touch(unit.name, unit.spec.inside, here=unit.life is Life.GATHERED):
+            self._gather(unit)
+        unit.enter()
+        self.touched.append(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        self._do(self._walk.begins(unit.name))
         if unit.life is Life.RESTING:
             self._round(unit)
         elif unit.life is Life.GATHERING:
             self._handlers.finish_gather(unit)
 
-    def touch(self, unit: Unit) -> None:
-        """The unit's values are read by another module's forward: they stay until the pass is over."""
-        last = self._last
-        self.enter(unit)
-        self._last = last
-        unit.running += 1
-        self.touched.append(unit)
-
     def leave(self, unit: Unit) -> None:
-        if not unit.running and self._verb == "F" and unit.name not in self._roots:
-            self._left[unit.name] = unit
+        if not unit.running:
+            self._walk.leave(unit.name)
 
     def complete(self, unit: Unit) -> None:
-        if not self._numbers["reduce"][unit.name]:
-            return
-        self._ready.add(unit.name)
-        if not unit.split:  # no unit will be asked for behind it
+        if self._walk.complete(unit.name) and not unit.split:  # no unit will be asked for behind it
             self.own.append(unit.name)
             self._round(None)
 
     def finish(self) -> None:
         for unit in self.touched:
-            unit.running -= 1
+            unit.leave()
         while self._round(None, done=True):
             pass
-        for name in self._places:
-            if name not in self._reduced:
-                self._do("reduce", name)
+        for name in self._walk.places:
+            self._do(self._walk.sums(name))
         for name, unit in self._units.items():
-            if unit.split and name not in self._roots and unit.life is not Life.RESTING:
+            if unit.split and name not in self._walk.roots and unit.life is not Life.RESTING:
                 self._give_back(unit)
-        for name in self._places_of_roots():
+        for name in self._walk.roots:
             if name not in self._kept:
-                if name not in self._reduced:
-                    self._do("reduce", name)
-                self._do("leave", name)
+                self._do(self._walk.sums(name))
+                self._do(self._walk.due("leave", name))
         self._handlers.release_detours()
 
     def _round(self, wanted: Unit | None, *, done: bool = False) -> bool:
         """One message; then every rank takes part in what any rank asked for. False when nobody needs anything."""
-        for unit in list(self._left.values()):
-            self._give_back(unit)
-        self._left.clear()
-        places = self._places
-        bits = [wanted is not None and name == wanted.name for name in places]
-        bits += [name in self._ready for name in places]
-        self.section.asked = self._asked_about(wanted)
-        self._ready.clear()
+        for name in self._walk.left:
+            self._give_back(self._units[name])
+        self._walk.forget_left()
+        bits, number = self._walk.ask(wanted.name if wanted is not None else None)
+        self.section.ask(number)
         said = self._agreement.ask([*bits, not done])
-        asked = [name for name, bit in zip(places, said, strict=False) if bit]
-        ready = [name for name, bit in zip(places, said[len(places) :], strict=False) if bit]
+        ready, asked = self._walk.hear(said)
         for name in ready:
-            if name not in self._reduced:  # what comes behind the reduction is reduced once more at the step
-                self._reduced.add(name)
-                self._do("reduce", name)
+            self._do(self._walk.reduce(name))
         for name in asked:
             unit = self._units[name]
             used_here = unit.life is not Life.RESTING
-            self._do("enter", name)
+            self._do(self._walk.due("enter", name))
             if unit.life is Life.GATHERING:
                 self._handlers.finish_gather(unit)
             if unit is not wanted and not used_here:
                 self._give_back(unit)
-        for name in asked if self._gathers else ready:
-            if not self.record or self.record[-1] != name:
-                self.record.append(name)
         return any(said)
-
-    def _asked_about(self, wanted: Unit | None) -> int:
-        """The number of the operation that this rank asks the others to do: of the unit that it needs, or has gradients
-        of; else the last, at which it waits for them."""
-        numbers = self._numbers["enter"][wanted.name] if wanted is not None else []
-        numbers = numbers or [each for name in self._ready for each in self._numbers["reduce"][name]]
-        return next((number for section, number in numbers if section is self.section), len(self.section.ops) - 1)
 
     def _give_back(self, unit: Unit) -> None:
         if not unit.running and unit.name not in self._kept:
-            self._do("leave", unit.name)
+            self._do(self._walk.due("leave", unit.name))
 
-    def _begin_backward(self, name: str) -> None:
-        """This rank's gradients of the unit come now, but for those that come behind its reduction."""
-        if name not in self._reduced:
-            self._do("begin", name)
-
-    def _places_of_roots(self) -> list[str]:
-        return [name for name in self._units if name in self._roots]
-
-    def _do(self, moment: str, name: str) -> None:
-        for section, number in self._numbers[moment][name]:
-            section.do((number,))
+    def _do(self, numbers: Sequence[int]) -> None:
+        count = len(self.section.ops)
+        for number in numbers:
+            if number < count:
+                self.section.do((number,))
+            else:
+                self._refill.do((number - count,))

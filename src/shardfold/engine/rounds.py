@@ -92,7 +92,7 @@ class Rounds:
             self._late[fragment] = 0
             return False
         self._late[fragment] += 1
-        self._model.run.put_off += 1
+        self._model.run.count_put_off()
         return True
 
     def end_now(self) -> None:
@@ -107,9 +107,8 @@ class Rounds:
             self._ended[fragment] = self.steps
             for do in (self._use, self._take, self._send, self._use):
                 do(fragment)
-            self.weights.whole = True
-            self._take(fragment)
-            self.weights.whole = False
+            with self.weights.taken_whole():
+                self._take(fragment)
 
     def hold_still(self) -> None:
         """What is in flight has come: only to take it in is left, so that it can be read. All ranks call it."""

@@ -16,26 +16,26 @@ there, so that these sums are complete; only a re-entrant checkpoint still bring
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from threading import get_ident
 from typing import Concatenate, ParamSpec, TypeVar
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from shardfold.comm.agreement import CAUGHT, Place
+from shardfold.engine._away import Away
 from shardfold.engine._orders import Orders, mode_of
 from shardfold.engine._visible import VisibleGradients
 from shardfold.engine.handlers import Handlers
+from shardfold.engine.hooks import Hooks
+from shardfold.engine.pass_context import PassContext
 from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
 from shardfold.engine.track import Section, Track
 from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
-from shardfold.optim.guard import Guard
 from shardfold.parallel.pipeline.late import DeferredWeightGrads
 from shardfold.plan.bind import PASSES
 from shardfold.plan.part import Part
@@ -68,6 +68,7 @@ class Runner:
     Args:
         model: whose run counts backwards and steps.
         handlers: that operations are bound to.
+        away: states that a user lets rest elsewhere.
         overlap: how far ahead units are gathered.
         accumulate: micro-batches per step.
         clip: what the program does to gradients before the step; None: nothing.
@@ -76,80 +77,67 @@ class Runner:
     Attributes:
         orders: in which units run, and the programs.
         visible: gradients as users see them.
-        last: whether the next backward is the last before a step; None: each ``accumulate``-th is.
-        late: where the backward under way is one of two parts: what the first leaves to the second.
-        weights: whether it is the second.
-        part: of the model that the next pass runs, where a rank has several stages; None: all that it has.
-        inside_batch: whether a batch goes through stages, behind its first forward.
-        synchronize: False inside ``no_sync()``.
-        scaled: whether the backward under way is that of a loss that the engine scaled.
         interrupted: an exception has left the model's forward or backward, which is not settled yet.
         lost: how often :meth:`reset` has forgotten gradients of earlier backwards.
-        caught: an exception has left a pass, or this rank was reset, and the others were not asked about that yet.
     """
 
     def __init__(
         self,
         model: ShardedModel,
         handlers: Handlers,
+        away: Away,
         overlap: Overlap,
         accumulate: int,
         *,
         clip: Clip | None,
         stashes: bool = False,
     ) -> None:
-        self.model, self.handlers, self.accumulate = model, handlers, accumulate
+        self.model, self.handlers, self.away, self.accumulate = model, handlers, away, accumulate
         self.comm, self.agreement = model.comm, model.comm.agreement
         self.orders = Orders(model.layout, model.comm, handlers, overlap, clip=clip, stashes=stashes)
         self.visible = VisibleGradients(model)
         self.buffers = Buffers(model.module, model.comm, always=model.tiers.device.debug)
         self._state = model.run
         self._boundary_before = False
-        self.last: bool | None = None
-        self.part: Part | None = None
-        self.late: DeferredWeightGrads | None = None
-        self.weights = False
-        self.inside_batch = False
-        self.synchronize = True
-        self.scaled = False
-        self.interrupted = self.caught = False
+        self._scaled = False  # whether the backward under way is that of a loss that the engine scaled
+        self.interrupted = False
+        # An exception has left a pass, or this rank was reset, and the others were not asked about that yet.
+        self._caught = False
         self.lost = 0
-        take_part, where = (
-            WeakMethod(self._take_part),
-            WeakMethod(self._where),
-        )  # the agreement must not keep the engine
-        self.agreement.take_part = lambda: (take := take_part()) is not None and take()
-        self.agreement.where = lambda doing: say(doing) if (say := where()) is not None else ""
+        self.agreement.connect(self._take_part, self._where)
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
         self._asked_backward = False  # whether a backward of this step was a negotiated pass
         self._grad_forward = True
         self._pass: Pass | None = None  # of the pass under way
         self._section = ""
+        self._context = PassContext()  # of the pass under way
         self._ran: Part | None = None  # what of the model the pass under way, or else the one before, goes through
         self._between: Section | None = None  # of the program, that runs between passes
         self._thread = get_ident()  # that runs forward
         self._full: set[str] = set()  # units that a forward found full: of two forwards before one backward
         self._own: list[str] = []  # what this rank ran in the pass before
-        self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
-        self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
-        self.bring_back: Callable[..., None] = lambda *states: None  # states that a user let rest elsewhere
-        self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
         self._forwards = 0  # in training since the last step, those that were dropped too
         self._shared = False  # gradients of what several stages have are summed over them
-        self._outer: list[tuple[Pass, str]] = []  # forwards that a backward inside of them interrupts
+        self._outer: list[tuple[Pass, str, PassContext]] = []  # forwards that a backward inside of them interrupts
         self.renew(model.units)
-        update = handlers.optimizer
-        if update is not None:
-            update.guard = Guard(update.torch_optimizer, self._optimizer_zero_grad)
+        if handlers.optimizer is not None:
+            handlers.optimizer.guard_by(self._optimizer_zero_grad)
+
+    def connect(self, hooks: Hooks) -> None:
+        """These deliver events, and know where the threads that run the model are."""
+        self._hooks = hooks
+
+    def set_accumulate(self, accumulate: int) -> None:
+        """So many micro-batches are a step from now on."""
+        self.accumulate = accumulate
 
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
         self.units = list(units)
         self.by_name = {unit.name: unit for unit in units}
         for unit in units:
-            unit.on_touch = partial(self.touch, unit)
-            unit.fence = partial(self.comm.transport.fence, self.agreement.wait)
+            unit.connect(partial(self.touch, unit), partial(self.comm.transport.fence, self.agreement.wait))
         self.orders.renew(units)
 
     @property
@@ -163,11 +151,12 @@ class Runner:
         verb = "B" if mode_of(section) == "backward" else "F"
         if not self.orders.moves(section):
             return LocalPass()
-        self._ran = self.part
-        held = self._of_pass(self.roots) if not self.weights else ()  # gradients of weights need no values of these
+        part, weights = self._context.part, self._context.weights
+        self._ran = part
+        held = self._of_pass(self.roots) if not weights else ()  # gradients of weights need no values of these
         roots = [unit for unit in self.units if unit.name in held]
-        if not nested and (self.orders.known(section, self.part) or self.weights):
-            return ReplayedPass(verb, self.orders.track(section, self.part), roots, self.handlers, self._deviate)
+        if not nested and (self.orders.known(section, part) or weights):
+            return ReplayedPass(verb, self.orders.track(section, part), roots, self.handlers, self._deviate)
         return self._asked(section, nested=nested)
 
     def _of_pass(self, names: set[str]) -> set[str]:
@@ -273,10 +262,10 @@ class Runner:
             ConfigError: that of another rank.
             OrderError: on all ranks: one has dropped a micro-batch that others have not.
         """
-        said = self.meet(what, flags=[False, False, self.caught, refusal is not None])  # the first: of buffers
+        said = self.meet(what, flags=[False, False, self._caught, refusal is not None])  # the first: of buffers
         if said[CAUGHT]:
             self.agreement.compare(what, self._place())
-        self.caught = False
+        self._caught = False
         if said[3]:
             if refusal is None:
                 self.visible.show()
@@ -284,7 +273,7 @@ class Runner:
 
     def _place(self) -> Place:
         """Where in a step this rank is, for the others to compare where some rank has dropped what it did."""
-        return Place(self._forwards, self._state.micro_batch, self.caught)
+        return Place(self._forwards, self._state.micro_batch, self._caught)
 
     def _announce(self, what: str, refusal: UsageError | None = None) -> None:
         """[Note: when the answer of a meeting is needed] All ranks are about to do ``what``, which is found out while
@@ -295,7 +284,7 @@ class Runner:
             self._meet_or_refuse(what, refusal)
         else:
             self.agreement.announce(what, self._place())
-            self.caught = False
+            self._caught = False
 
     def _take_part(self) -> bool:
         """This rank waits in another engine, and a rank needs more of a pass that this one has ended here."""
@@ -320,7 +309,7 @@ class Runner:
         """Takes part in the forward of ranks that evaluate more batches than this one."""
         self.buffers.synchronize(any(flags[:1]))
         self.comm.meter.begin_forward()
-        self.handlers.backward_follows = False
+        self.handlers.expect_backward(False)
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._pass = self._start("eval")
         self._pass.begin()
@@ -340,7 +329,7 @@ class Runner:
         """
         if not self.under_way:
             return
-        if self.inside():
+        if self._hooks.inside():
             raise UsageError(f"{what} inside of the model's forward or backward: call it between passes.")
         self.reset()
 
@@ -352,6 +341,10 @@ class Runner:
     def interrupt(self) -> None:
         """An exception leaves the model's forward or backward."""
         self.interrupted = True
+
+    def note_caught(self) -> None:
+        """An exception leaves a backward of this rank, which the user may catch: the others are to be asked."""
+        self._caught = True
 
     def drop_interrupted(self) -> None:
         """Before a backward: what an exception left is ended, as by :meth:`settle`."""
@@ -365,19 +358,20 @@ class Runner:
         The interrupted pass is finished without computing: other ranks may have been further, or may still be in it.
         What ran of it on this rank is not the order of the next.
         """
-        self.interrupted = self.scaled = False
-        self.caught = True
+        self.interrupted = self._scaled = False
+        self._caught = True
         self.lost += self._state.micro_batch > 0
-        self.forget()
+        self._hooks.forget()
         for unit in self.units:
-            unit.running = 0
+            unit.forget_running()
         while self._pass is not None or self._outer:
             if isinstance(self._pass, NegotiatedPass):
                 self._pass.touched.clear()
             if self._pass is not None:
                 self._finish(whole=False)
             if self._outer:
-                self._pass, self._section = self._outer.pop()
+                self._pass, self._section, self._context = self._outer.pop()
+        self._context = PassContext()
         self.handlers.detours.clear()
         for unit in self.units:
             if unit.life is Life.GATHERING:
@@ -409,17 +403,18 @@ class Runner:
     # -- forward events
 
     @_uninterrupted
-    def begin_forward(self) -> None:
+    def begin_forward(self, context: PassContext) -> None:
         if self.under_way:  # of an interrupted pass: the hooks deliver no forward inside of another
             self.reset()
-        self.scaled = False
+        self._context = context
+        self._scaled = False
         self._thread = get_ident()
-        self.follow()
+        self.model.gate.follow()
         grad = torch.is_grad_enabled()
         section = "forward" if grad else "eval"
         local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
         changed, first = False, grad and self._first()
-        follows = not self.inside_batch  # a forward whose backward is still to come reads buffers as they were
+        follows = not context.in_batch  # a forward whose backward is still to come reads buffers as they were
         if (
             self.agreement.peers.size > 1
             and not local
@@ -432,16 +427,16 @@ class Runner:
                 self.buffers.synchronize(changed)
         if first:
             section = "first"
-        if grad and self.synchronize:
+        if grad and context.synchronize:
             self.buffers.trained(alone=local)
         self._forwards += grad and not local
         self._evaluated |= not grad
-        self.comm.meter.begin_forward("first" if first else "forward", self.part)
+        self.comm.meter.begin_forward("first" if first else "forward", context.part)
         self._grad_forward = grad
         # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
         # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
-        self.handlers.backward_follows = grad or self.model.module.training
-        self.bring_back("params")
+        self.handlers.expect_backward(grad or self.model.module.training)
+        self.away.come_back("params")
         self.comm.memory.after_compute()  # updates and users wrote the shards that gathers read on the side stream
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._pass = LocalPass() if local else self._start(section)
@@ -451,13 +446,14 @@ class Runner:
         """Whether a forward has to gather what stays gathered until the step."""
         if not self.orders.bound.program.first:
             return False
-        names = None if self.part is None else self.part.units | self.part.common
+        names = self._context.units
         return any(u.split and not u.kept for u in self.units if u.keeps and (names is None or u.name in names))
 
     @_uninterrupted
     def end_forward(self) -> None:
         if self._pass is not None:
             self._finish()
+        self._context = PassContext()
         if not self._grad_forward:  # nothing will need what a layout keeps for backward
             self._free_all()
 
@@ -476,15 +472,15 @@ class Runner:
                     "runs it a forward too, as in sf.register_forward(model, 'encode'), or wrap the call in "
                     "`with engine.gathered():`."
                 )
-            unit.running += 1
+            unit.enter()
             return
         self._pass.enter(unit)
-        unit.running += 1
+        unit.enter()
 
     @_uninterrupted
     def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None:
         """``interrupted``: by an exception. ``aliased``: what it returned is a view of one of its weights."""
-        unit.running -= 1
+        unit.leave()
         if self._pass is None or interrupted:
             return
         if aliased and unit.name not in self.roots:
@@ -523,8 +519,22 @@ class Runner:
 
     # -- backward events
 
+    def begin_scaled(self) -> None:
+        """A backward begins whose loss the engine has scaled; none is under way but one that an exception has left."""
+        self.drop_interrupted()
+        self._scaled = True
+
+    @contextmanager
+    def of_scaled_loss(self) -> Iterator[None]:
+        """The backward inside is that of a loss that the engine has scaled."""
+        self._scaled = True
+        try:
+            yield
+        finally:
+            self._scaled = False
+
     @_uninterrupted
-    def begin_backward(self, *, create_graph: bool = False) -> None:
+    def begin_backward(self, context: PassContext, *, create_graph: bool = False) -> None:
         if create_graph and any(unit.split and not unit.pins for unit in self.units):
             raise UsageError(
                 "gradients of gradients (create_graph=True) need the weights longer than a layout that splits "
@@ -532,36 +542,24 @@ class Runner:
                 "layout that keeps parameters whole (ddp, zero1, zero2)."
             )
         self.drop_interrupted()
-        self.bring_back()
+        self.away.come_back()
         self.handlers.withdraw()  # of a step that this backward adds to
         self._delivered, self._boundary_before = False, self._state.gradients_ready
         nested = self._pass is not None
-        last = self.last if self.last is not None else self._state.micro_batch + 1 >= self.accumulate
-        if self.part is not None:
-            last = self.part.last
-        ready = not nested and self.synchronize and last
-        if self.late is not None:
-            ready = ready and self.weights
-            section = "quiet" if not self.weights else "last_weights" if ready else "weights"
-        else:
-            section = "quiet" if nested or not self.synchronize else "last" if ready else "backward"
+        ready = context.sums(self._state.micro_batch, self.accumulate, nested=nested)
+        section = context.section(sums=ready, nested=nested)
         refusal = self.visible.try_hide()
         # Inside of `gathered()` a forward is this rank's own, and so is what it takes gradients of in itself.
         alone = nested and isinstance(self._pass, LocalPass) and all(u.pins or not u.split for u in self.units)
         if self.orders.moves(section) and not alone:
-            count = (
-                f"{self._state.micro_batch + 1} of {self.accumulate}"
-                if self.last is None
-                else f"{self._state.micro_batch + 1}"
-            )
-            kind = "inside a forward" if nested else count + ", the last" * (self.last is True)
-            self._announce(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})", refusal)
+            self._announce(context.title(self._state.micro_batch, self.accumulate, nested=nested), refusal)
         elif refusal is not None:
             raise refusal
-        self._state.gradients_ready = ready and (self.part is None or self.part.final)
+        self._state.sum_for_step(ready and (context.part is None or context.part.final))
         if self._pass is not None:  # torch.autograd.grad inside of the model's forward
-            self._outer.append((self._pass, self._section))
-        self.comm.meter.begin_backward(section, self.part)
+            self._outer.append((self._pass, self._section, self._context))
+        self._context = context
+        self.comm.meter.begin_backward(section, context.part)
         self.comm.memory.after_compute()  # as before a forward: users may have written to shards since then
         for unit in self.units:
             unit.gradients.seen.clear()
@@ -593,7 +591,7 @@ class Runner:
             self._pass.touch(unit)
 
     def enter_aside(self, unit: Unit) -> None:
-        unit.aside = True
+        unit.mark_aside()
         self.enter_backward(unit)
 
     def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
@@ -602,37 +600,39 @@ class Runner:
             self._deliver_first()
         if grad.is_sparse:
             grad = grad.to_dense()
-        if self.late is not None:
-            if not self.weights:
-                self.late.kept.append((unit, place, grad))
+        if (late := self._context.late) is not None:
+            if not self._context.weights:
+                late.kept.append((unit, place, grad))
                 return
-            self._take_kept(unit)
+            self._take_kept(late, unit)
         self._accept(unit, place, grad)
 
-    def _take_kept(self, unit: Unit | None) -> None:
+    def _take_kept(self, late: DeferredWeightGrads, unit: Unit | None) -> None:
         """Gradients of a unit, or all, that the first part of this backward gave, each of which is given back then;
         with its next the unit may be complete."""
-        assert self.late is not None
-        kept, self.late.kept = deque(self.late.kept), []
+        kept = late.take_kept()
         while kept:
             other, place, grad = kept.popleft()
             if unit is None or other is unit:
-                self._accept(other, place, grad, kept=True)
+                self._accept(other, place, grad, late)
             else:
-                self.late.kept.append((other, place, grad))
+                late.kept.append((other, place, grad))
 
-    def _accept(self, unit: Unit, place: tuple[int, int], grad: Tensor, *, kept: bool = False) -> None:
+    def _accept(
+        self, unit: Unit, place: tuple[int, int], grad: Tensor, kept: DeferredWeightGrads | None = None
+    ) -> None:
+        """``kept``: it is one of those that were kept there."""
         gradients = unit.gradients
         if torch.is_grad_enabled():  # create_graph=True: otherwise entering no_grad() would cost as much as the rest
             with torch.no_grad():
                 gradients.accept(place, grad)
         else:
             gradients.accept(place, grad)
-        if kept and self.late is not None and id(unit.trainable[place[0]].parameters[place[1]]) in self.late.coming:
+        if kept is not None and id(unit.trainable[place[0]].parameters[place[1]]) in kept.coming:
             return
         gradients.seen.add(place)
         if (
-            not kept
+            kept is None
             and len(gradients.seen) == gradients.count
             and self._pass is not None
             and unit.name not in self.roots
@@ -647,7 +647,7 @@ class Runner:
 
     def _deliver_first(self) -> None:
         """The first gradient of a backward."""
-        if not self.scaled and self.handlers.lifted != 1.0:
+        if not self._scaled and self.handlers.lifted != 1.0:
             raise UsageError(
                 "loss.backward() under a loss scale gives gradients that are not scaled, of which fp16 loses the small "
                 "ones: call engine.backward(loss), which scales the loss."
@@ -656,21 +656,21 @@ class Runner:
 
     @_uninterrupted
     def end_backward(self) -> None:
-        if self.late is not None:
-            if self.weights and self.late.kept:
-                self._take_kept(None)
-            self._delivered = self.weights  # both parts are one micro-batch
+        if (late := self._context.late) is not None:
+            if self._context.weights and late.kept:
+                self._take_kept(late, None)
+            self._delivered = self._context.weights  # both parts are one micro-batch
         if self._pass is not None:
             self._finish()
         if self._outer:
-            self._pass, self._section = self._outer.pop()
+            self._pass, self._section, self._context = self._outer.pop()
         else:
-            self.scaled = False
+            self._context, self._scaled = PassContext(), False
         if self._delivered:
-            self._state.micro_batch += 1
+            self._state.count_micro_batch()
             self.handlers.shares.counted()
         else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
-            self._state.gradients_ready = self._boundary_before
+            self._state.sum_for_step(self._boundary_before)
         for unit in self.units:
             unit.gradients.end_pass(self.agreement.wait)
         self.comm.memory.forget_spares()
@@ -680,8 +680,8 @@ class Runner:
         """A backward of a stage is over, of which there were so many ``before``; it counts, whatever gradients came.
         ``final``: it is the last of this rank's before the step."""
         if self._state.micro_batch == before:
-            self._state.micro_batch += 1
-        self._state.gradients_ready = final
+            self._state.count_micro_batch()
+        self._state.sum_for_step(final)
 
     # -- the step
 
@@ -703,12 +703,12 @@ class Runner:
     @_uninterrupted
     def close_micro_batches(self) -> None:
         """Before a step behind a backward that was not known to be the last: what only that would have reduced."""
-        if self._state.gradients_ready or not self.last:
+        if self._state.gradients_ready:
             return
         self._meet_or_refuse("the end of the micro-batches", self.visible.try_hide())
         with self.between(self.orders.tracks["closing"]) as track:
             track.finish()
-        self._state.gradients_ready = True
+        self._state.sum_for_step(True)
 
     @_uninterrupted
     def sum_shared(self) -> None:
@@ -739,8 +739,7 @@ class Runner:
             for unit in self.units:
                 unit.gradients.forget_lost()
         self._evaluated = self._asked_backward = False
-        self.comm.meter.control(self.agreement.control_bytes)
-        self.agreement.control_bytes = 0
+        self.comm.meter.control(self.agreement.take_control_bytes())
         self.comm.meter.end_step(skipped=skipped)
 
 

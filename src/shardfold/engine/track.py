@@ -47,6 +47,10 @@ class Section:
         self.at, self._traced = -1, profiler_is_on()
         self.asked = None
 
+    def ask(self, number: int) -> None:
+        """Ranks ask each other about that operation."""
+        self.asked = number
+
     def do(self, numbers: Iterable[int]) -> None:
         """Does these operations."""
         calls, self.asked = self.calls, None

@@ -62,7 +62,7 @@ class ClassOptimizer(ShardedOptimizer):
         else:
             hook = self.torch_optimizer.register_step_pre_hook(lambda *_: begun())  # the last of them
         try:
-            with self.guard.stepping() if self.guard is not None else nullcontext():
+            with self._guard.stepping() if self._guard is not None else nullcontext():
                 self.torch_optimizer.step()
         finally:
             if hook is not None:

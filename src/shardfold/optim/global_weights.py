@@ -16,6 +16,7 @@ global weights stay equal to the bit. Sources: arXiv 2311.08105 (algorithm 1), 2
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class GlobalWeights:
     def __init__(self, outer: Outer, model: ShardedModel) -> None:
         self.outer, self._model, self._comm = outer, model, model.comm
         self.groups = self._comm.mesh.parts((outer.axis,))
-        self.whole = False  # nothing of a group's own weights stays, whatever ``alpha`` says
+        self._whole = False  # nothing of a group's own weights stays, whatever ``alpha`` says
         self.group = self._comm.mesh.coords[outer.axis]
         self._changes: dict[int, Tensor] = {}  # by segment: its outer gradient, and then the change; (length / parts,)
         self._sums: dict[int, Tensor] = {}  # by segment: the sum of this group's part
@@ -53,6 +54,15 @@ class GlobalWeights:
         """This group's part of a shard."""
         size = segment.shard_numel // self.groups
         return slice(self.group * size, (self.group + 1) * size)
+
+    @contextmanager
+    def taken_whole(self) -> Iterator[None]:
+        """Inside, nothing of a group's own weights stays."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     # -- a round, unit by unit
 
@@ -112,7 +122,7 @@ class GlobalWeights:
             self._comm.memory.recycle(change)
             master = _master(segment)
             new = weights.to(master.device)
-            if self.outer.stays and not self.whole:
+            if self.outer.stays and not self._whole:
                 new = torch.lerp(new, master.to(new.dtype), self.outer.stays)
             _take(segment, new)
 

@@ -75,7 +75,7 @@ class ShardedOptimizer(Updater):
 
     def __init__(self, optimizer: Optimizer, tiers: Tiers, *, delayed: bool = False) -> None:
         self.torch_optimizer, self._tiers, self.delayed = optimizer, tiers, delayed
-        self.guard: Guard | None = None  # against calls of users'
+        self._guard: Guard | None = None  # against calls of users'
         self.snapshots = Snapshots(tiers.device.device)
         self._away: Tier | None = None  # where the state rests for a while, in place of its own tiers
         self._pieces: dict[int, list[MasterPiece]] = {}  # by segment
@@ -90,8 +90,12 @@ class ShardedOptimizer(Updater):
         """The optimizer is its user's again."""
         self.withdraw()
         self.snapshots.close()
-        if self.guard is not None:
-            self.guard.close()
+        if self._guard is not None:
+            self._guard.close()
+
+    def guard_by(self, zero_grad: Callable[[bool], None]) -> None:
+        """From now on calls of users' are refused, but for ``zero_grad()``, which calls that method."""
+        self._guard = Guard(self.torch_optimizer, zero_grad)
 
     def connect(self, link: RankLink, axes: Axes) -> None:
         """The ranks that hold the other pieces, for an optimizer that asks them, and the axes of the mesh on which

@@ -112,6 +112,11 @@ class SignOptimizer(PartOptimizer):
     def rejoin(self) -> None:
         """All ranks were given the same values: nothing is left of their ways."""
 
+    def begin_meeting(self, steps: int) -> str:
+        """How the step behind so many meets, as all ranks do from here on."""
+        self.meets = self.meeting(steps)
+        return self.meets
+
     def frozen(self, steps: int) -> bool:
         """Whether the variance stays, behind so many steps."""
         if self.freeze_step == STABLE:

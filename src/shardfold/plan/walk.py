@@ -2,16 +2,30 @@
 
 Hooks tell the engine what the model does, a trace tells the planner the same: a module of a unit begins, the gradients
 of a unit are complete, the pass is over. A walk answers with the numbers of the operations that are due. The engine
-does them, the planner sums their bytes and seconds.
+does them, the planner sums their bytes and seconds. There are two policies:
+
+    Walk        the order of units is known: due is what lies before the marker that was reached
+    AskedWalk   it is not: ranks say which units they need, and due is what these have at that moment
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS, Op
+from shardfold.plan.program_passes import GATHERS
 
-__all__ = ["Walk"]
+__all__ = ["MOMENTS", "AskedWalk", "Walk"]
+
+MOMENTS: Mapping[str, str] = {
+    **dict.fromkeys(GATHERS, "enter"),
+    "ADD": "begin",
+    "GRADS": "begin",
+    **dict.fromkeys(SUMS, "reduce"),
+    **dict.fromkeys(("HOLD", "FREE", "KEEP"), "leave"),
+}
+"""When a pass that asks does an operation on a unit: when a rank needs its values, when this rank begins its backward,
+when all its gradients are there, when this rank has used its values."""
 
 
 class Walk:
@@ -95,3 +109,146 @@ class Walk:
             if self.ops[i].verb in before:
                 return -1
         return -1
+
+
+class AskedWalk:
+    """What is due where no order is known, by the names of units. It neither asks nor does anything: who asks gives it
+    what all ranks said.
+
+    Args:
+        ops: of the section, in definition order.
+        refill: of a section that has the gathers of units that ``ops`` have none of; they are numbered behind ``ops``.
+        units: all names, in definition order.
+        roots: those that are held through the pass.
+        backward: it is no forward.
+        nested: it is inside of another pass.
+        reduced: what the recorded order has reduced, which goes on here: not again.
+
+    Attributes:
+        own: what this rank ran, in order.
+        record: what all ranks asked for, in order.
+        places: units that are asked for.
+        roots: those of this pass.
+        full: units that the section has no gather of.
+
+    Raises:
+        ValueError: it is not known when to do an operation of the section.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        refill: Sequence[Op],
+        units: Sequence[str],
+        roots: Collection[str],
+        *,
+        backward: bool,
+        nested: bool = False,
+        own: Sequence[str] = (),
+        reduced: Collection[str] = (),
+    ) -> None:
+        self.ops, self.own, self.record = tuple(ops), list(own), list[str]()
+        self.roots, self._roots, known = [name for name in units if name in roots], {*roots}, {*units}
+        self.places = list(dict.fromkeys(op.unit for op in ops if op.unit in known and op.unit not in roots))
+        self._backward, self._reduced = backward, {*reduced}
+        self._due: dict[str, dict[str, list[int]]] = {
+            moment: {name: [] for name in units} for moment in ("enter", "begin", "reduce", "leave")
+        }
+        for i, op in enumerate(ops):
+            if op.verb not in MARKERS and op.unit in known:
+                if op.verb not in MOMENTS:
+                    raise ValueError(f"a pass that asks does not know when to do {op.verb!r}, which its section has.")
+                # What forward keeps for its backward it has not kept yet for one inside of it, of an evaluation never.
+                if not (nested and op.verb in GATHERS):
+                    self._due[MOMENTS[op.verb]][op.unit].append(i)
+        enter = self._due["enter"]
+        self.full = {name for name in units if not enter[name]}
+        for i, op in enumerate(refill):
+            if op.unit in self.full and op.verb in GATHERS:
+                enter[op.unit].append(len(self.ops) + i)
+        self._gathers = any(enter[name] for name in self.places)
+        self._left: dict[str, None] = {}
+        self._ready: set[str] = set()
+        self._last: str | None = None
+        self._around: list[str] = []  # in backward, the unit that runs and those that it is inside of
+
+    def due(self, moment: str, unit: str) -> Sequence[int]:
+        """What the unit has at that moment, one of those of :data:`MOMENTS`."""
+        return self._due[moment][unit]
+
+    def sums(self, unit: str) -> Sequence[int]:
+        """The reductions of the unit, if it has not been reduced: what comes behind that is at the step."""
+        return () if unit in self._reduced else self._due["reduce"][unit]
+
+    def begins(self, unit: str) -> Sequence[int]:
+        """What makes room for this rank's gradients of the unit, but for those that come behind its reduction."""
+        return () if unit in self._reduced else self._due["begin"][unit]
+
+    def enter(self, unit: str, inside: str | None, *, here: bool) -> bool:
+        """This rank needs the unit, which is a part of the one that it is ``inside`` of; whether anything follows. Of a
+        root nothing does, nor once more where no other came between and the values are ``here`` still."""
+        self._left.pop(unit, None)
+        if unit in self._roots or (unit == self._last and here):
+            return False
+        self.own.append(unit)
+        if self._backward and unit not in self._around:
+            while self._around and self._around[-1] != inside:
+                self._left[self._around.pop()] = None
+            self._around.append(unit)
+        self._last = unit
+        return True
+
+    def touch(self, unit: str, inside: str | None, *, here: bool) -> bool:
+        """As :meth:`enter`, of a unit whose values are read by another's forward, which goes on."""
+        last = self._last
+        follows = self.enter(unit, inside, here=here)
+        self._last = last
+        return follows
+
+    def leave(self, unit: str) -> None:
+        """A forward of it is over on this rank."""
+        if not self._backward and unit not in self._roots:
+            self._left[unit] = None
+
+    @property
+    def left(self) -> list[str]:
+        """What this rank no longer uses: it is given back before the next round."""
+        return list(self._left)
+
+    def forget_left(self) -> None:
+        """The same was given back."""
+        self._left.clear()
+
+    def complete(self, unit: str) -> bool:
+        """All gradients of the unit are there on this rank; whether they are to be reduced."""
+        if not self._due["reduce"][unit]:
+            return False
+        self._ready.add(unit)
+        return True
+
+    def ask(self, wanted: str | None) -> tuple[list[bool], int]:
+        """What this rank says in a round, in which it needs a unit or none, by place; and the number of the operation
+        that it asks the others to do: of that unit, or of one that it has gradients of; else the last, at which it
+        waits for them."""
+        bits = [name == wanted for name in self.places] + [name in self._ready for name in self.places]
+        numbers = self._due["enter"][wanted] if wanted is not None else []
+        numbers = numbers or [number for name in self._ready for number in self._due["reduce"][name]]
+        self._ready.clear()
+        return bits, next((number for number in numbers if number < len(self.ops)), len(self.ops) - 1)
+
+    def hear(self, said: Sequence[int]) -> tuple[list[str], list[str]]:
+        """What any rank said in the round: units whose gradients are to be reduced, and units that are to be gathered,
+        on all."""
+        count = len(self.places)
+        asked = [name for name, bit in zip(self.places, said[:count], strict=True) if bit]
+        ready = [name for name, bit in zip(self.places, said[count : 2 * count], strict=True) if bit]
+        for name in asked if self._gathers else ready:
+            if not self.record or self.record[-1] != name:
+                self.record.append(name)
+        return ready, asked
+
+    def reduce(self, unit: str) -> Sequence[int]:
+        """As :meth:`sums`, of a unit that is reduced now."""
+        numbers = self.sums(unit)
+        self._reduced.add(unit)
+        return numbers

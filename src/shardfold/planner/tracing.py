@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -650,7 +649,7 @@ class _Listener:
     def _take_kept(self, unit: str | None) -> None:
         """Gradients of a unit, or all, that the first part of this backward gave, each of which is given back then."""
         assert self._late is not None
-        kept, self._late.kept = deque(self._late.kept), []
+        kept = self._late.take_kept()
         before = unit
         while kept:
             other, slot, grad, key = kept.popleft()

@@ -81,6 +81,10 @@ class Buffers:
         self.due = self.any
         self.asks = self.any and (self.asks or not alone)
 
+    def went_apart(self) -> None:
+        """Ranks may each have changed them: before the next forward they meet because of that."""
+        self.asks = self.any
+
     def changed(self) -> bool:
         """Whether this rank changed one since they were last equal."""
         if not self.due or self._alone:

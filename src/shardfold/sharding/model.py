@@ -243,9 +243,21 @@ class ShardedModel:
         assert self._gate is not None, "the passes of this model are not made yet"
         return self._gate
 
-    @gate.setter
-    def gate(self, gate: Gate) -> None:
+    def connect(self, gate: Gate) -> None:
+        """The passes of this model are made."""
         self._gate = gate
+
+    def take_rules(self, rules: Rules) -> None:
+        """These hold from now on, before there are units."""
+        self.rules, self.layout = rules, rules.layouts[-1]
+
+    def take_units(self, units: list[Unit]) -> None:
+        """These are the units from now on."""
+        self.units = units
+
+    def train_by(self, updater: Updater) -> None:
+        """This updates the units' shards from now on."""
+        self.updater = updater
 
     @property
     def device(self) -> torch.device:
@@ -268,10 +280,6 @@ class ShardedModel:
         """Whether what ranks have together is this rank's to tell of: of what several stages have, the first's."""
         places = segment.spec.places
         return not places or self.comm.mesh.coords[self.comm.mesh.sizes.stages[0]] == places[0]
-
-    def take_units(self, units: list[Unit]) -> None:
-        """These are its units from now on."""
-        self.units = units
 
     def follow(self, units: list[Unit]) -> None:
         """Its structure has changed, and these are its units."""

@@ -130,6 +130,35 @@ class RunState:
         """The values are others, and of a run, but for what is ``broken`` still."""
         self.broken, self.unwritten = broken, None
 
+    def count_micro_batch(self) -> None:
+        """A backward is over that gave gradients."""
+        self.micro_batch += 1
+
+    def sum_for_step(self, ready: bool) -> None:
+        """Whether the last backward was that before a step."""
+        self.gradients_ready = ready
+
+    def count_step(self) -> None:
+        """An update is done."""
+        self.steps += 1
+
+    def count_put_off(self) -> None:
+        """An outer step was put off."""
+        self.put_off += 1
+
+    def come_together(self, outer: Together) -> None:
+        """Groups of ranks do so in these rounds."""
+        self.outer = outer
+
+    def tell_later(self, error: StepError | None) -> None:
+        """The next step has this to tell, unless there is something already."""
+        self.unwritten = self.unwritten or error
+
+    def take_unwritten(self) -> StepError | None:
+        """What a step has to tell of updates behind the one before; told once."""
+        error, self.unwritten = self.unwritten, None
+        return error
+
     def end_attempt(self) -> None:
         """The gradients since the last step are used, or dropped: from here on those of the next are collected."""
         self.micro_batch, self.gradients_ready = 0, False

@@ -135,6 +135,33 @@ class Segment:
         self.factor = 1.0  # what each gradient is multiplied by as it arrives
         self.unscale = 1.0  # what its sums are still to be multiplied by; not 1 only for fp16 under a loss scale
 
+    def set_factors(self, factor: float, unscale: float) -> None:
+        """Gradients are multiplied by ``factor`` as they arrive, and sums of them are still to be by ``unscale``."""
+        self.factor, self.unscale = factor, unscale
+
+    def note(self, grads: list[Tensor]) -> None:
+        """What a step asks of gradients that go to a file."""
+        self.noted = grads
+
+    def hold_payload(self, payload: Tensor | None) -> None:
+        """What the first hop of a gather brings, for the second."""
+        self.payload = payload
+
+    def take_payload(self) -> Tensor | None:
+        """The same, which is held no longer."""
+        payload, self.payload = self.payload, None
+        return payload
+
+    def send_grads(self, region: Region) -> None:
+        """Its gradients go there, to be used in an update."""
+        self.sent_grads = region
+        region.store(self.master_grads)
+
+    def pop_updated(self) -> Tensor | None:
+        """What an update on the host made of ``params``, which is there no longer."""
+        updated, self.updated = self.updated, None
+        return updated
+
     @property
     def split(self) -> bool:
         """Whether the flat's memory comes and goes."""

@@ -85,8 +85,8 @@ class Unit:
         self.replaced = False  # the model changed, and its parameters are other units' now
         self.closed = False  # its engine is: what is split stays so
         self._store = store
-        self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
-        self.fence: Callable[[Tensor], None] = lambda _: None  # see Transport: before a shard is written inside a pass
+        self._on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
+        self._fence: Callable[[Tensor], None] = lambda _: None  # see Transport: before a shard is written inside a pass
         self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
         self._touch = _Touch(self)
         self._found: list[list[int]] = []  # versions of the parameters that are split, when the unit was gathered
@@ -105,11 +105,35 @@ class Unit:
         """Changes when a parameter's values are changed, but not when the flat is freed and filled again."""
         return sum(parameter._version for segment in self.segments for parameter in segment.parameters)
 
+    def connect(self, on_touch: Callable[[], bool], fence: Callable[[Tensor], None]) -> None:
+        """What gathers the unit if a pass is under way, and what waits before a shard is written inside a pass."""
+        self._on_touch, self._fence = on_touch, fence
+
+    def enter(self) -> None:
+        """A forward of one of its modules begins, or something else that reads its values."""
+        self.running += 1
+
+    def leave(self) -> None:
+        """The same is over."""
+        self.running -= 1
+
+    def forget_running(self) -> None:
+        """Nothing is under way any more."""
+        self.running = 0
+
+    def mark_aside(self) -> None:
+        """A backward has reached it by another way than its outputs."""
+        self.aside = True
+
+    def keep(self) -> None:
+        """What is gathered now stays until the step."""
+        self.kept = self.split and self.life is Life.GATHERED
+
     # -- life
 
     def touch(self) -> bool:
         """A parameter is read while it is freed; whether its values are there now."""
-        return self.life is Life.GATHERED or (self.on_touch is not None and self.on_touch())
+        return self.life is Life.GATHERED or (self._on_touch is not None and self._on_touch())
 
     def begin_gather(self) -> None:
         """RESTING -> GATHERING: the flat gets its memory and this rank's shard."""
@@ -174,7 +198,7 @@ class Unit:
         for segment, found in zip(split, self._found, strict=True):
             written = segment.written(found)
             for resident in segment.residents() if written else ():
-                self.fence(resident)
+                self._fence(resident)
             for slot in written:
                 parameter, view = segment.parameters[slot], segment.view_of(slot)
                 if parameter.data_ptr() != view.data_ptr():

@@ -9,6 +9,7 @@ the second.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,11 @@ class DeferredWeightGrads:
         self.waiting: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
         self.kept: list[Any] = []
         self.coming: frozenset[int] = frozenset()
+
+    def take_kept(self) -> deque[Any]:
+        """:attr:`kept`, which is empty from then on."""
+        kept, self.kept = deque(self.kept), []
+        return kept
 
     def roots(self, number: Mapping[int, int], device: torch.device) -> list[Tensor]:
         """What a backward is to begin from to compute them: first the one returned first, which is of no parameter,

@@ -1,0 +1,235 @@
+"""What runs the passes and steps of an engine: parts that are complete when they are made, in the order of their needs.
+
+handlers   what operations do                       runner    which of them an event brings about
+hooks      events out of the model, to the runner   stepper   the step
+gate       what is done between passes              pipelined batches through stages
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from shardfold.activations.modes import Replacements
+from shardfold.checkpoint.base import Base
+from shardfold.checkpoint.save import Saver
+from shardfold.engine._away import Away
+from shardfold.engine._gate import PassGate
+from shardfold.engine._pipelined import Pipelined, dress
+from shardfold.engine._reports import Reports
+from shardfold.engine._step import Stepper
+from shardfold.engine.announced import Announced
+from shardfold.engine.backward import Backward
+from shardfold.engine.freeze import Freeze
+from shardfold.engine.handlers import Handlers
+from shardfold.engine.hooks import Hooks
+from shardfold.engine.replicated import Replicated
+from shardfold.engine.rounds import Rounds
+from shardfold.engine.runner import Runner
+from shardfold.engine.stats import Clock
+from shardfold.numerics.alarm import Alarm
+from shardfold.numerics.clipping import Clip
+from shardfold.numerics.scaling import Scaler
+from shardfold.numerics.token_weights import Shares
+from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.optim.sign_exchange import SignExchange
+from shardfold.parallel.pipeline.open import check_ahead
+from shardfold.parallel.pipeline.stage_order import OrderChoice
+from shardfold.parallel.pipeline.stages import Stages
+from shardfold.parallel.pipeline.stash import Stash
+from shardfold.parallel.sequence import SequenceAxis
+from shardfold.plan.layout import Layout
+from shardfold.plan.program_passes import Overlap
+from shardfold.sharding.changes import Changes
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.segment import TORCH_DTYPES
+from shardfold.sharding.unit import Life
+
+__all__ = ["EngineParts", "PartOptions", "make_parts"]
+
+
+@dataclass(frozen=True)
+class PartOptions:
+    """What of an engine's arguments its parts go by.
+
+    Attributes:
+        table: of the layout, as the user gave it.
+        wires: what was found out when formats on the way were chosen, in lines.
+        overlap: how far ahead units are gathered.
+        accumulate: micro-batches per step.
+        clip: of gradients; None: they are not clipped.
+        scaler: of the loss; None: it is not scaled.
+        is_cut: a plan has cut layers along an axis of tensor.
+        order: in which stages run.
+        versions: of its weights, that this rank keeps for micro-batches that outlast their batch; None: on no rank one
+            does.
+    """
+
+    table: Layout
+    wires: list[str]
+    overlap: Overlap
+    accumulate: int
+    clip: Clip | None
+    scaler: Scaler | None
+    is_cut: bool
+    order: OrderChoice
+    versions: int | None
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine's calls go to."""
+
+    runner: Runner
+    announced: Announced
+    hooks: Hooks
+    gate: PassGate
+    away: Away
+    backward: Backward
+    replicated: Replicated
+    stepper: Stepper | None
+    pipelined: Pipelined
+    reports: Reports
+    alarm: Alarm
+    clock: Clock
+    saver: Saver
+    base: Base
+
+
+def make_parts(
+    sharded: ShardedModel,
+    updater: ShardedOptimizer | None,
+    changes: Changes,
+    replaced: Replacements,
+    sequence: SequenceAxis | None,
+    staged: Stages | None,
+    options: PartOptions,
+    held: ExitStack,
+) -> EngineParts:
+    """All parts; ``held`` gives back what they take.
+
+    Raises:
+        ConfigError: the order of stages cannot run so many micro-batches, or not with these options.
+    """
+    shares, scaler, versions = Shares(sharded.run), options.scaler, options.versions
+    stash = Stash(lambda: sharded.units, versions) if versions is not None else None
+    handlers = Handlers(
+        sharded,
+        updater,
+        options.clip,
+        scale=1.0 / (sharded.comm.mesh.data_ranks * options.accumulate),
+        loss_scale=scaler,
+        shares=shares,
+        stash=stash,
+    )
+    held.callback(handlers.cursor.close)
+    alarm, clock = Alarm(sharded, scaler, options.clip), Clock(sharded.comm.agreement.waited)
+    held.callback(alarm.close)
+    away, announced = Away(sharded, updater), Announced()
+    runner = Runner(
+        sharded, handlers, away, options.overlap, options.accumulate, clip=options.clip, stashes=bool(versions)
+    )
+    hooks = _make_hooks(sharded, runner, announced, replaced)
+    held.callback(hooks.remove)
+    runner.connect(hooks)
+    backward = Backward(sharded, runner, scaler, alarm, shares)
+    replicated = Replicated(sharded, always=sharded.tiers.device.debug, losses=options.is_cut)
+    stepper = None
+    if updater is not None:
+        rounds, freeze = _meet_rarely(sharded, runner, changes)
+        stepper = Stepper(
+            sharded, updater, runner, changes, scaler, alarm, shares, replaced, replicated, clock, rounds, freeze
+        )
+    gate = PassGate(runner, hooks, changes, stepper)
+    sharded.connect(gate)
+    saver, base = Saver(sharded), Base(sharded)
+    held.callback(saver.close)
+    if versions is not None:
+        check_ahead(
+            str(options.order),
+            sharded.units,
+            options.overlap,
+            scales=scaler is not None,
+            sequence=sequence is not None,
+        )
+    pipelined = Pipelined(sharded, runner, hooks, backward, announced, staged, options.order, stash, sequence)
+    _open_stages(sharded, pipelined, options, held)
+    reports = Reports(sharded, options.table, updater, runner, replaced, clock, pipelined, options.wires)
+    return EngineParts(
+        runner=runner,
+        announced=announced,
+        hooks=hooks,
+        gate=gate,
+        away=away,
+        backward=backward,
+        replicated=replicated,
+        stepper=stepper,
+        pipelined=pipelined,
+        reports=reports,
+        alarm=alarm,
+        clock=clock,
+        saver=saver,
+        base=base,
+    )
+
+
+def _make_hooks(sharded: ShardedModel, runner: Runner, announced: Announced, replaced: Replacements) -> Hooks:
+    precision = sharded.rules.default
+    #: Some parameters follow the policy of the model as a whole.
+    policy = any(not segment.spec.own and segment.spec.dtype == precision.compute for segment in sharded.segments())
+    narrow, autocast = _casts(sharded)
+    return Hooks(
+        sharded.module,
+        sharded.units,
+        runner,
+        announced,
+        cast=narrow if policy else None,
+        casts=sharded.rules.mixed,
+        autocast=autocast,
+        replaced=replaced,
+        widens=sharded.rules.widens,
+    )
+
+
+def _casts(sharded: ShardedModel) -> tuple[torch.dtype | None, tuple[torch.dtype, str] | None]:
+    """What floating-point inputs are cast to, and dtype and type of device of the autocast; None: not, and none."""
+    precision = sharded.rules.default
+    narrow = TORCH_DTYPES[precision.input_dtype] if precision.input_dtype else None
+    autocast = (TORCH_DTYPES[precision.autocast], sharded.device.type) if precision.autocast else None
+    return narrow, autocast
+
+
+def _meet_rarely(sharded: ShardedModel, runner: Runner, changes: Changes) -> tuple[Rounds | None, Freeze | None]:
+    """How groups of ranks come together in rounds, or send signs once the variance is frozen."""
+    shared = runner.handlers.rounds
+    if isinstance(shared, SignExchange):
+        freeze = Freeze(sharded, runner, shared.optimizer, shared.groups, changes)
+        freeze.follow()
+        return None, freeze
+    if shared is None:
+        return None, None
+    rounds = Rounds(shared.outer, sharded, runner, changes, shared)
+    sharded.run.come_together(rounds)
+    return rounds, None
+
+
+def _open_stages(sharded: ShardedModel, pipelined: Pipelined, options: PartOptions, held: ExitStack) -> None:
+    """Batches go through the stages of the model from now on, and so do its calls.
+
+    Raises:
+        ConfigError: the order cannot run so many micro-batches.
+    """
+    for unit in sharded.units:  # the root was kept until all ties were made
+        if unit.split and unit.life is Life.GATHERED:
+            unit.release()
+    pipelined.order(options.accumulate)  # which may refuse it
+    if (staged := pipelined.stages) is None:
+        return
+    sharded.comm.job.same({"pipeline=": options.order.told})
+    staged.settle()
+    dress(staged.skeleton.module, sharded.rules, *_casts(sharded))
+    staged.attach()
+    held.callback(staged.close)
+    held.callback(pipelined.attach())
