@@ -596,7 +596,7 @@ class Engine:
     @property
     def program(self) -> Program:
         """What runs, by section; the order of units is the recorded one."""
-        return self._runner.orders.bound.program
+        return self._runner.orders.bound.whole
 
     @property
     def order(self) -> list[str]:
