@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
+from shardfold.plan._needless import Remarks
 from shardfold.plan.axes import Axis, Mesh
+from shardfold.plan.bind import RunOrders, bind
 from shardfold.plan.cost import Sent, traffic
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import PRECISIONS, Cell, Layout, Precision
@@ -23,6 +25,7 @@ from shardfold.plan.program import (
     BUNDLE,
     COLLECTIVES,
     MARKERS,
+    OTHERS,
     PARTIAL,
     REDUCTIONS,
     SCATTERS,
@@ -126,8 +129,9 @@ def test_render_marks_one_operation_and_the_marked_text_still_parses(made: Made,
     text = program.render(mark=(section, index))
     marked = [line for line in text.splitlines() if "<-- here" in line]
     assert marked == [f"  {program.section(section)[index]}   <-- here"]
-    assert text.replace("   <-- here", "") == str(program)
     assert parse(text) == program
+    if section != "last":  # which may be like another, but is printed where it is marked
+        assert text.replace("   <-- here", "") == str(program)
 
 
 def test_render_marks_the_named_section_only():
@@ -162,6 +166,88 @@ def test_a_line_that_is_no_operation_is_refused_by_number_and_text(text: str, nu
 def test_sections_that_a_text_leaves_out_are_empty():
     assert parse("step:\n  UPDATE a\n") == Program(step=(Op("UPDATE", "a"),))
     assert parse("") == Program()
+
+
+def test_all_that_can_run_is_in_the_golden_program_and_what_is_like_another_is_one_line():
+    units = [unit("(root)", root=True), unit("blocks.0"), unit("blocks.1")]
+    whole = bind(presets.ddp.bind(BF16, MESH), units, MESH, clip=True).whole
+    assert f"{whole}\n" == (GOLDEN / "ddp-whole.txt").read_text(encoding="utf-8")
+
+
+@given(programs(), overlaps, st.booleans(), st.booleans())
+def test_every_section_that_the_engine_runs_is_printed_and_parses_back(
+    made: Made, overlap: Overlap, turned: bool, staged: bool
+):
+    """What a rank can run is what :attr:`Bound.sections` has; gradients may come late to any unit. Parts of a backward
+    are of stages only."""
+    inner = [u.name for u in made.units if not u.root]
+    orders = RunOrders.of(made.units, evaluation=inner[::-1] if turned else None)
+    mesh = Mesh.of({**made.mesh, "pipeline": 2}) if staged else made.mesh
+    bound = bind(made.layout, made.units, mesh, overlap=overlap, orders=orders)
+    text = str(bound.whole)
+    assert parse(text) == bound.whole
+    runs = {name: ops for name, ops in bound.sections.items() if ops}
+    runs["late"] = bound.late([u.name for u in made.units])
+    for name, ops in runs.items():
+        assert bound.whole.section(name) == ops
+        assert (f"\n{name}:" in f"\n{text}") == bool(ops and (staged or "weights" not in name))
+    headed = [line for line in text.splitlines() if "  # " in line]
+    assert all(line.endswith(OTHERS[line.partition(":")[0]]) for line in headed)
+    if not turned and not any(op.verb == "KEEP" for op in bound.program.first):
+        assert "\neval: as forward  # " in text
+
+
+def test_a_likeness_that_is_none_is_refused():
+    text = "forward:\nbackward:\n  B a\n  FREE a\n  END\nlast: as backward\nstep:\nquiet: as backward"
+    assert parse(text).also == ("quiet",) and parse(text).last == parse(text).backward
+    with pytest.raises(ConfigError, match="the section 'quiet' of the program is not what follows"):
+        parse(f"{text} without FREE")
+    for wrong in ("late: as first", "late: as nothing", "forward: as backward", "late: as last mostly B"):
+        with pytest.raises(ConfigError, match="is neither a section nor an operation in one"):
+            parse(f"{text}\n{wrong}")
+
+
+def test_passes_that_ask_before_each_unit_print_nothing_ahead():
+    """With ``order="any"`` no pass follows the list of another; the step does."""
+    units = [unit("(root)", root=True), unit("a"), unit("b")]
+    layout = presets.zero3.bind(BF16, MESH)
+    ahead, asks = (bind(layout, units, MESH, overlap=Overlap(prefetch=2, order=o)) for o in ("recorded", "any"))
+    for name in ("forward", "eval", "backward", "last"):
+        assert asks.sections[name] == asks.asked[name] == ahead.asked[name] != ahead.sections[name]
+    assert asks.program.step == ahead.program.step
+
+
+def test_operations_with_nothing_to_do_are_remarked_on():
+    """What a run skips, as the device, the optimizer, or the number of micro-batches makes it needless."""
+    mesh = {"inter": 1, "intra": 2}
+
+    def said(layout: Layout, *, streams: bool = False, **options: Any) -> set[str]:
+        overlap = Overlap(reduce_once=options.pop("once", False))
+        bound = bind(layout.bind(BF16, mesh), [unit("a"), unit("b", trainable=False)], mesh, overlap=overlap)
+        remarks = Remarks(bound=bound, streams=streams, **options)
+        text = bound.whole.render(remark=remarks.of)
+        assert parse(text) == bound.whole
+        lines = [line for line in text.splitlines() if "  # " in line]
+        heads = {line.partition(":")[0] + "; " + line.partition("; ")[2] for line in lines if "; " in line}
+        return {line.strip() for line in lines if line[0] == " "} | {head for head in heads if head[0] != " "}
+
+    assert said(presets.zero3) == set()
+    host = presets.zero3.edit("grads", "master", "moments", tier="host")
+    assert said(host) == {"STORE a grads @host  # the reduction has written there"}
+    assert said(host, streams=True) == set()
+    disk = presets.zero3.edit("grads", "master", "moments", tier="disk", folder="/tmp")
+    assert said(disk) == {"ADD a @disk  # none in the only micro-batch"}
+    assert said(disk, micro_batches=2) == {"ADD a @disk  # none in the first micro-batch"}
+    own = "by the optimizer's own step() at STEP; here the compute-dtype copy, where there is one"
+    assert said(presets.zero3, own_step=True) == {f"UPDATE a  # {own}"}
+    assert said(presets.zero2, once=True, micro_batches=2) == {"GRADS a fp32  # in the first micro-batch of a step"}
+    held = presets.zero3.replace(held=Cell(dtype="compute"))
+    assert said(held) == {"eval; END: and what a backward would read is freed"}
+    kept = presets.zero3.replace(held=Cell(dtype="compute", until="step"))
+    assert {line.split("  # ")[-1] for line in said(kept)} == {"but what a step keeps"}
+    bound = bind(presets.hpz.bind(BF16, MESH), [unit("a")], MESH)
+    text = bound.whole.render(remark=Remarks(bound=bound, streams=False).of)
+    assert "eval: as forward  # a forward without gradients; HOLD: where the model is in training mode" in text
 
 
 # -- lowering

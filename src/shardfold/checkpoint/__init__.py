@@ -22,6 +22,7 @@ load             loading into an engine of any layout
 messages         what ranks tell each other during a save, through the key-value store
 names            names that differ from the model's
 opened           the same checkpoint on all ranks, wherever its parts are
+optimizer_dtensors  the optimizer's state as DTensors, as PyTorch's own calls give it
 paths            what a checkpoint's own files may name
 pickled          files of ``torch.save``, read without running any code of theirs
 reader           a checkpoint on disk, read in pieces, without an engine

@@ -150,6 +150,7 @@ class Reports:
                 bound.program, model.layout, specs, sizes, step_of(accumulate, bound.program), num_moments=moments
             ),
             behaviour=Behaviour(accelerator.has_streams(model.device), model.comm.transport.kind),
+            own_step=updater is not None and not updater.fused,
         )
 
     def described(self) -> str:

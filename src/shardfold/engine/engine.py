@@ -32,6 +32,12 @@ from shardfold.checkpoint.given import check_loadable, check_place, check_rows, 
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
+from shardfold.checkpoint.optimizer_dtensors import (
+    check_given,
+    check_optimizer,
+    load_optimizer_state,
+    optimizer_state,
+)
 from shardfold.checkpoint.save import check_options
 from shardfold.checkpoint.stored import readable
 from shardfold.comm.agreement import Agreement
@@ -537,7 +543,7 @@ class Engine:
     @property
     def program(self) -> Program:
         """What runs, by section; the order of units is the recorded one."""
-        return self._runner.orders.bound.program
+        return self._runner.orders.bound.whole
 
     @property
     def order(self) -> list[str]:
@@ -795,8 +801,7 @@ class Engine:
         def check() -> None:
             check_flags("engine.state_dict()", sharded=sharded)
             if sharded:
-                apart = self._rounds is not None or (self._freeze is not None and self._freeze.apart)
-                check_sharded(self.sharded, frozen, apart=apart)
+                check_sharded(self.sharded, frozen, apart=self._apart)
 
         what = f"engine.state_dict(frozen={frozen!r}{', sharded=True' if sharded else ''})"
         self._gate.meet(what, follow=True, buffers=bool(sharded), check=check)
@@ -837,6 +842,50 @@ class Engine:
             self._rounds.forget()
         elif self._freeze is not None:
             self._freeze.forget()
+
+    @outside_inference()
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state as ``get_optimizer_state_dict()`` of ``torch.distributed.checkpoint.state_dict`` gives
+        it under FSDP2, for ``torch.distributed.checkpoint`` beside :meth:`state_dict` with ``sharded=True``:
+        ``{"state": {name: {"exp_avg": DTensor, ..., "step": tensor}}, "param_groups": [...]}``, with names in place of
+        parameters. Rows are divided over the ranks that moments are split over; each rank sends its share once.
+
+        Raises:
+            UsageError: the optimizer is not AdamW, Adam or SGD (of 8-bit moments, or of whole matrices, there are no
+                rows to give), its moments rest on disk, or ranks have stages or weights of their own.
+            ModelError: slices of a parameter are no chunks along one dimension.
+        """
+        what = "engine.optimizer_state_dict()"
+        check = partial(check_optimizer, self.sharded, what, apart=self._apart)
+        self._gate.meet(what, follow=True, check=check)
+        self._gate.refuse_broken(what)
+        return optimizer_state(self.sharded)
+
+    @outside_inference()
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`optimizer_state_dict` gives, or ``get_optimizer_state_dict()`` of FSDP2, written on any
+        number of ranks: moments, counts of steps, and options of groups. Values may be DTensors of any placements, or
+        whole tensors; parameters stay.
+
+        Raises:
+            UsageError: as of :meth:`optimizer_state_dict`.
+            ModelError: on all ranks: it is not the state of this optimizer: names, states, shapes or groups differ.
+                Nothing was changed.
+            ConfigError: on all ranks: they were given different DTensors.
+        """
+        what = "engine.load_optimizer_state_dict()"
+
+        def check() -> None:
+            check_optimizer(self.sharded, what, apart=self._apart)
+            check_given(self.sharded, state)
+
+        self._gate.meet(what, follow=True, check=check)
+        load_optimizer_state(self.sharded, state)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether groups of ranks have weights of their own."""
+        return self._rounds is not None or (self._freeze is not None and self._freeze.apart)
 
     @outside_inference()
     def save(

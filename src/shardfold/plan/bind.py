@@ -7,7 +7,7 @@ gives. Nothing else lowers a table or applies passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -108,6 +108,14 @@ class Bound:
         found = {name: self.program.section(name) for name in names}
         evaluation = self._in_evaluation().alone
         return {**found, "eval": evaluation, "closing": program_passes.closing(self.program, self.overlap)}
+
+    @cached_property
+    def whole(self) -> Program:
+        """The program with all sections that can run: what is printed. Of :attr:`Program.late` a step runs what is of
+        the units that are late."""
+        runs = {name: self.sections[name] for name in ("eval", "closing")}
+        also = ("quiet", "weights", "last_weights") if self.mesh.stages else ("quiet",)
+        return replace(self.program, **runs, late=self.late([*self.by_name]), also=also)
 
     @cached_property
     def asked(self) -> Mapping[str, tuple[Op, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from shardfold.plan._needless import Remarks
 from shardfold.plan.axes import Mesh
 from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import (
@@ -42,6 +43,7 @@ def explain(
     behaviour: Behaviour = ALONE,
     layers: Sequence[str] = (),
     instead: str = "",
+    own_step: bool = False,
 ) -> str:
     """The table, the units, what they cost and the program, as text.
 
@@ -49,7 +51,7 @@ def explain(
     ``activations`` what happens to what autograd saves in units, in lines, ``layers`` how layers are cut along an axis
     and what they send, in lines, ``moved`` what travels between tiers, ``behaviour`` how the device and
     its transport use memory. ``instead`` stands where the program would, of many units; those that are alike then have
-    one line.
+    one line. ``own_step``: the optimizer updates all units at once.
     """
     layout, units, mesh, program = bound.layout, bound.units, bound.mesh, bound.program
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
@@ -93,7 +95,23 @@ def explain(
     if moved:
         lines += ["", "bytes that each rank moves between the device and slower tiers in a step:"]
         lines += [f"  {k.tier:<8}{k.op:<28}{calls:>5} calls{n:>18,.0f}" for k, (calls, n) in moved.items()]
-    return "\n".join([*lines, "", instead or str(program)])
+    remarks = Remarks(bound=bound, streams=behaviour.streams, micro_batches=micro_batches, own_step=own_step)
+    return "\n".join([*lines, "", *([instead] if instead else [*_asked(bound), bound.whole.render(remark=remarks.of)])])
+
+
+def _asked(bound: Bound) -> list[str]:
+    """When passes run their operations in another order than is printed, as a remark."""
+    if bound.overlap.order == "any":
+        return [
+            "# Ranks ask each other before each unit of a pass: units come in the order in which the model runs them."
+        ]
+    passes = ("first", "forward", "eval", "backward", "last")
+    if bound.mesh.size == 1 or all(bound.sections[name] == bound.asked[name] for name in passes):
+        return []
+    return [
+        "# Until the order of units is known, ranks ask each other before each unit of a pass: the same operations,",
+        "# each unit's when one of them needs it, none ahead and none later.",
+    ]
 
 
 def _runs(units: Sequence[UnitSpec]) -> Iterator[tuple[str, UnitSpec]]:
@@ -151,7 +169,7 @@ def explain_preset(
     bound = bind(layout, units, mesh, clip=True)
     instead = ""
     if count > SHOWN:
-        instead = f"the program, of 2 of the {count} blocks:\n{bind(layout, units[:3], mesh, clip=True).program}"
+        instead = f"the program, of 2 of the {count} blocks:\n{bind(layout, units[:3], mesh, clip=True).whole}"
     held = resting_bytes(layout, units, mesh, padded=True)
     moved = moves(bound.program, layout, units, mesh, step_of(1, bound.program))
     text = explain(table, bound, held, moved=moved, instead=instead)

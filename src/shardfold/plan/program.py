@@ -8,9 +8,9 @@ brings their states, in ``behind`` behind the step, while the next one computes,
 before the next updates begin. There are no collectives in ``beside`` and ``behind``. In ``shared``, before the step,
 are sums over the stages of a pipeline. Where groups of ranks meet every so many steps only (see ``outer``), behind such
 a step ``outer_send`` sends what they have learned, ``outer_step`` makes of it what the global weights become, and
-``outer_take`` takes that in; each for the units behind one marker ``FRAGMENT`` at a time. ``F u``, ``B u``, ``END`` and
-``STEP`` are markers: the model's and the optimizer's own work happens there, and everything up to a marker is done
-before it.
+``outer_take`` takes that in; each for the units behind one marker ``FRAGMENT`` at a time. What else can run is in
+sections of its own (:data:`OTHERS`). ``F u``, ``B u``, ``END`` and ``STEP`` are markers: the model's and the
+optimizer's own work happens there, and everything up to a marker is done before it.
 
     verb            what the engine does
     CAST            write this rank's master shard into its place of the gathered buffer, in the wire's dtype
@@ -69,8 +69,10 @@ No collective is chosen by hand: :func:`redistribute` derives it from how a tens
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from shardfold.errors import ConfigError, LayoutError
@@ -83,6 +85,7 @@ __all__ = [
     "COLLECTIVES",
     "MARKERS",
     "MOVES",
+    "OTHERS",
     "PARTIAL",
     "REDUCTIONS",
     "SCATTERS",
@@ -193,6 +196,30 @@ ROUND = ("outer_send", "outer_step", "outer_take")
 ALWAYS = ("forward", "backward", "last", "step")
 """Sections that every program has, even where nothing is in them."""
 SECTIONS = ("first", *ALWAYS, "beside", "behind", "arrive", "shared", "together", *ROUND)
+MADE = ("quiet", "weights", "last_weights")
+"""Sections that follow from others, and are printed of a program that says that they run."""
+OTHERS: Mapping[str, str] = {
+    "eval": "a forward without gradients",
+    "quiet": "a backward in no_sync(), inside of a forward, or the first of two parts",
+    "weights": "the second part of a backward",
+    "last_weights": "the same in the last micro-batch",
+    "closing": "before a step whose last backward was not known to be the last",
+    "late": "before a step, those of units whose gradients came behind their reduction",
+}
+"""Sections that a step does not always go through, and when they run."""
+LIKE: Mapping[str, tuple[str, ...]] = {
+    "last": ("backward",),
+    "eval": ("forward",),
+    "quiet": ("backward",),
+    "weights": ("backward",),
+    "last_weights": ("weights", "last"),
+    "closing": ("last",),
+    "late": ("closing", "last"),
+}
+"""Sections that one may have the operations of, all or those of some verbs, so that these are not printed again."""
+LIKENESS = re.compile(r"(\w+): as (\w+)(?: (without|only) ([A-Z_, ]+))?")
+Remark = Callable[[str, "Op"], str]
+"""What is to be said of an operation of a section; empty: nothing."""
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -297,7 +324,11 @@ def _words(op: Op, name: str, value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Program:
-    """The operations of one optimizer step, by section; see the module's docstring."""
+    """The operations of one optimizer step, by section; see the module's docstring.
+
+    Attributes:
+        also: sections of :data:`MADE` that run, too.
+    """
 
     forward: tuple[Op, ...] = ()
     backward: tuple[Op, ...] = ()
@@ -312,6 +343,10 @@ class Program:
     outer_step: tuple[Op, ...] = ()
     outer_take: tuple[Op, ...] = ()
     first: tuple[Op, ...] = ()
+    eval: tuple[Op, ...] = ()
+    closing: tuple[Op, ...] = ()
+    late: tuple[Op, ...] = ()
+    also: tuple[str, ...] = ()
 
     def section(self, name: str) -> tuple[Op, ...]:
         """The operations of a section; those of one fragment where its number is behind the name, as in
@@ -347,25 +382,65 @@ class Program:
     def __str__(self) -> str:
         return self.render()
 
-    def render(self, mark: tuple[str, int] | None = None) -> str:
-        """The text form; ``mark = (section, index)`` points at the operation that failed."""
-        return "\n".join(
-            render_section(name, self.section(name), mark[1] if mark is not None and mark[0] == name else None)
-            for name in SECTIONS
-            if name in ALWAYS or self.section(name)
-        )
+    def render(self, mark: tuple[str, int] | None = None, remark: Remark | None = None) -> str:
+        """The text form; ``mark = (section, index)`` points at the operation that failed, ``remark`` says what stands
+        behind an operation. A section whose operations are another's is one line that names it."""
+        say = remark or (lambda section, op: "")
+        texts: list[str] = []
+        for name in (*SECTIONS, *OTHERS):
+            ops = self.section(name)
+            if not (name in ALWAYS or name in self.also or (ops and name not in MADE)):
+                continue
+            number = mark[1] if mark is not None and mark[0] == name else None
+            like = self._like(name) if number is None else ""
+            said = [OTHERS[name]] if name in OTHERS else []
+            if like:
+                base = like.split()[1]
+                known = {(op.verb, say(base, op)) for op in self.section(base)}
+                own = dict.fromkeys((op.verb, say(name, op)) for op in ops)
+                said += [f"{verb}: {words}" for verb, words in own if words and (verb, words) not in known]
+            text = f"{name}: {like}" if like else render_section(name, ops, number, say=partial(say, name))
+            first, line, rest = text.partition("\n")
+            texts.append(f"{first}{_behind('; '.join(said))}{line}{rest}")
+        return "\n".join(texts)
+
+    def _like(self, name: str) -> str:
+        """Whose operations a section has, in words; empty: none's that is printed before it."""
+        ops = self.section(name)
+        verbs = {op.verb: None for op in ops}
+        for base in LIKE.get(name, ()) if ops else ():
+            others = self.section(base)
+            if ops == others:
+                return f"as {base}"
+            left_out = dict.fromkeys(op.verb for op in others if op.verb not in verbs)
+            if left_out and tuple(op for op in others if op.verb in verbs) == ops:
+                fewer = len(left_out) <= len(verbs)
+                return f"as {base} {'without' if fewer else 'only'} {', '.join(left_out if fewer else verbs)}"
+        return ""
+
+
+def _behind(words: str) -> str:
+    """A remark at the end of a line."""
+    return f"  # {words}" if words else ""
 
 
 def _of_weights(ops: Sequence[Op]) -> tuple[Op, ...]:
     return tuple(op for op in ops if op.is_sum or op.verb in ("GRADS", "ADD", *MARKERS))
 
 
-def render_section(name: str, ops: Sequence[Op], mark: int | None = None, around: int | None = None) -> str:
-    """The text of one section; ``mark`` points at an operation, ``around`` leaves out what is further away from it."""
+def render_section(
+    name: str,
+    ops: Sequence[Op],
+    mark: int | None = None,
+    around: int | None = None,
+    say: Callable[[Op], str] = lambda op: "",
+) -> str:
+    """The text of one section; ``mark`` points at an operation, ``around`` leaves out what is further away from it,
+    ``say`` gives what is remarked of one."""
     first, last = 0, len(ops)
     if mark is not None and around is not None:
         first, last = max(0, mark - around), min(len(ops), mark + around + 1)
-    lines = [f"  {ops[i]}{MARK if i == mark else ''}" for i in range(first, last)]
+    lines = [f"  {ops[i]}{MARK if i == mark else ''}{_behind(say(ops[i]))}" for i in range(first, last)]
     above = [f"  ... {first} above"] if first else []
     below = [f"  ... {len(ops) - last} below"] if last < len(ops) else []
     return "\n".join([f"{name}:", *above, *lines, *below])
@@ -754,26 +829,46 @@ def _range(units: Sequence[UnitSpec]) -> str:
 
 
 def parse(text: str) -> Program:
-    """The program that prints as ``text``: ``parse(str(program)) == program``, marked or not.
+    """The program that prints as ``text``: ``parse(str(program)) == program``, marked, with remarks, or not.
 
     Raises:
-        ConfigError: a line is no operation; the message names the line.
+        ConfigError: a line is no operation; the message names the line. Or a section that follows from others is given
+            otherwise.
     """
     sections: dict[str, list[Op]] = {}
     current: list[Op] | None = None
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.removesuffix(MARK).split()
+        line = line.partition("#")[0].rstrip().removesuffix(MARK)
+        words = line.split()
         if not words:
             continue
-        if len(words) == 1 and words[0].endswith(":") and words[0][:-1] in SECTIONS:
+        if len(words) == 1 and words[0].endswith(":") and words[0][:-1] in (*SECTIONS, *OTHERS):
             current = sections.setdefault(words[0][:-1], [])
+        elif (name := _parse_likeness(line, sections)) is not None:
+            current = sections[name]
         elif current is not None and (op := _parse_op(words)) is not None:
             current.append(op)
         else:
             raise ConfigError(
                 f"line {number} of the program, {line.strip()!r}, is neither a section nor an operation in one."
             )
-    return Program(**{name: tuple(ops) for name, ops in sections.items()})
+    made = {name: tuple(sections.pop(name)) for name in MADE if name in sections}
+    program = Program(**{name: tuple(ops) for name, ops in sections.items()}, also=tuple(made))
+    for name, ops in made.items():
+        if ops != program.section(name):
+            raise ConfigError(f"the section {name!r} of the program is not what follows from the others.")
+    return program
+
+
+def _parse_likeness(line: str, sections: dict[str, list[Op]]) -> str | None:
+    """The section that a line says to be like one of ``sections``, which then has it; None: it says no such thing."""
+    found = LIKENESS.fullmatch(line.strip())
+    if found is None or found[1] not in LIKE or found[2] not in sections:
+        return None
+    name, base, kind, words = found.groups()
+    verbs = set((words or "").split(", "))
+    sections[name] = [op for op in sections[base] if not kind or (op.verb in verbs) == (kind == "only")]
+    return name
 
 
 def _parse_op(words: Sequence[str]) -> Op | None:

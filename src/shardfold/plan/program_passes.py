@@ -235,6 +235,9 @@ def apply(
         outer_step=program.outer_step,
         outer_take=program.outer_take,
     )
+    if overlap.order == "any":  # passes ask before each unit: nothing of them is moved
+        passes = {name: program.section(name) for name in ("first", "forward", "backward", "last")}
+        made = replace(made, **passes)
     return updates_beside(made) if overlap.update_thread else made
 
 

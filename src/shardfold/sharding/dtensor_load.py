@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -29,12 +29,12 @@ from shardfold.sharding.segment import Segment
 from shardfold.sharding.stand_ins import Read
 from shardfold.sharding.together import on_disk, together
 
-__all__ = ["Unpacked", "check_dtensors", "unpack"]
+__all__ = ["BlockRead", "ParameterHome", "Unpacked", "as_read", "check_dtensors", "described", "take_blocks", "unpack"]
 
 WHAT = "engine.load_state_dict()"
 
 
-class _Home(NamedTuple):
+class ParameterHome(NamedTuple):
     """Where a parameter lies."""
 
     segment: Segment
@@ -55,26 +55,22 @@ class Unpacked:
 
     def load(self, model: ShardedModel, read: Read) -> None:
         """Takes what waits into the shards, and out of what is ``read``. All ranks that run the program call it."""
-        jobs: list[_BlockRead] = []
+        jobs: list[BlockRead] = []
         placing = Placing(model)
         for segment in model.segments():
             for slot, parameter in enumerate(segment.parameters):
                 stands = read.parameters.get(id(parameter))
                 if stands is not None and id(stands) in self.waiting:
-                    jobs.append(_BlockRead(_Home(segment, slot), self.waiting[id(stands)][1], placing, model))
+                    jobs.append(BlockRead(ParameterHome(segment, slot), self.waiting[id(stands)][1], placing, model))
                     del read.parameters[id(parameter)]
         if not jobs:
             return
         model.let_go()
-        for batch in _batches(jobs):
-            values = _received(model, batch)
 
-            def take(batch: Sequence[_BlockRead] = batch, values: Sequence[Tensor] = values) -> None:
-                for job, part in zip(batch, values, strict=True):
-                    job.home.segment.take(job.home.slot, part, start=job.needs(model.rank)[1][0])
+        def take(job: BlockRead, part: Tensor) -> None:
+            job.home.segment.take(job.home.slot, part, start=job.needs(model.rank)[1][0])
 
-            with torch.no_grad():
-                together(model.comm, WHAT, take, files=on_disk(model.layout))
+        take_blocks(model, jobs, take)
 
 
 def unpack(model: ShardedModel, state: Mapping[str, Any], asked: Collection[int]) -> Unpacked:
@@ -91,7 +87,7 @@ def unpack(model: ShardedModel, state: Mapping[str, Any], asked: Collection[int]
     given = {name: value for name, value in state.items() if is_dtensor(value)}
     if not model.comm.any_rank([bool(given)], WHAT)[0]:
         return Unpacked(state)
-    model.comm.agreement.same({"the DTensors of the state dict": json.dumps(_described(model, given))})
+    model.comm.agreement.same({"the DTensors of the state dict": json.dumps(described(model, given))})
     plain: Any = OrderedDict(state)
     if hasattr(state, "_metadata"):
         plain._metadata = cast(Any, state)._metadata
@@ -108,21 +104,37 @@ def unpack(model: ShardedModel, state: Mapping[str, Any], asked: Collection[int]
         if model.rank not in _ranks(value):
             del plain[name]  # of another stage
             continue
-        whole = value.full_tensor().cpu()
-        spec = home.segment.spec.slots[home.slot] if home is not None else None
-        if spec is not None and spec.box is not None and tuple(whole.shape) == spec.whole:
-            whole = whole.view(spec.box.view(spec.whole))[spec.box.slices].reshape(spec.shape)
+        whole = _of_rank(value.full_tensor().cpu(), home)
         elsewhere = model.whole is not None and name in model.whole.names and name not in _own_names(model)
         plain[name] = whole.new_empty(0) if elsewhere else whole
     return found
 
 
-def check_dtensors(model: ShardedModel, state: Mapping[str, Any]) -> None:
-    """
+def _of_rank(whole: Tensor, home: ParameterHome | None) -> Tensor:
+    """What this rank's model has of a whole parameter."""
+    spec = home.segment.spec.slots[home.slot] if home is not None else None
+    if spec is not None and spec.box is not None and tuple(whole.shape) == spec.whole:
+        return whole.view(spec.box.view(spec.whole))[spec.box.slices].reshape(spec.shape)
+    return whole
+
+
+def as_read(model: ShardedModel, home: ParameterHome, value: Any, placing: Placing, state: str) -> BlockRead | Tensor:
+    """How a state of a parameter is taken from a DTensor or a plain tensor of the whole parameter's shape: part by
+    part, or of what is here of it. All ranks that run the program call it alike."""
+    if not is_dtensor(value):
+        return _of_rank(value.detach().cpu(), home)
+    if _in_blocks(model, value) and placing.divides(*home):
+        return BlockRead(home, value, placing, model, state=state)
+    return _of_rank(value.full_tensor().cpu(), home)
+
+
+def check_dtensors(model: ShardedModel, state: Mapping[str, Any], needed: Collection[str] | None = None) -> None:
+    """``needed``: names that every rank reads; None: those of its model.
+
     Raises:
         ModelError: this rank needs a tensor of which it can get nothing, or has another part than it says.
     """
-    own = _own_names(model)
+    own = _own_names(model) if needed is None else needed
     for name, value in state.items():
         if type(value).__name__ == "ShardedTensor":
             raise ModelError(
@@ -148,9 +160,9 @@ def check_dtensors(model: ShardedModel, state: Mapping[str, Any]) -> None:
                 )
 
 
-def _homes(model: ShardedModel) -> dict[str, _Home]:
+def _homes(model: ShardedModel) -> dict[str, ParameterHome]:
     """Where the parameters of the units lie, by all of their names."""
-    by_id = {id(p): _Home(s, slot) for s in model.segments() for slot, p in enumerate(s.parameters)}
+    by_id = {id(p): ParameterHome(s, slot) for s in model.segments() for slot, p in enumerate(s.parameters)}
     named = model.module.named_parameters(remove_duplicate=False)
     return {name: by_id[id(parameter)] for name, parameter in named if id(parameter) in by_id}
 
@@ -183,7 +195,7 @@ def _blocks(value: Any) -> list[Box]:
     return boxes(tuple(value.shape), dims, tuple(value.device_mesh.shape))
 
 
-def _described(model: ShardedModel, given: Mapping[str, Any]) -> list[Any]:
+def described(model: ShardedModel, given: Mapping[str, Any]) -> list[Any]:
     """What ranks have to have alike."""
     found: list[list[Any]] = []
     for name, value in sorted(given.items()):
@@ -195,11 +207,27 @@ def _described(model: ShardedModel, given: Mapping[str, Any]) -> list[Any]:
 # -- parts
 
 
-class _BlockRead:
-    """One parameter, and the DTensor that it is taken from."""
+def take_blocks(model: ShardedModel, jobs: Sequence[BlockRead], take: Callable[[BlockRead, Tensor], None]) -> None:
+    """Hands each job what this rank needs of its DTensor, on the CPU. All ranks that run the program call it, with the
+    same jobs in the same order."""
+    for batch in _batches(jobs) if jobs else ():
+        values = _received(model, batch)
 
-    def __init__(self, home: _Home, value: Any, placing: Placing, model: ShardedModel) -> None:
-        self.home, self.value, self._mesh = home, value, model.comm.mesh
+        def each(batch: Sequence[BlockRead] = batch, values: Sequence[Tensor] = values) -> None:
+            for job, part in zip(batch, values, strict=True):
+                take(job, part)
+
+        with torch.no_grad():
+            together(model.comm, WHAT, each, files=on_disk(model.layout))
+
+
+class BlockRead:
+    """One parameter, and the DTensor that it is taken from; or a ``state`` of the optimizer's, of that name."""
+
+    def __init__(
+        self, home: ParameterHome, value: Any, placing: Placing, model: ShardedModel, *, state: str = ""
+    ) -> None:
+        self.home, self.value, self.state, self._mesh = home, value, state, model.comm.mesh
         self.dtype, self.numel = value.dtype, value.numel()
         self._divided = placing.distinct(*home)
         self._peers = list(model.comm.mesh.program_ranks)
@@ -215,6 +243,7 @@ class _BlockRead:
         dims: list[int | None] = [self._divided[axis] for axis in axes]
         box = chunk_box(slot.whole, dims, [sizes[a] for a in axes], [coords[a] for a in axes])
         cells = [table.rest, *([table.held] if table.held is not None else [])]  # master is in the range of rest
+        cells = [table.master] if self.state else cells
         ends: list[int] = []
         for cell in cells:
             start, stop = shard_range(segment.spec.length, cell.over, sizes, coords)
@@ -231,9 +260,9 @@ class _BlockRead:
                 yield from ((block, extent) for extent in shared(block, (0, block.numel), box, within))
 
 
-def _batches(jobs: Sequence[_BlockRead]) -> Iterator[list[_BlockRead]]:
+def _batches(jobs: Sequence[BlockRead]) -> Iterator[list[BlockRead]]:
     """64 MiB of whole parameters, or one."""
-    batch: list[_BlockRead] = []
+    batch: list[BlockRead] = []
     for job in jobs:
         if batch and sum(one.numel * one.dtype.itemsize for one in [*batch, job]) > BATCH:
             yield batch
@@ -242,7 +271,7 @@ def _batches(jobs: Sequence[_BlockRead]) -> Iterator[list[_BlockRead]]:
     yield batch
 
 
-def _received(model: ShardedModel, batch: Sequence[_BlockRead]) -> list[Tensor]:
+def _received(model: ShardedModel, batch: Sequence[BlockRead]) -> list[Tensor]:
     """The elements of each parameter that this rank needs, on the CPU."""
     comm, me, ranks = model.comm, model.rank, list(model.comm.mesh.program_ranks)
     firsts = [job.needs(me)[1][0] for job in batch]

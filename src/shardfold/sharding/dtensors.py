@@ -33,7 +33,7 @@ from shardfold.sharding.stand_ins import own_state
 from shardfold.sharding.together import together
 from shardfold.sharding.whole_state import chosen, most_precise
 
-__all__ = ["Placing", "check_sharded", "sharded_state"]
+__all__ = ["Placing", "RowSource", "check_sharded", "own_rows", "sharded_state"]
 
 WHAT = "engine.state_dict(sharded=True)"
 
@@ -47,8 +47,10 @@ def sharded_state(model: ShardedModel, frozen: str) -> OrderedDict[str, Any]:
     segments, placing = chosen(model, frozen), Placing(model)
     values: dict[int, Tensor] = {}
     with torch.no_grad():
-        for segment, slot, local in _own_rows(model, segments):
-            values[id(segment.parameters[slot])] = placing.dtensor(segment, slot, local)
+        sources = [RowSource.of(model, segment) for segment in segments]
+        for source, slot, local in own_rows(model.comm, sources, WHAT):
+            segment = source.segment
+            values[id(segment.parameters[slot])] = placing.dtensor(segment, slot, local, source.rows)
     hollow = model.whole.hollow if model.whole is not None else ()
     state = own_state(model.module, values, hollow)
     for name in model.whole.untold if model.whole is not None else ():
@@ -106,20 +108,21 @@ class Placing:
         """The dimension that each axis divides on which ranks have other parts of a parameter."""
         return self._dims.get(id(segment.parameters[slot])) or {}
 
-    def dims(self, segment: Segment, slot: int) -> tuple[Axes, list[int | None]]:
-        """The axes in the order in which they divide a parameter, and the dimension that each does."""
-        distinct, over = self.distinct(segment, slot), rows_over(segment, slot)
+    def dims(self, segment: Segment, slot: int, rows: Axes) -> tuple[Axes, list[int | None]]:
+        """The axes in the order in which they divide a parameter, rows over these, and the dimension that each does."""
+        distinct, over = self.distinct(segment, slot), rows_over(segment, slot, rows)
         first = [axis for axis in self.axes if axis in distinct]  # what others divide once more
         order = (*first, *(axis for axis in self.axes if axis not in first)) if over and first else self.axes
         return order, [distinct.get(axis, 0 if axis in over else None) for axis in order]
 
-    def dtensor(self, segment: Segment, slot: int, local: Tensor) -> Tensor:
-        """The parameter whose rows here are ``local``; on one rank that is all of it, and a plain tensor."""
+    def dtensor(self, segment: Segment, slot: int, local: Tensor, rows: Axes) -> Tensor:
+        """The parameter, or a state with an element for each of its, whose rows are divided over these axes and here
+        are ``local``; on one rank that is all of it, and a plain tensor."""
         if not self.axes:
             return local
         from torch.distributed import tensor as dtensor
 
-        order, dims = self.dims(segment, slot)
+        order, dims = self.dims(segment, slot, rows)
         if order not in self._made:
             self._made[order] = device_mesh_of(self._mesh, order)
         whole = segment.spec.slots[slot].whole
@@ -130,65 +133,75 @@ class Placing:
         )
 
 
-def rows_over(segment: Segment, slot: int) -> Axes:
-    """The axes over which a parameter's rows are divided: those that it rests split over; a single number is not."""
-    return segment.table.rest.over if segment.spec.slots[slot].shape else ()
+def rows_over(segment: Segment, slot: int, rows: Axes) -> Axes:
+    """The axes over which a parameter's rows are divided, of those that rows are; a single number is over none."""
+    return rows if segment.spec.slots[slot].shape else ()
 
 
 # -- rows out of ranges
 
 
 @dataclass(frozen=True)
-class _Source:
-    """What a segment's values are read from: a state, and the axes that it is split over."""
+class RowSource:
+    """What a segment's values are read from.
+
+    Attributes:
+        segment: whose they are.
+        shard: a state, of its length.
+        split: the axes that the state is split over.
+        rows: the axes over which rows are to be divided.
+        name: of the state.
+    """
 
     segment: Segment
     shard: Shard
     split: Axes
+    rows: Axes
+    name: str = ""
 
     @staticmethod
-    def of(model: ShardedModel, segment: Segment) -> _Source:
+    def of(model: ShardedModel, segment: Segment) -> RowSource:
         """Parameters where they have the master's dtype, as they may rest on more ranks; else what is most precise."""
         shard, _, over = most_precise(model, segment)
         rest = segment.shard("params")
+        rows = segment.table.rest.over
         if rest is not None and rest.dtype == shard.dtype:
-            return _Source(segment, rest, segment.table.rest.over)
-        return _Source(segment, shard, over)
+            return RowSource(segment, rest, rows, rows)
+        return RowSource(segment, shard, over, rows)
 
 
-def _own_rows(model: ShardedModel, segments: Sequence[Segment]) -> Iterator[tuple[Segment, int, Tensor]]:
-    """This rank's rows of each parameter, ``(rows, ...)``, on the CPU; its shares of segments come 16 MiB, or one, at a
-    time."""
-    sources = [_Source.of(model, segment) for segment in segments]
-    batch: list[_Source] = []
+def own_rows(comm: Comm, sources: Sequence[RowSource], what: str) -> Iterator[tuple[RowSource, int, Tensor]]:
+    """This rank's rows of each parameter, ``(rows, ...)``, on the CPU, for a call that messages name ``what``; its
+    shares of segments come 16 MiB, or one, at a time."""
+    batch: list[RowSource] = []
     for source in sources:
-        fits = sum(_share_bytes(model.comm, one) for one in [*batch, source]) <= BATCH // 4
+        fits = sum(_share_bytes(comm, one) for one in [*batch, source]) <= BATCH // 4
         if batch and not (fits and _ways(batch[0]) == _ways(source)):
-            yield from _batch_of_rows(model.comm, batch)
+            yield from _batch_of_rows(comm, batch, what)
             batch = []
         batch.append(source)
     if batch:
-        yield from _batch_of_rows(model.comm, batch)
+        yield from _batch_of_rows(comm, batch, what)
 
 
-def _ways(source: _Source) -> tuple[Axes, Axes]:
-    return source.split, source.segment.table.rest.over
+def _ways(source: RowSource) -> tuple[Axes, Axes]:
+    return source.split, source.rows
 
 
-def _share_bytes(comm: Comm, source: _Source) -> int:
+def _share_bytes(comm: Comm, source: RowSource) -> int:
     """The larger of what this rank reads and what it gets."""
     parts = min(comm.mesh.parts(axes) for axes in _ways(source))
     return source.segment.spec.length // parts * source.shard.itemsize
 
 
-def _batch_of_rows(comm: Comm, batch: Sequence[_Source]) -> Iterator[tuple[Segment, int, Tensor]]:
+def _batch_of_rows(comm: Comm, batch: Sequence[RowSource], what: str) -> Iterator[tuple[RowSource, int, Tensor]]:
     sizes, me = comm.mesh.sizes, comm.mesh.coords
     split = batch[0].split
     group = tuple(axis for axis in sizes if axis in split and sizes[axis] > 1)  # master is split wherever params are
     ranks = next(row for row in sizes.rows(group) if comm.mesh.rank in row)
     places = [sizes.coords(rank) for rank in ranks]
     files = any(source.shard.region.tier == Tier.DISK for source in batch)
-    read = together(comm, WHAT, lambda: [source.shard.read() for source in batch], files=files)
+    read = together(comm, what, lambda: [source.shard.read() for source in batch], files=files)
 
     def pieces(source: Mapping[str, int], target: Mapping[str, int]) -> list[tuple[int, int, int, int]]:
         """What the rank at one place has of the rows of that at another: number in the batch, slot, start and stop in
@@ -198,20 +211,20 @@ def _batch_of_rows(comm: Comm, batch: Sequence[_Source]) -> Iterator[tuple[Segme
             spec = one.segment.spec
             a, b = shard_range(spec.length, split, sizes, source)
             for slot in range(len(spec.slots)):
-                start, stop = _row_range(one.segment, slot, sizes, target)
+                start, stop = _row_range(one, slot, sizes, target)
                 if max(a, start) < min(b, stop):
                     found.append((number, slot, max(a, start), min(b, stop)))
         return found
 
     rows = {
-        (number, slot): torch.empty(_row_shape(one.segment, slot, sizes, me), dtype=one.shard.dtype)
+        (number, slot): torch.empty(_row_box(one, slot, sizes, me).sizes, dtype=one.shard.dtype)
         for number, one in enumerate(batch)
         for slot in range(len(one.segment.spec.slots))
     }
 
     def put(piece: tuple[int, int, int, int], values: Tensor) -> None:
         number, slot, start, stop = piece
-        first = _row_range(batch[number].segment, slot, sizes, me)[0]
+        first = _row_range(batch[number], slot, sizes, me)[0]
         rows[number, slot].view(-1)[start - first : stop - first].copy_(values)
 
     def own(piece: tuple[int, int, int, int]) -> Tensor:
@@ -227,7 +240,7 @@ def _batch_of_rows(comm: Comm, batch: Sequence[_Source]) -> Iterator[tuple[Segme
         sent = [as_bytes(own(piece).contiguous()) for row in goes for piece in row]
         by = [sum((stop - start) * batch[number].shard.itemsize for number, _, start, stop in row) for row in comes]
         to = [sum((stop - start) * batch[number].shard.itemsize for number, _, start, stop in row) for row in goes]
-        received = _exchange(comm, sent, to, by, group)
+        received = _exchange(comm, sent, to, by, group, what)
         at = 0
         for piece in (piece for row in comes for piece in row):
             number, _, start, stop = piece
@@ -235,34 +248,32 @@ def _batch_of_rows(comm: Comm, batch: Sequence[_Source]) -> Iterator[tuple[Segme
             put(piece, received[at : at + length].clone().view(batch[number].shard.dtype))  # clone: aligned
             at += length
     for (number, slot), values in rows.items():
-        yield batch[number].segment, slot, values
+        yield batch[number], slot, values
 
 
-def _row_range(segment: Segment, slot: int, sizes: Any, coords: Mapping[str, int]) -> tuple[int, int]:
+def _row_range(source: RowSource, slot: int, sizes: Any, coords: Mapping[str, int]) -> tuple[int, int]:
     """Where the rows of the rank at ``coords`` are in the segment, of what ranks have of the parameter here."""
-    spec, box = segment.spec.slots[slot], _row_box(segment, slot, sizes, coords)
+    spec, box = source.segment.spec.slots[slot], _row_box(source, slot, sizes, coords)
     width = prod(spec.shape[1:])
     start = spec.offset + (box.starts[0] * width if spec.shape else 0)
     return start, start + box.numel
 
 
-def _row_shape(segment: Segment, slot: int, sizes: Any, coords: Mapping[str, int]) -> tuple[int, ...]:
-    return _row_box(segment, slot, sizes, coords).sizes
-
-
-def _row_box(segment: Segment, slot: int, sizes: Any, coords: Mapping[str, int]) -> Any:
-    over = [axis for axis in sizes if axis in rows_over(segment, slot)]
-    shape = segment.spec.slots[slot].shape
+def _row_box(source: RowSource, slot: int, sizes: Any, coords: Mapping[str, int]) -> Any:
+    over = [axis for axis in sizes if axis in rows_over(source.segment, slot, source.rows)]
+    shape = source.segment.spec.slots[slot].shape
     return chunk_box(shape, [0] * len(over), [sizes[axis] for axis in over], [coords[axis] for axis in over])
 
 
-def _exchange(comm: Comm, sent: Sequence[Tensor], to: Sequence[int], by: Sequence[int], group: Axes) -> Tensor:
+def _exchange(
+    comm: Comm, sent: Sequence[Tensor], to: Sequence[int], by: Sequence[int], group: Axes, what: str
+) -> Tensor:
     """What the ranks of a group have for this one, as bytes, one rank's after the other's; ``to``, ``by``: how many."""
     device = comm.memory.device
     out = torch.cat([part.to(device) for part in sent]) if sent else torch.empty(0, dtype=torch.uint8, device=device)
     received = torch.empty(sum(by), dtype=torch.uint8, device=device)
     with comm.agreement.uninterrupted():
-        comm.agreement.issue(f"an exchange of rows for {WHAT}")
+        comm.agreement.issue(f"an exchange of rows for {what}")
         comm.transport.exchange(out, to, received, by, comm.mesh.group(group)).wait(comm.agreement.wait)
     comm.meter.ask("ALL_TO_ALL", group, out.nbytes * len(by) // (len(by) - 1))
     return received.cpu()
