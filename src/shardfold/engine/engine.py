@@ -40,7 +40,6 @@ from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
 from shardfold.comm.device_mesh import named_sizes
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
-from shardfold.engine._auto_layout import sampled
 from shardfold.engine._away import Away
 from shardfold.engine._gate import PassGate
 from shardfold.engine._pipelined import Pipelined, dress
@@ -64,7 +63,7 @@ from shardfold.engine.arguments import (
 )
 from shardfold.engine.backward import Backward
 from shardfold.engine.consistency import given
-from shardfold.engine.fitting import table_of, warn_of_memory
+from shardfold.engine.fitting import sampled, table_of, warn_of_memory
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.handlers import Handlers, check_supported
 from shardfold.engine.hooks import Hooks
@@ -159,7 +158,7 @@ class Engine:
             engine only runs forward.
         layout: a preset's name, a :class:`Layout`, or ``"auto"``: the one that sends the least of those whose states
             leave 40 % of the memory to activations; the log says which, and what was assumed (see ``planner.auto``).
-            With ``sample=`` the fastest with which a step fits (see ``planner.sampled``).
+            With ``sample=`` the fastest with which a step fits (see ``planner.auto``).
         sample: with ``layout="auto"`` or ``activations="auto"``: a micro-batch as the model takes it (a dict of
             arguments by name, a tuple of them, or the only one), whose shapes and dtypes a plan of the model goes by;
             with an axis of sequence, of whole sequences. Where the model does not give its loss itself, a pair of it
