@@ -15,7 +15,7 @@ import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Interconnect, cluster
-from shardfold.planner.search import search_divisions
+from shardfold.planner.ranking import rank
 from shardfold.planner.seconds import Way, Work
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
@@ -184,7 +184,7 @@ def test_a_search_has_axes_as_dimensions() -> None:
     """The fastest of all divisions is first, each is what an engine takes, and what does not divide is said."""
     subject, where = Subject(GPT(SHAPE), batch(SHAPE, 2)), cluster("4xA100-40G", memory="20MiB")
     divisions = [Division(), Division(tensor=2, sequence_parallel=True), Division(sequence=2), Division(tensor=3)]
-    found = search_divisions(subject, where, divisions, layouts=("zero1",), modes=("recompute",), batch=64)
+    found = rank(subject, where, divisions, layouts=("zero1",), modes=("recompute",), batch=64)
     assert [each.samples for each in found.found] == sorted((each.samples for each in found.found), reverse=True)
     assert {each.candidate.division.ranks for each in found.found} == {1, 2}
     assert len({str(each.candidate.division) for each in found.found}) == 3

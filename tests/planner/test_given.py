@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import cluster
 from shardfold.planner.inference import activation_bytes, cache_bytes
-from shardfold.planner.search import search
+from shardfold.planner.planned_rank import PlannedRank
+from shardfold.planner.ranking import rank
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import NO_LOSS
 from shardfold.tools.planning.show import advice, notes
 
 ROWS = torch.zeros(2, 4)
+PAIR = PlannedRank(mesh={"intra": 2}, budget=1e9)
 
 
 class Detached(nn.Module):
@@ -57,7 +60,7 @@ def test_the_micro_batch_is_named_as_it_was_given() -> None:
     with pytest.raises(ConfigError, match=r"\(\[2, 5\] float32\): mat1 and mat2 shapes cannot be multiplied \(2x5"):
         best(nn.Linear(4, 4), torch.zeros(2, 5), gpus="1xL4", layouts=("zero1",))
     normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    found = search(Subject(normed, ROWS), cluster("1xL4"), layouts=("zero1",), modes=("keep",), most=8)
+    found = rank(Subject(normed, ROWS), cluster("1xL4"), layouts=("zero1",), modes=("keep",), most=8)
     assert sorted(each.candidate.micro_batch for each in found.found) == [2, 4, 8]
     with pytest.raises(ConfigError, match=r"\[1, 4\]"):
         best(normed, ROWS, gpus="1xL4", layouts=("zero1",), samples=1)
@@ -77,7 +80,7 @@ class Asks(nn.Module):
 
 def test_a_run_on_zeros_says_so_and_a_large_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the trace, the plan, what is found and a note; where it takes much memory, by `real=True` only."""
-    plan = option(Subject(Asks(), ROWS), layout="zero1", mesh={"intra": 2}, micro_batch=2, budget=1e9).plan
+    plan = option([Subject(Asks(), ROWS)], PAIR, "zero1", micro_batch=2).plan
     assert plan.trace.zeros == plan.zeros == "its forward asks for values"
     found = best(Asks(), ROWS, gpus="1xL4", layouts=("zero1",), modes=("keep",))
     assert found.zeros in notes([found.zeros, found.zeros, ""]) and notes([found.zeros] * 2).count("\n") == 0
@@ -98,12 +101,12 @@ def test_a_run_on_zeros_says_so_and_a_large_one_is_asked_for(monkeypatch: pytest
 def test_at_rest_is_one_number_wherever_it_is_said(layout: str) -> None:
     """In a plan, in the refusal of one, and of a search; neither a micro-batch nor a library's workspace is in it."""
     subject = Subject(nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Linear(64, 4)), torch.zeros(512, 4))
-    small = option(subject, layout=layout, mesh={"intra": 2}, micro_batch=2, budget=1.0)
-    large = option(subject, layout=layout, mesh={"intra": 2}, micro_batch=512, budget=1e9)
+    small = option([subject], replace(PAIR, budget=1.0), layout, micro_batch=2)
+    large = option([subject], PAIR, layout, micro_batch=512)
     assert small.plan.rest == large.plan.rest < large.plan.base - 512 * 4 * 4
     assert small.plan.rest == subject.resting(layout, "bf16", {"intra": 2}, 2)[Tier.DEVICE]
     assert f"what rests takes {human(small.plan.rest)} of" in small.why
-    found = search(subject, cluster("2xL4", memory="1KiB"), layouts=(layout,), modes=("keep",))
+    found = rank(subject, cluster("2xL4", memory="1KiB"), layouts=(layout,), modes=("keep",))
     assert [f"what rests takes {human(small.plan.rest)} of" in each.why for each in found.refused] == [True]
 
 
@@ -132,7 +135,7 @@ def test_a_loss_that_is_none_of_the_models_is_said() -> None:
         assert notes([], [found.loss] * 2).count("\n") == 0
     assert not best(Lossy(), own, gpus="1xL4", layouts=("zero1",), modes=("keep",)).loss
     many = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4096))
-    made = option(Subject(many, torch.zeros(512, 4)), layout="zero1", mesh={"intra": 2}, micro_batch=512, budget=1e9)
+    made = option([Subject(many, torch.zeros(512, 4))], PAIR, "zero1", micro_batch=512)
     assert made.plan.terms["temporaries"] > made.plan.peak / 4 and made.loss == NO_LOSS
     assert not any("cross_entropy" in line for line in advice(made))
     assert any("cross_entropy" in line for line in advice(replace(made, loss="")))
@@ -149,7 +152,7 @@ def test_gradients_of_sparse_tables_are_planned_as_dense_ones() -> None:
     def peak(*, sparse: bool) -> float:
         bags = nn.Sequential(nn.EmbeddingBag(100, 16, sparse=sparse), nn.Linear(16, 4))
         tokens = torch.zeros(2, 8, dtype=torch.int64)
-        plan = option(Subject(bags, tokens), layout="zero2", mesh={"intra": 2}, micro_batch=2, budget=1e9).plan
+        plan = option([Subject(bags, tokens)], PAIR, "zero2", micro_batch=2).plan
         return plan.terms["gradients"]
 
     assert peak(sparse=True) == peak(sparse=False) > 0
@@ -218,10 +221,9 @@ def test_devices_and_axes_are_named_as_they_were_given() -> None:
 
 def test_no_micro_batch_fits_where_the_host_is_too_small() -> None:
     """What rests there does not grow with samples."""
-    how = {"layout": "offload", "mesh": {"intra": 2}, "micro_batch": 2, "budget": 2.0**30}
     subject = Subject(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.zeros(2, 64))
-    assert option(subject, **how).largest > 2 and option(subject, **how).fits  # type: ignore[arg-type]
-    small = option(subject, host=1000.0, **how)  # type: ignore[arg-type]
+    large, small = (option([subject], replace(PAIR, host=host), "offload", micro_batch=2) for host in (inf, 1000.0))
+    assert large.largest > 2 and large.fits
     assert not small.largest and not small.fits and "host memory" in small.why
 
 

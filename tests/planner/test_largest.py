@@ -13,6 +13,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.lifetimes import CPU
 from shardfold.planner.choice import Option, largest_of, options
 from shardfold.planner.division import Division
+from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
@@ -36,12 +37,14 @@ def _subjects(division: Division) -> list[Subject]:
     ]
 
 
+def _rank(division: Division, budget: float) -> PlannedRank:
+    axes = division.over({"inter": 1, "intra": 2}).axes
+    return PlannedRank(mesh=axes, budget=budget, micro_batches=division.micro_batches, behaviour=CPU)
+
+
 def _option(division: Division, samples: int | None, budget: float = 0.0) -> Option:
-    (found,) = options(
-        _subjects(division), {"zero1": TrainConfig(layout="zero1").table()}, ["recompute"], micro_batch=samples,
-        mesh=division.over({"inter": 1, "intra": 2}).axes, micro_batches=division.micro_batches, budget=budget,
-        behaviour=CPU,
-    )  # fmt: skip
+    tables = {"zero1": TrainConfig(layout="zero1").table()}
+    (found,) = options(_subjects(division), _rank(division, budget), tables, ["recompute"], samples)
     return found
 
 
@@ -50,10 +53,7 @@ def _planned(division: Division, samples: int) -> float:
 
 
 def _largest(division: Division, budget: float) -> int:
-    return largest_of(
-        _subjects(division), layout="zero1", mode="recompute", mesh=division.over({"inter": 1, "intra": 2}).axes,
-        micro_batches=division.micro_batches, budget=budget, behaviour=CPU,
-    ).largest  # fmt: skip
+    return largest_of(_subjects(division), _rank(division, budget), "zero1", "recompute").largest
 
 
 def _measured(division: Division, samples: int) -> float:

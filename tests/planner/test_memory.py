@@ -17,10 +17,10 @@ from shardfold.errors import ModelError
 from shardfold.plan.formats import format_named
 from shardfold.plan.lifetimes import GPU
 from shardfold.plan.program import REDUCTIONS
-from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.coding import coding_bytes
 from shardfold.planner.division import Division
 from shardfold.planner.memory import MemoryPlan, plan_memory
+from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
@@ -244,7 +244,7 @@ def test_micro_batches_lie_on_a_line(subject: Subject) -> None:
 def test_the_largest_micro_batch_fits_and_one_more_does_not(subject: Subject) -> None:
     """The largest that is named has a peak within the budget; the next has not."""
     budget = _plan(subject, "zero3", samples=4).peak * 3
-    most = largest_micro_batch(subject, _plan(subject, "zero3"), precision="bf16", mode="keep", budget=budget)
+    most = PlannedRank(budget=budget).largest(subject, _plan(subject, "zero3"))
     assert _plan(subject, "zero3", samples=most).peak <= budget < _plan(subject, "zero3", samples=most + 1).peak
 
 

@@ -14,11 +14,12 @@ import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.plan.layout import Tier
 from shardfold.plan.lifetimes import CPU, GPU
-from shardfold.planner.choice import option
+from shardfold.planner.choice import Option, option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster
 from shardfold.planner.memory import plan_memory
-from shardfold.planner.search import search
+from shardfold.planner.planned_rank import PlannedRank
+from shardfold.planner.ranking import rank
 from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
@@ -117,18 +118,21 @@ def test_the_largest_micro_batch_fits_and_host_memory_bounds_it() -> None:
     """What is found by a line through small micro-batches fits where it is traced itself; more does not. With less of
     the host's memory there are fewer samples, on a line that goes through none as well."""
     subject = Subject(GPT(SHAPE), _batch(2), division=Division(streams=True))
-    how = {"layout": "zero1", "precision": "fp32", "mesh": MESH, "budget": 40 * 2.0**20}
-    found, kept = (option(subject, mode=mode, micro_batch=2, **how).largest for mode in ("host", "keep"))  # type: ignore[arg-type]
+    plenty = PlannedRank(mesh=MESH, budget=40 * 2.0**20, precision="fp32")
+
+    def planned(micro_batch: int, mode: str = "host", on: PlannedRank = plenty) -> Option:
+        return option([subject], on, "zero1", mode, micro_batch)
+
+    found, kept = (planned(2, mode).largest for mode in ("host", "keep"))
     assert found > kept > 4
     few, more = (sum(e.work.moves.out for e in trace.events) for trace in subject.line("fp32", "host"))
     assert more == 2 * few > 0  # of a batch of two the same is moved, though it is less than is moved alone
-    assert option(subject, mode="host", micro_batch=found, **how).fits  # type: ignore[arg-type]
-    assert not option(subject, mode="host", micro_batch=int(1.3 * found), **how).fits  # type: ignore[arg-type]
+    assert planned(found).fits and not planned(int(1.3 * found)).fits
     held = subject.trace("fp32", "host", found).away[Tier.HOST]
-    bound = option(subject, mode="host", micro_batch=2, host=held / 2, **how).largest  # type: ignore[arg-type]
+    little = replace(plenty, host=held / 2)
+    bound = planned(2, on=little).largest
     assert found / 2 - 1 <= bound < 0.7 * found
-    assert option(subject, mode="host", micro_batch=bound, host=held / 2, **how).fits  # type: ignore[arg-type]
-    assert not option(subject, mode="host", micro_batch=found, host=held / 2, **how).fits  # type: ignore[arg-type]
+    assert planned(bound, on=little).fits and not planned(found, on=little).fits
 
 
 def test_a_search_looks_at_them_where_they_are_named() -> None:
@@ -136,13 +140,13 @@ def test_a_search_looks_at_them_where_they_are_named() -> None:
     in an engine, there are none."""
     subject = Subject(GPT(SHAPE), _batch(2), division=Division(streams=True))
     where = Cluster(DEVICES["L4"], 1, 2)
-    found = search(subject, where, layouts=["zero1"], modes=["host"], most=64).found
+    found = rank(subject, where, layouts=["zero1"], modes=["host"], most=64).found
     sizes = {each.candidate.micro_batch: each.host for each in found}
     assert 0 < sizes[8] < sizes[32] and sizes[32] == pytest.approx(4 * sizes[8], rel=0.05)
-    bound = search(subject, where, layouts=["zero1"], modes=["host"], most=64, host=sizes[16]).found
+    bound = rank(subject, where, layouts=["zero1"], modes=["host"], most=64, host=sizes[16]).found
     assert max(each.candidate.micro_batch for each in bound) == 16
     staged = replace(subject, division=Division(pipeline=2, streams=True))
-    (refused,) = search(staged, where, layouts=["zero1"], modes=["host"], most=4).refused
+    (refused,) = rank(staged, where, layouts=["zero1"], modes=["host"], most=4).refused
     assert "does not go with activations='host'" in refused.why
     with pytest.raises(ConfigError, match="does not go with activations='disk'"):
         staged.trace("bf16", "disk")

@@ -8,8 +8,8 @@ from torch import nn
 
 from shardfold.plan.layout import Precision
 from shardfold.planner.division import Division
+from shardfold.planner.ranking import MODES
 from shardfold.planner.repeats import fold
-from shardfold.planner.search import MODES
 from shardfold.planner.setting import Subject
 from shardfold.planner.trace import Lane, Trace
 from shardfold.tools.recipes.gpt import GPT, GPTConfig

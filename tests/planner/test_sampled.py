@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.engine import _auto_layout as sampled
+from shardfold.engine import fitting
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.lifetimes import GPU
 from shardfold.plan.sizes import parse_bytes
+from shardfold.planner.auto import MODES, choose
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
-from shardfold.planner.sampled import MODES, PlannedRank, choose
+from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.testing import Ranks
@@ -49,12 +50,12 @@ def _batch(rows: int = 8) -> dict[str, Tensor]:
 def _run(memory: list[float], rows: int = 8, **given: Any) -> Ran:
     """An engine under so much memory of each rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    known, sampled.memory_of = sampled.memory_of, lambda device: memory[rank % len(memory)] + RESERVE
+    known, fitting.memory_of = fitting.memory_of, lambda device: memory[rank % len(memory)] + RESERVE
     batch = _batch(rows)
     try:
         engine = sf.Engine(GPT(SHAPE), optimizer=OPTIMIZER, **{"layout": "auto", "sample": batch} | given)
     finally:
-        sampled.memory_of = known
+        fitting.memory_of = known
     try:
         measured = measured_peak(engine, batch, loss_of)
         said = re.search(
@@ -134,9 +135,10 @@ def test_where_rates_are_known_seconds_decide() -> None:
     subject = Subject(GPT(SHAPE), _batch())
 
     def taken(names: tuple[str, ...], modes: tuple[str, ...], memory: float) -> Any:
-        place = PlannedRank(axes=mesh.axes, precision="bf16", behaviour=GPU, memory=memory, host=1e12,
-                      where=Cluster(device, 1, 2))  # fmt: skip
-        return choose([subject], {name: tables[name] for name in names}, modes, place)
+        rank = PlannedRank(
+            mesh=mesh.axes, clip=False, behaviour=GPU, budget=memory, host=1e12, where=Cluster(device, 1, 2)
+        )
+        return choose([subject], {name: tables[name] for name in names}, modes, rank)
 
     seconds = {
         (name, mode): float(re.search(r"takes ([\d.]+) ms by the rates of H100", taken((name,), (mode,), 1e12).told)[1])  # type: ignore[index]

@@ -23,7 +23,8 @@ from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import plan_memory
-from shardfold.planner.search import LAYOUTS, layouts_for, search
+from shardfold.planner.planned_rank import PlannedRank
+from shardfold.planner.ranking import LAYOUTS, layouts_for, rank
 from shardfold.planner.seconds import Work, plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.tools.recipes.config import TrainConfig
@@ -44,7 +45,7 @@ def _small(memory: str, gpus: str = "8xA100-40G") -> Cluster:
 def test_all_that_is_found_fits_and_the_fastest_is_first(subject: Subject) -> None:
     """Each candidate's own plan has its peak within the budget; samples per second fall."""
     where = _small("19MiB")  # of which libraries take 16
-    found = search(subject, where, layouts=("zero1", "zero3"), modes=("keep", "recompute"), batch=1024)
+    found = rank(subject, where, layouts=("zero1", "zero3"), modes=("keep", "recompute"), batch=1024)
     assert found.found and found.looked_at == 4 * 128
     assert [f.samples for f in found.found] == sorted((f.samples for f in found.found), reverse=True)
     for each in found.found:
@@ -79,13 +80,13 @@ def test_layouts_that_are_looked_at_are_those_that_differ(subject: Subject) -> N
     assert layouts_for(cluster("4x8xL4")) == LAYOUTS
     best = sf.plan.best(GPT(SHAPE), subject.batch, gpus="4x8xL4", modes=("keep",), samples=64)
     device = replace(subject, division=Division(streams=True))
-    assert best == search(device, cluster("4x8xL4"), modes=("keep",), batch=64).best
+    assert best == rank(device, cluster("4x8xL4"), modes=("keep",), batch=64).best
 
 
 def test_more_readers_train_more_samples(subject: Subject) -> None:
     """As many of a step as its micro-batches are on all ranks, in the seconds of one."""
     for batch in (64, None):
-        for each in search(subject, _small("1GiB"), layouts=("zero1",), modes=("keep",), batch=batch, most=4).found:
+        for each in rank(subject, _small("1GiB"), layouts=("zero1",), modes=("keep",), batch=batch, most=4).found:
             assert each.batch == 8 * each.candidate.micro_batch * each.candidate.accumulate
             assert each.samples == pytest.approx(each.batch / each.seconds.step)
 
@@ -96,26 +97,23 @@ def test_a_billion_tokens_take_hours_of_devices(subject: Subject) -> None:
     where = _small("1GiB")
     for division in (Division(), Division(tensor=2)):
         shared = replace(subject, division=replace(division, streams=True))
-        (found,) = search(shared, where, layouts=("zero1",), modes=("keep",), most=1).found
+        (found,) = rank(shared, where, layouts=("zero1",), modes=("keep",), most=1).found
         tokens = found.batch * SHAPE.context
         assert found.device_hours(tokens) == pytest.approx(8 * found.seconds.step / 3600)
-        made = option(
-            shared, layout="zero1", mesh=division.over(where.mesh).axes, micro_batch=1, budget=where.device.usable,
-            where=where,
-        )  # fmt: skip
+        made = option([shared], PlannedRank.on(where, division), "zero1", micro_batch=1)
         assert made.seconds is not None and made.seconds.step == pytest.approx(found.seconds.step)
     images = Subject(torch.nn.Linear(8, 8), torch.zeros(2, 8))
-    assert search(images, where, layouts=("zero1",), modes=("keep",), most=2).best.device_hours() == inf
+    assert rank(images, where, layouts=("zero1",), modes=("keep",), most=2).best.device_hours() == inf
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(subject: Subject) -> None:
     """And where nothing does, asking for the best raises all of them."""
-    found = search(subject, _small("200KiB"), layouts=("ddp", "zero3"), modes=("keep",))
+    found = rank(subject, _small("200KiB"), layouts=("ddp", "zero3"), modes=("keep",))
     assert not found.found and len(found.refused) == 2
     assert "what rests takes" in found.refused[0].why
     with pytest.raises(ConfigError, match="nothing fits"):
         _ = found.best
-    host = search(subject, _small("1GiB"), layouts=("offload",), modes=("keep",), host=1000.0)
+    host = rank(subject, _small("1GiB"), layouts=("offload",), modes=("keep",), host=1000.0)
     assert "host memory" in host.refused[0].why
 
 

@@ -17,12 +17,12 @@ import shardfold as sf
 from shardfold.parallel.pipeline.simulate import Times, timeline
 from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.plan.auto_wire import AutoWire
-from shardfold.plan.lifetimes import GPU
 from shardfold.planner.candidate import Candidate
 from shardfold.planner.choice import options
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import cluster
-from shardfold.planner.search import Search, search, search_divisions
+from shardfold.planner.planned_rank import PlannedRank
+from shardfold.planner.ranking import Ranking, rank
 from shardfold.planner.setting import Subject
 from shardfold.planner.staged import places_of
 from shardfold.planner.staged_walks import PassTimes, ends_of
@@ -38,11 +38,9 @@ def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
     return {name: torch.randint(256, (rows, SHAPE.context)) for name in ("tokens", "targets")}
 
 
-def _found(divisions: list[Division], memory: str, batch: int = 64) -> Search:
-    return search_divisions(
-        Subject(GPT(SHAPE), _batch()), cluster("8xA100-40G", memory=memory), divisions, layouts=("zero1", "zero2"),
-        modes=("recompute",), batch=batch,
-    )  # fmt: skip
+def _found(divisions: list[Division], memory: str, batch: int = 64) -> Ranking:
+    subject, where = Subject(GPT(SHAPE), _batch()), cluster("8xA100-40G", memory=memory)
+    return rank(subject, where, divisions, layouts=("zero1", "zero2"), modes=("recompute",), batch=batch)
 
 
 def test_what_a_search_finds_through_stages_is_what_a_plan_of_it_says() -> None:
@@ -55,11 +53,8 @@ def test_what_a_search_finds_through_stages_is_what_a_plan_of_it_says() -> None:
             Subject(GPT(SHAPE), _batch(), division=replace(one.division, stage=stage, streams=True))
             for stage in range(one.division.pipeline)
         ]
-        (planned,) = options(
-            stages, {one.layout: one.table}, [one.mode], micro_batch=one.micro_batch, mesh=stages[0].division.over(
-                where.mesh).axes, micro_batches=one.accumulate, budget=where.device.usable, behaviour=GPU,
-            where=where,
-        )  # fmt: skip
+        on = PlannedRank.on(where, stages[0].division, micro_batches=one.accumulate)
+        (planned,) = options(stages, on, {one.layout: one.table}, [one.mode], one.micro_batch)
         assert planned.seconds is not None and planned.seconds == pytest.approx(each.seconds)
         assert planned.plan.peak == pytest.approx(each.peak) and each.peak <= 20 * 2**20
         readers = where.size // one.division.ranks
@@ -138,7 +133,7 @@ def test_orders_of_equal_stages_are_ranked_as_their_slots() -> None:
     slots, planned = dict[str, float](), dict[str, float]()
     for order in ("1f1b", "interleaved:2", "zb-h1", "zbv"):
         subject = Subject(model, torch.empty(2, 2048, 2048, device="meta"), division=Division(pipeline=4, order=order))
-        found = search(subject, cluster("4xA100-80G"), layouts=("ddp",), modes=("keep",), batch=32, most=4).found
+        found = rank(subject, cluster("4xA100-80G"), layouts=("ddp",), modes=("keep",), batch=32, most=4).found
         seconds = next(each.seconds for each in found if each.candidate.accumulate == 8)
         stages = len(places_of(order, 4))
         slots[order] = timeline(make_order(choose_order(order), 4, 8), stages).end / (stages / 4)
@@ -152,7 +147,7 @@ def test_a_step_through_stages_has_its_update() -> None:
     """As much longer with more moments as their update is; samples of a step are rounded up to whole micro-batches."""
     subject = Subject(GPT(SHAPE), _batch(), division=Division(pipeline=2, streams=True))
     found = [
-        search(subject, cluster("2xL4"), layouts=("ddp",), modes=("keep",), batch=5, most=2, moments=n).found
+        rank(subject, cluster("2xL4"), layouts=("ddp",), modes=("keep",), batch=5, most=2, moments=n).found
         for n in (0, 2)
     ]
     for each in found:
@@ -168,7 +163,7 @@ def test_more_micro_batches_take_a_smaller_part_of_a_step_in_bubbles() -> None:
     subject = Subject(GPT(SHAPE), _batch(), division=Division(pipeline=2, streams=True))
 
     def waits(batch: int, gpus: str = "2xA100-40G") -> float:
-        found = search(subject, cluster(gpus), layouts=("ddp",), modes=("keep",), batch=batch, most=1)
+        found = rank(subject, cluster(gpus), layouts=("ddp",), modes=("keep",), batch=batch, most=1)
         return found.best.seconds.exposed / found.best.seconds.step
 
     parts = [waits(batch) for batch in (2, 4, 8, 16)]
@@ -181,13 +176,13 @@ def test_wires_are_those_that_were_allowed() -> None:
     subject = Subject(GPT(SHAPE), _batch())
 
     def wires(wire: str | None, gpus: str) -> set[str]:
-        found = search(subject, cluster(gpus), layouts=("zero3",), modes=("keep",), batch=64, wire=AutoWire.named(wire))
+        found = rank(subject, cluster(gpus), layouts=("zero3",), modes=("keep",), batch=64, wire=AutoWire.named(wire))
         return {each.candidate.wired for each in found.found}
 
     assert wires(None, "2x4xL4") == wires("auto", "8xL4") == {""}
     assert wires("auto", "2x4xL4") == {"", "gather computex2", "reduce reducex2", "gather computex2, reduce reducex2"}
     assert wires("auto:int8", "8xL4") == {"", "gather int8/256", "reduce int8/256", "gather int8/256, reduce int8/256"}
-    slow = search(subject, cluster("2x1x2080Ti"), layouts=("zero3",), modes=("keep",), batch=8,
+    slow = rank(subject, cluster("2x1x2080Ti"), layouts=("zero3",), modes=("keep",), batch=8,
                   wire=AutoWire.named("auto:int8"))  # fmt: skip
     assert slow.best.candidate.wires and slow.best.candidate.table.gather.format == "int8/256"
     assert "int8/256 (the layout of Engine)" in slow.best.candidate.unsaid

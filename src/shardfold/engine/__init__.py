@@ -7,7 +7,7 @@
     cursor        a thread that goes through a section of the program beside the first
     damage        updates that failed on some rank
     engine        what users call
-    fitting       whether a new engine's states fit: ``layout="auto"``, and a warning
+    fitting       ``layout="auto"``, with and without a micro-batch; a warning where states do not fit
     freeze        when ranks sum gradients, and when they send signs of momentum
     handlers      one for each verb
     hooks         a model's forward and backward as events
@@ -19,7 +19,6 @@
     runner        events in, operations out
     stats         what a step costs, as data
     track         operations bound to their calls, and the one place that runs them
-    _auto_layout  layout and activations by a plan of the user's own model
     _away         states that rest in host memory for a while, between steps
     _delayed      updates that go on behind their step
     _gate         when something beside the passes may be done

@@ -45,7 +45,6 @@ from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
 from shardfold.comm.device_mesh import named_sizes
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
-from shardfold.engine._auto_layout import sampled
 from shardfold.engine._parts import PartOptions, make_parts
 from shardfold.engine._tf32 import hold_tf32
 from shardfold.engine._wires import chosen as chosen_wires
@@ -64,7 +63,7 @@ from shardfold.engine.arguments import (
     missing,
 )
 from shardfold.engine.consistency import given
-from shardfold.engine.fitting import table_of, warn_of_memory
+from shardfold.engine.fitting import sampled, table_of, warn_of_memory
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.handlers import check_supported
 from shardfold.engine.rounds import Rounds
@@ -147,7 +146,7 @@ class Engine:
             engine only runs forward.
         layout: a preset's name, a :class:`Layout`, or ``"auto"``: the one that sends the least of those whose states
             leave 40 % of the memory to activations; the log says which, and what was assumed (see ``planner.auto``).
-            With ``sample=`` the fastest with which a step fits (see ``planner.sampled``).
+            With ``sample=`` the fastest with which a step fits (see ``planner.auto``).
         sample: with ``layout="auto"`` or ``activations="auto"``: a micro-batch as the model takes it (a dict of
             arguments by name, a tuple of them, or the only one), whose shapes and dtypes a plan of the model goes by;
             with an axis of sequence, of whole sequences. Where the model does not give its loss itself, a pair of it

@@ -1,36 +1,56 @@
-"""Whether a new engine's states fit: ``layout="auto"``, and a warning before anything is made that will not.
+"""What a new engine takes of layouts and modes of activations, and whether its states fit: ``layout="auto"``, with and
+without ``sample=``, and a warning before anything is made that will not fit.
 
-Only states and the program's buffers are counted, by ``planner.auto``: an engine is made before it sees a batch.
+Without a micro-batch only states and the program's buffers are counted, by ``planner.auto``: an engine is made before
+it sees a batch. With one, rank 0 plans the user's own model, and all ranks take what it says: so they take the same,
+whatever differs between their hosts. What it plans with is the least memory that any of them has.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from shardfold import accelerator
-from shardfold.comm.mesh import pick_device
-from shardfold.errors import ConfigError, LayoutError, did_you_mean
+from shardfold.comm.agreement import Agreement
+from shardfold.comm.mesh import DataMesh, pick_device
+from shardfold.errors import ConfigError, LayoutError, ModelError, ShardfoldError, did_you_mean
+from shardfold.optim.fused import num_moments
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh, Role
+from shardfold.plan.checks import described
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Layout, Precision, Tier
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
 from shardfold.plan.placement import UnitSpec
+from shardfold.plan.program_passes import Overlap
 from shardfold.plan.sizes import human
-from shardfold.planner.auto import AUTO, ORDER, choose_layout, states_peak
-from shardfold.planner.setting import mesh_of
+from shardfold.planner.auto import AUTO, MODES, ORDER, choose, choose_layout, first_of, states_peak
+from shardfold.planner.division import Division
+from shardfold.planner.given import shapes_of
+from shardfold.planner.hardware import RESERVE, Cluster, known_device
+from shardfold.planner.planned_rank import PlannedRank
+from shardfold.planner.ranking import BY_NODES, LAYOUTS
+from shardfold.planner.ranking import MODES as SEARCHED
+from shardfold.planner.setting import Subject, mesh_of
+from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
 
-__all__ = ["table_of", "warn_of_memory"]
+__all__ = ["Sampled", "memory_of", "sampled", "table_of", "warn_of_memory"]
 
 LOG = getLogger("shardfold")
+ERRORS = {kind.__name__: kind for kind in (ConfigError, LayoutError, ModelError)}
+SHARED = (Role.TENSOR, Role.SEQUENCE, Role.EXPERT, Role.PIPELINE)
 
 
 def table_of(
@@ -77,53 +97,37 @@ def warn_of_memory(
         device: of this rank.
         precision: of what no rule names.
     """
-    memory = memory_of(device)
+    memory, shared = memory_of(device), not accelerator.has_streams(device)
     resting = resting_bytes(layout, units, mesh, num_moments=moments, padded=True)
     if not memory or sum(resting.values()) < memory / 4:
         return
-    needed = _needed(layout, units, mesh, moments, device)
-    if needed <= memory or int(os.environ.get("LOCAL_RANK", "0")):  # one rank of a host says it
+
+    def needed(table: Layout) -> float:
+        """At the peak; what rests in host memory counts where that is the device's, too."""
+        most = states_peak(table, units, mesh, moments)
+        held = resting_bytes(table, units, mesh, num_moments=moments, padded=True) if shared else {}
+        return most + sum(n for (_, tier), n in held.items() if tier is Tier.HOST)
+
+    def advice() -> str:
+        """Which layout would fit, or how much the smallest takes."""
+        if any(segment.table_or(layout) != layout for unit in units for segment in unit.segments):
+            return "Layouts that divide more states, or offload= of some to a slower tier, take less"
+        names = ORDER if mesh.divisor > 1 else ORDER[-2:]
+        looked = first_of(names, lambda name: needed(presets.named(name).bind(precision, mesh)), memory)
+        if looked.fitting:
+            return f"layout={looked.fitting[0].layout!r} takes {human(looked.fitting[0].needed)}"
+        if (disk := needed(offloaded(presets.zero3, "disk").bind(precision, mesh))) <= memory:
+            return f"layout='zero3' with offload='disk' takes {human(disk)}"
+        least = min(looked.others, key=lambda each: each.needed)
+        much = f"takes the least, {human(least.needed)}"
+        return f"Of all layouts {least.layout!r} {much}: take more ranks or a smaller model"
+
+    if (least := needed(layout)) <= memory or int(os.environ.get("LOCAL_RANK", "0")):  # one rank of a host says it
         return
     LOG.warning(
-        f"a step will not fit: states and buffers alone take {human(needed)} of the {human(memory)} of each rank, and "
-        f"activations come on top. {_advice(layout, units, mesh, moments, device, precision, memory)}; "
-        "`shardfold plan` says what fits."
+        f"a step will not fit: states and buffers alone take {human(least)} of the {human(memory)} of each rank, and "
+        f"activations come on top. {advice()}; `shardfold plan` says what fits."
     )
-
-
-def _needed(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int, device: torch.device) -> float:
-    """Bytes of states and buffers at their peak; what rests in host memory counts where that is the device's, too."""
-    needed = states_peak(layout, units, mesh, moments)
-    if accelerator.has_streams(device):
-        return needed
-    resting = resting_bytes(layout, units, mesh, num_moments=moments, padded=True)
-    return needed + sum(n for (_, tier), n in resting.items() if tier is Tier.HOST)
-
-
-def _advice(
-    layout: Layout,
-    units: Sequence[UnitSpec],
-    mesh: Mesh,
-    moments: int,
-    device: torch.device,
-    precision: Precision,
-    memory: float,
-) -> str:
-    """Which layout would fit, or how much the smallest takes."""
-    if any(segment.table_or(layout) != layout for unit in units for segment in unit.segments):
-        return "Layouts that divide more states, or offload= of some to a slower tier, take less"
-    found = {
-        name: _needed(presets.named(name).bind(precision, mesh), units, mesh, moments, device)
-        for name in (ORDER if mesh.divisor > 1 else ORDER[-2:])
-    }
-    for name, needed in found.items():
-        if needed <= memory:
-            return f"layout={name!r} takes {human(needed)}"
-    disk = _needed(offloaded(presets.zero3, "disk").bind(precision, mesh), units, mesh, moments, device)
-    if disk <= memory:
-        return f"layout='zero3' with offload='disk' takes {human(disk)}"
-    least = min(found, key=lambda name: found[name])
-    return f"Of all layouts {least!r} takes the least, {human(found[least])}: take more ranks or a smaller model"
 
 
 def memory_of(device: torch.device) -> float:
@@ -133,3 +137,201 @@ def memory_of(device: torch.device) -> float:
     if total is not None:
         return total / -(-ranks // max(accelerator.count(device), 1))
     return memory_limit() / ranks
+
+
+# -- by a plan of a micro-batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A micro-batch, and the arguments of the engine that a plan goes by; see :class:`shardfold.Engine`.
+
+    Attributes:
+        clips: gradients are clipped.
+        order: of stages.
+
+    Raises:
+        ConfigError: one of them is none that a plan follows.
+    """
+
+    sample: Any
+    layout: str | Layout
+    activations: Any
+    offload: Any
+    outer: Any
+    optimizer: Any
+    precision: Any
+    wire: Any
+    accumulate: int
+    clips: bool
+    tensor: Any
+    sequence_parallel: bool
+    attention: str | None
+    order: str
+    stages: Any
+    units: Any
+    overlap: Overlap
+
+    def __post_init__(self) -> None:
+        if self.optimizer is None:
+            raise ConfigError("sample= is a micro-batch of training: give optimizer=, too, or leave sample= out.")
+        for name, given, follows in (
+            ("precision", self.precision, isinstance(self.precision, (str, Precision))),
+            ("activations", self.activations, self.activations is None or self.activations in (AUTO, *MODES)),
+            ("wire", self.wire, self.wire is None),
+            ("stages", self.stages, self.stages is None),
+        ):
+            if not follows:
+                known = {"precision": "one policy", "activations": f"auto, {', '.join(MODES)}"}.get(name, "None")
+                raise ConfigError(
+                    f"{name}={described(given)} with sample=: a plan of an engine follows {known} there; say that, or "
+                    "leave sample= out and name a layout and a mode."
+                )
+
+    @property
+    def first(self) -> Layout:
+        """A table with which ranks meet: what they meet for is in all that may be taken."""
+        return presets.named(ORDER[0] if self.layout == AUTO else self.layout).with_outer(self.outer)
+
+    @property
+    def tables(self) -> dict[str, Layout]:
+        """Layouts that may be taken, by name, what sends the least first."""
+        if self.layout != AUTO:
+            table = presets.named(self.layout)
+            return {str(self.layout) if isinstance(self.layout, str) else "layout": self._whole(table)}
+        found, refused = dict[str, Layout](), list[LayoutError]()
+        for name in (*ORDER, *(name for name in LAYOUTS if name not in ORDER)):
+            try:
+                found[name] = self._whole(presets.named(name))
+            except LayoutError as error:  # where it divides nothing that offload= names, for one
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return found
+
+    def _whole(self, table: Layout) -> Layout:
+        return offloaded(table, self.offload).with_outer(self.outer)
+
+    def choose(self, model: nn.Module, mesh: DataMesh, job: Agreement) -> tuple[Layout, str, list[str]]:
+        """The table with its mode of activations, the mode, and why, in lines; all ranks call it.
+
+        Raises:
+            ConfigError: on all ranks: nothing fits, or they were given other micro-batches.
+            ModelError: on all ranks: the model does not train on the micro-batch.
+        """
+        batch, _ = self._parts()
+        job.same({"sample=": shapes_of(batch), "the layouts to choose from": str(list(self.tables))})
+        memory = memory_of(mesh.device)
+        host = memory_limit() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        said = [json.loads(text) for text in job.exchange("memory", json.dumps([memory, host]))]
+        memory, host = (min(each) for each in zip(*said, strict=True))
+        mine = self._answer(model, mesh, memory, host) if mesh.rank == 0 else ""
+        answer = json.loads(job.exchange("what is taken for sample=", mine)[0])
+        if "error" in answer:
+            raise ERRORS.get(answer["error"], ConfigError)(answer["told"])
+        if mesh.rank == 0:
+            LOG.warning(answer["told"])
+        mode = answer["mode"]
+        return self.tables[answer["layout"]].replace(activations=mode), mode, [answer["told"]]
+
+    def _answer(self, model: nn.Module, mesh: DataMesh, memory: float, host: float) -> str:
+        """What rank 0 tells the others."""
+        try:
+            with torch.random.fork_rng(devices=()):  # what is run takes no random numbers of the run
+                rank = self._rank(mesh, memory, host)
+                found = choose(self._subject(model, mesh).ranks, self._fitting(mesh), self._modes(), rank)
+        except ShardfoldError as error:
+            return json.dumps({"error": type(error).__name__, "told": str(error)})
+        return json.dumps({"layout": found.layout, "mode": found.mode, "told": found.told})
+
+    def _fitting(self, mesh: DataMesh) -> dict[str, Layout]:
+        """The layouts that differ on this mesh: on one node ``hsdp`` and ``hpz`` divide as ``zero3`` does."""
+        nodes = mesh.sizes.get("inter", 1) > 1
+        alone = () if mesh.sizes.divisor > 1 else ("zero1", "zero2", "zero3")
+        left = {*alone, "fsdp2"} | (set() if nodes else set(BY_NODES))
+        return {name: table for name, table in self.tables.items() if self.layout != AUTO or name not in left}
+
+    def _modes(self) -> Sequence[str]:
+        named = self.activations if self.activations is not None else AUTO
+        return SEARCHED if named == AUTO else (named,)
+
+    def _parts(self) -> tuple[Any, Callable[[Any, Any], Any]]:
+        """The micro-batch, and what gives its loss."""
+        if isinstance(self.sample, tuple) and len(self.sample) == 2 and callable(self.sample[1]):
+            return self.sample  # pyright: ignore[reportReturnType]
+        return self.sample, loss_of
+
+    def _subject(self, model: nn.Module, mesh: DataMesh) -> Subject:
+        """The model as it is planned."""
+        sizes: dict[str, int] = {}
+        for role in SHARED:
+            for name in mesh.sizes.of_role(role):
+                if name != role.value:
+                    raise ConfigError(
+                        f"mesh= has an axis {name!r} of {role}, which a plan for sample= finds by its name: call it "
+                        f"{role.value!r}."
+                    )
+                sizes[name] = mesh.sizes[name]
+        division = Division(
+            **sizes,
+            sequence_parallel=self.sequence_parallel,
+            plan=self.tensor,
+            attention=self.attention,
+            order=self.order,
+            micro_batches=self.accumulate if sizes.get("pipeline", 1) > 1 else 1,
+            streams=accelerator.has_streams(mesh.device),
+        )
+        batch, compute = self._parts()
+        return Subject(model, batch, compute, units=self.units, division=division)
+
+    def _rank(self, mesh: DataMesh, memory: float, host: float) -> PlannedRank:
+        streams = accelerator.has_streams(mesh.device)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world)))
+        device = known_device(accelerator.product(mesh.device) or "")
+        behaviour = GPU if streams else CPU if local >= mesh.world else replace(CPU, transport="gloo")
+        return PlannedRank(
+            mesh=mesh.sizes.axes,
+            precision=self.precision,
+            micro_batches=self.accumulate,
+            overlap=self.overlap,
+            moments=moments_of(self.optimizer),
+            clip=self.clips,
+            behaviour=behaviour,
+            budget=memory - RESERVE if memory else float("inf"),
+            host=host if streams else None,
+            where=Cluster(device, max(mesh.world // local, 1), local) if device is not None else None,
+        )
+
+
+def sampled(sample: Any, layout: Any, activations: Any, **more: Any) -> Sampled | None:
+    """What an engine with these arguments is planned with before it is made; None: nothing is planned.
+
+    Raises:
+        ConfigError: a sample is given that nothing is to be chosen by, or there is none where there has to be one; or
+            as of :class:`Sampled`.
+    """
+    asks = isinstance(activations, str) and activations == AUTO
+    if asks and sample is None:
+        raise ConfigError(
+            "activations='auto' takes what a plan of the model with a micro-batch finds: give one as sample=, or name "
+            "a mode."
+        )
+    if sample is None:
+        return None
+    if not asks and not (isinstance(layout, str) and layout == AUTO):
+        raise ConfigError(
+            "sample= is the micro-batch that layout='auto' and activations='auto' plan with, and neither is given: "
+            "leave it out, or give one of them."
+        )
+    return Sampled(sample=sample, layout=layout, activations=activations, **more)
+
+
+def moments_of(optimizer: Any) -> int:
+    """How many moments an optimizer keeps of each element, or one that is made of a parameter for that; of one that
+    cannot be made so, two."""
+    if isinstance(optimizer, Optimizer):
+        return num_moments(optimizer)
+    try:
+        return num_moments(optimizer([nn.Parameter(torch.zeros(1))]))
+    except Exception:  # it takes the model's own parameters, or is refused when the engine makes it
+        return 2

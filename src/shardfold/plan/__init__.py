@@ -27,6 +27,7 @@
     program_passes   what is done ahead, or later, in a program
     report           what an engine says about itself: bytes held beside the table, bytes sent beside the program
     rules            WHICH part of a model has what: ordered rules from modules to values, first match wins
+    search           the one search behind all that is ``"auto"``
     signs            values that are sent as signs and a scale per block
     sizes            numbers of bytes, as people write and read them
     spelling         the names of formats that have parameters

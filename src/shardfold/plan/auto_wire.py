@@ -32,7 +32,8 @@ from shardfold.plan.formats import FORMATS, ITEMSIZE, format_named
 from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import ROLES, Axes, Layout, Sizes, Wire
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, KINDS, Op, Program
+from shardfold.plan.program import COLLECTIVES, KINDS, Op
+from shardfold.plan.search import search
 from shardfold.plan.spelling import typed
 
 __all__ = [
@@ -220,6 +221,14 @@ class WireOption(NamedTuple):
     sent: float = 0.0
     working: float = 0.0
 
+    @property
+    def fits(self) -> bool:
+        return True
+
+    @property
+    def cost(self) -> float:
+        return self.seconds
+
 
 def wires(table: Layout, purpose: str, auto: AutoWire) -> list[WireOption]:
     """Those that a transfer of a table may take, the plain one first: its dtype, what the table names itself, and what
@@ -241,17 +250,23 @@ def fastest(options: Sequence[WireOption]) -> WireOption:
     for group in ([o for o in options if not o.loses], [o for o in options if o.loses]):
         if group and group[0].loses and best.working >= WORKING * best.seconds:
             break
-        first = min(group, key=lambda option: option.seconds, default=best)
+        first = next(iter(search(group, lambda option: [option]).fitting), best)
         if first.seconds < best.seconds * (1 - MARGIN):
             best = first
     return best
 
 
-def _steps(program: Program, times: Mapping[str, int], purpose: str) -> Iterator[tuple[Op, int]]:
+def _sendings(
+    purpose: str, bound: Bound, times: Mapping[str, int]
+) -> Iterator[tuple[Op, int, UnitSpec, list[tuple[SegmentSpec, Op, bool]]]]:
+    """Collectives of a transfer, how often each runs, its unit, and of each segment as what it travels, encoded or
+    not."""
     for section, runs in times.items():
-        for op in program.section(section) if runs else ():
+        for op in bound.program.section(section) if runs else ():
             if op.verb in COLLECTIVES and op.verb not in KINDS and op.purpose == purpose:
-                yield op, runs
+                segments = op.moves(unit := bound.by_name[op.unit])
+                pairs = zip(segments, op.each(len(segments)), strict=True)
+                yield op, runs, unit, [(segment, one, is_encoded(one, segment, bound.layout)) for segment, one in pairs]
 
 
 def _kind(op: Op, *, encoded: bool) -> str:
@@ -269,14 +284,10 @@ def _is_rounded(op: Op, segment: SegmentSpec) -> bool:
 
 def needs(purpose: str, bound: Bound, times: Mapping[str, int]) -> tuple[set[tuple[str, Axes]], set[str]]:
     """Kinds of collectives and axes whose links a transfer of a program crosses, and the formats that it encodes."""
-    links: set[tuple[str, Axes]] = set()
-    formats: set[str] = set()
-    for op, _ in _steps(bound.program, times, purpose):
-        segments = op.moves(bound.by_name[op.unit])
-        for segment, each in zip(segments, op.each(len(segments)), strict=True):
-            encoded = is_encoded(each, segment, bound.layout)
-            links.add((_kind(each, encoded=encoded), op.axes))
-            formats |= {each.format} if encoded or _is_rounded(each, segment) else set()
+    links, formats = set[tuple[str, Axes]](), set[str]()
+    for op, _, _, each in _sendings(purpose, bound, times):
+        links |= {(_kind(one, encoded=encoded), op.axes) for _, one, encoded in each}
+        formats |= {one.format for segment, one, encoded in each if encoded or _is_rounded(one, segment)}
     return links, formats
 
 
@@ -287,14 +298,10 @@ def wire_seconds(
     the seconds in which processors work."""
     layout, mesh = bound.layout, bound.mesh
     seconds = sent = working = 0.0
-    for op, runs in _steps(bound.program, times, purpose):
-        unit = bound.by_name[op.unit]
-        segments = op.moves(unit)
-        each = [*zip(segments, op.each(len(segments)), strict=True)]
+    for op, runs, unit, each in _sendings(purpose, bound, times):
         sent += runs * (num_bytes := op_bytes(op, layout, unit, mesh))
-        coded = [is_encoded(one, segment, layout) for segment, one in each]
         # Segments of a unit share its latencies; where they travel as several kinds, the slowest stands for all.
-        kinds = {_kind(one, encoded=encoded) for (_, one), encoded in zip(each, coded, strict=True)}
+        kinds = {_kind(one, encoded=encoded) for _, one, encoded in each}
         link = min((measured.links[kind, op.axes] for kind in sorted(kinds)), key=lambda link: link.rate)
         seconds += (sending := runs * (num_bytes / link.rate + len(each) * link.latency))
         working += sending * link.working

@@ -322,6 +322,10 @@ def _words(op: Op, name: str, value: Any) -> list[str]:
     return ["->", value] if name == "target" and op.source else [value]
 
 
+def _nothing(section: str, op: Op) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Program:
     """The operations of one optimizer step, by section; see the module's docstring.
@@ -385,7 +389,7 @@ class Program:
     def render(self, mark: tuple[str, int] | None = None, remark: Remark | None = None) -> str:
         """The text form; ``mark = (section, index)`` points at the operation that failed, ``remark`` says what stands
         behind an operation. A section whose operations are another's is one line that names it."""
-        say = remark or (lambda section, op: "")
+        say = remark or _nothing
         texts: list[str] = []
         for name in (*SECTIONS, *OTHERS):
             ops = self.section(name)
@@ -529,6 +533,7 @@ def lower(
         stashes: what is about to be updated is kept, for micro-batches that are under way.
     """
     lowering = _Lowering(layout, units, mesh, forward, backward, speculated, meets=meets, stashes=stashes)
+    rounds: dict[str, Any] = {name: tuple(lowering.outer(name)) for name in ROUND if layout.outer is not None}
     return Program(
         first=tuple(lowering.one_pass(True, False, first=True)) if lowering.keeps else (),
         forward=tuple(lowering.one_pass(True, False)),
@@ -539,7 +544,7 @@ def lower(
         arrive=tuple(lowering.updates(behind=True)) if delayed else (),
         shared=tuple(lowering.shared()),
         together=tuple(lowering.together()) if apart else (),
-        **{name: tuple(lowering.outer(name)) for name in ROUND if layout.outer is not None},
+        **rounds,
     )
 
 

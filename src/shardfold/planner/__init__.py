@@ -1,6 +1,6 @@
 """KNOW before you run: a model's memory and time on ranks that need not be there.
 
-    auto           ``Engine(layout="auto")``: the layout that sends the least of those whose states fit
+    auto           ``Engine(layout="auto")``: by states alone, and the fastest with which a micro-batch fits
     best           ``shardfold.plan.best``, the fastest way to train a model on some devices; and ``largest_batch``
     candidate      a way to train that a search looks at, as what an engine, a recipe and a DeepSpeed config take
     choice         what fits: the peak of each layout and each mode of activations, and the largest micro-batch
@@ -14,9 +14,9 @@
     live           bytes of storages while they live
     memory         bytes over time: a trace and a program, walked together as the engine walks them
     moved          activations on the host and on disk, on paper
+    planned_rank   a rank that is planned for, and how a model is planned on it
+    ranking        which ways to train fit, ranked
     repeats        models of many blocks that are alike are traced with a few of them; what the others do is repeated
-    sampled        ``layout="auto", sample=``: the fastest that fits
-    search         which ways to train fit, ranked
     seconds        the time of a step
     setting        what a rank's engine would bind: units, orders, program
     staged         stages of a rank on paper, by an order of actions

@@ -13,12 +13,12 @@ from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.checks import described, is_flag, is_integer
 from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import Layout, Precision
-from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.candidate import FittingCandidate
 from shardfold.planner.choice import largest_of
 from shardfold.planner.division import Division, division_of
 from shardfold.planner.hardware import cluster, host_bytes
-from shardfold.planner.search import MODES, layouts_for, search_divisions
+from shardfold.planner.planned_rank import PlannedRank
+from shardfold.planner.ranking import MODES, layouts_for, rank
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import MODES as FOLLOWED
 from shardfold.planner.tracing import Compute, loss_of
@@ -76,20 +76,9 @@ def best(
     layouts = layouts_for(where) if layouts is None else layouts
     _check(samples, layouts, modes, axes, precision)
     _check_real(real)
-    subject = Subject(model, batch, compute, real=real)
-    divisions = [division_of(each) for each in axes]
-    found = search_divisions(
-        subject,
-        where,
-        divisions,
-        precision=precision,
-        layouts=layouts,
-        modes=modes,
-        batch=samples,
-        host=host_bytes(host),
-        wire=AutoWire.named(wire),
-    )
-    return found.best
+    subject, divisions = Subject(model, batch, compute, real=real), [division_of(each) for each in axes]
+    what: dict[str, Any] = {"precision": precision, "layouts": layouts, "modes": modes, "wire": AutoWire.named(wire)}
+    return rank(subject, where, divisions, batch=samples, host=host_bytes(host), **what).best
 
 
 def _check(samples: Any, layouts: Any, modes: Any, axes: Any, precision: str | Precision) -> None:
@@ -161,15 +150,6 @@ def largest_batch(
         raise ConfigError(f"accumulate= is {described(accumulate)}: it is a number of micro-batches, 1 or more.")
     _check_real(real)
     where = cluster(gpus, memory=memory)
-    streams = where.device.streams
-    found = largest_of(
-        [Subject(model, batch, compute, real=real, division=Division(streams=streams))],
-        layout=layout,
-        mode=activations,
-        precision=precision,
-        mesh=where.mesh,
-        micro_batches=accumulate,
-        budget=where.device.usable,
-        behaviour=GPU if streams else CPU,
-    )
-    return found.largest
+    subject = Subject(model, batch, compute, real=real, division=Division(streams=where.device.streams))
+    planned = PlannedRank.on(where, precision=precision, micro_batches=accumulate)
+    return largest_of([subject], planned, layout, activations).largest

@@ -171,6 +171,12 @@ class FittingCandidate:
     batch: int
     zeros: str = ""
     loss: str = ""
+    fits = True
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """What trains the most samples is the best, and of equal ones what needs the least."""
+        return -self.samples, self.peak
 
     def device_hours(self, tokens: float = 1e9) -> float:
         """Hours of devices, those of all of them added up, that training on so many tokens takes; inf: the model reads
@@ -190,6 +196,8 @@ class Refused:
     why: str
     division: Division = UNDIVIDED
     wired: str = ""
+    fits = False
+    cost = inf, inf
 
     @property
     def named(self) -> str:

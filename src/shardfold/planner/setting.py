@@ -107,6 +107,15 @@ class Subject:
         self.samples = leaves[0].shape[0] if leaves else 1
 
     @property
+    def ranks(self) -> list[Subject]:
+        """As each rank has it: itself, or one for each place along the axis of stages."""
+        division = self.division
+        return [
+            self if place == division.stage else replace(self, division=replace(division, stage=place))
+            for place in range(division.pipeline)
+        ]
+
+    @property
     def staged(self) -> str:
         """The stages of the rank that is planned for, in words; empty: there are none."""
         *most, last = [*map(str, self.stages)] or [""]

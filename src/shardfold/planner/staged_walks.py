@@ -11,27 +11,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardfold.parallel.pipeline.stage_order import Action, choose_order
-from shardfold.plan.auto_wire import AutoWire
-from shardfold.plan.layout import Layout, Precision, Tier
-from shardfold.plan.lifetimes import CPU, GPU
+from shardfold.plan.bind import Bound
+from shardfold.plan.layout import Tier
 from shardfold.plan.program import Op
-from shardfold.plan.program_passes import Overlap
 from shardfold.plan.sizes import human
-from shardfold.planner.candidate import Candidate, FittingCandidate, sizes_to_show
-from shardfold.planner.hardware import Cluster
-from shardfold.planner.memory import MemoryPlan, Setting, plan_memory
+from shardfold.planner.candidate import Candidate
+from shardfold.planner.division import Division
+from shardfold.planner.memory import MemoryPlan
 from shardfold.planner.moved import MOVED
-from shardfold.planner.seconds import Seconds, Work, part_seconds, ways_of
+from shardfold.planner.seconds import Seconds, Work, part_seconds
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.staged import Span, actions_of, lanes_of, places_of, spans_of, usual_count
 from shardfold.planner.trace import Lane, Trace
-from shardfold.planner.walks import too_much_at_rest, wires_of
+from shardfold.planner.walks import SizeRows, Walks
 
 __all__ = ["PassTimes", "StagedWalks", "ends_of"]
 
@@ -72,91 +69,47 @@ class _RankTimes(NamedTuple):
     update: np.ndarray
 
 
-class StagedWalks:
-    """Of the stages of one model on some devices, each done once.
+class StagedWalks(Walks):
+    """Of the stages of one model, each of which is on a rank that is planned for."""
 
-    Args:
-        subject: model and micro-batch.
-        where: devices.
-        precision: policy.
-        moments: that the optimizer keeps of each element.
-        ranks: the model as each rank has it, the first of which is ``subject``; empty: they are made.
-
-    Attributes:
-        readers: ranks that read other samples.
-    """
-
-    def __init__(
-        self,
-        subject: Subject,
-        where: Cluster,
-        precision: str | Precision,
-        moments: int,
-        ranks: Sequence[Subject] = (),
-    ) -> None:
-        division = subject.division
-        self._where, self._precision, self._moments, self._division = where, precision, moments, division
-        self._mesh = division.over(where.mesh)
-        self.readers = self._mesh.parts(self._mesh.sampling)
-        self._ranks = [*ranks] or [
-            subject if place == division.stage else replace(subject, division=replace(division, stage=place))
-            for place in range(division.pipeline)
-        ]
-        every = {number: one for rank in self._ranks for number, one in rank.stages.items()}
+    def __init__(self, ranks: Sequence[Subject], *given: Any, **more: Any) -> None:
+        super().__init__(ranks, *given, **more)
+        every = {number: one for rank in ranks for number, one in rank.stages.items()}
         for number, one in every.items():
             one.borders = every[0].borders
             one.others = [every[1]] if number > 1 else ()
-        self._rank_of = {number: rank for rank in self._ranks for number in rank.stages}
-        self._ways = ways_of(where, self._mesh, division.axes)
-        self._behaviour = GPU if where.device.streams else CPU
-        self._budget = where.device.usable
-        self._done: dict[Any, tuple[Setting, MemoryPlan]] = {}
-        self._works: dict[tuple[str, bytes, Lane], Work] = {}
+        self._rank_of = {number: rank for rank in ranks for number in rank.stages}
         #: Micro-batches of an order of the user's own, which has no others; 0: there may be any number.
-        self._only = choose_order(division.order).batches
-        self._usual = usual_count(division.order, division.pipeline)
+        self._only = choose_order(self._division.order).batches
+        self._usual = usual_count(self._division.order, self._division.pipeline)
 
-    def resting_too_much(self, layout: Layout, host: float) -> str:
-        """Why nothing can fit, as what rests of a stage alone does not; empty: it does."""
-        budget = self._budget if self._behaviour.streams else inf
-        for rank in self._ranks:
-            tiers: Mapping[Tier, float] = rank.resting(layout, self._precision, self._mesh.axes, self._moments)
-            if why := too_much_at_rest(tiers, host, budget):
-                return f"of {rank.staged} {why}"
-        return ""
+    def _divided(self, count: int) -> Division:
+        return replace(self._division, stage=0, micro_batches=count)
 
-    def wires(self, plain: Candidate, mode: str, auto: AutoWire) -> list[dict[str, str]]:
-        """Wires that a layout may have, as arguments of a candidate; its own first."""
+    def _bound(self, plain: Candidate) -> Bound:
         rank = self._ranks[0]
-        setting = self._walk(rank, plain, rank.in_order(self._precision, mode, LINE[0], self._usual))[0]
-        return wires_of(plain.table, setting.bound.program, setting.bound.mesh, auto)
+        return self._walk(rank, plain, rank.in_order(self._precision, plain.mode, LINE[0], self._usual), 2)[0].bound
 
-    def fitting(
-        self, plain: Candidate, limit: int, batch: int | None, room: float = inf
-    ) -> tuple[list[FittingCandidate], str]:
-        """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does. In the
-        ``room`` of host memory there are states only, which :meth:`resting_too_much` looks at."""
+    def _rows(self, plain: Candidate) -> SizeRows | str:
+        """In host memory there are states only, which :meth:`resting_too_much` looks at."""
         if plain.mode in MOVED:
-            return [], f"an axis of pipeline does not go with activations={plain.mode!r}."
-        samples = np.arange(1, limit + 1)
+            return f"an axis of pipeline does not go with activations={plain.mode!r}."
+        batch, samples = self._batch, np.arange(1, self.limit + 1)
         counts = np.full_like(samples, self._usual)
         if batch is not None:
             counts = -(-batch // (samples * self.readers))
         if self._only and not (counts == self._only).any():
-            return (
-                [],
-                f"the order has {self._only} micro-batches, which no size of one makes of {batch} samples a step.",
-            )
+            return f"the order has {self._only} micro-batches, which no size of one makes of {batch} samples a step."
         if self._only:
             samples, counts = (each[counts == self._only] for each in (samples, counts))
-        peaks, host, least, most, zeros, loss = np.zeros(len(samples)), 0.0, "", 0.0, "", ""
-        times: list[_RankTimes] = []
+        peaks, host, least, most = np.zeros(len(samples)), 0.0, "", 0.0
+        times, traces = list[_RankTimes](), list[Trace]()
         for rank in self._ranks:
             for lane in self._lanes(rank, counts):
                 few, more = (rank.alone(self._precision, plain.mode, n, lane) for n in LINE)
                 if few.structure != more.structure:
-                    return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
-                zeros, loss = zeros or few.zeros, loss or few.loss
+                    return "its forward does other things with 4 samples than with 2: give a micro-batch."
+                traces.append(few)
             for count in map(int, np.unique(counts)):
                 mine = counts == count
                 peaks[mine] = np.maximum(peaks[mine], self._peaks(rank, plain, count, samples[mine]))
@@ -166,40 +119,17 @@ class StagedWalks:
                 least = f"{_samples(int(samples[0]))} at {human(most)} of {human(self._budget)}, {at}."
             host = max(host, alone.tiers.get(Tier.HOST, 0.0))
             times.append(self._times(rank, plain, samples, counts))
-        fits = np.flatnonzero(peaks <= self._budget)
-        if not len(fits):
-            return [], least
+        if not (peaks <= self._budget).any():
+            return least
         step = self._steps(times, counts)
-        totals = samples * counts * self.readers
-        rate = (totals if batch is None else batch) / step  # of what was asked for: more makes no step faster
-        fastest = int(samples[fits[rate[fits].argmax()]])
-        wanted = {*sizes_to_show(int(samples[fits[-1]])), fastest}
-        return [
-            FittingCandidate(
-                replace(
-                    plain,
-                    micro_batch=int(samples[i]),
-                    accumulate=int(counts[i]),
-                    division=replace(self._division, stage=0, micro_batches=int(counts[i])),
-                ),
-                float(peaks[i]),
-                host,
-                self._seconds(plain, times, i, samples, int(counts[i]), float(step[i])),
-                float(rate[i]),
-                int(totals[i]),
-                zeros,
-                loss,
-            )
-            for i in map(int, fits)
-            if int(samples[i]) in wanted
-        ], ""
+        return SizeRows(samples, counts, peaks, np.full(len(samples), host), step, traces, (times, samples))
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of a step of one candidate, whether it fits or not."""
         samples, counts = np.array([candidate.micro_batch]), np.array([candidate.accumulate])
         times = [self._times(rank, candidate, samples, counts) for rank in self._ranks]
         step = float(self._steps(times, counts)[0])
-        return self._seconds(candidate, times, 0, samples, candidate.accumulate, step)
+        return self._seconds(candidate, (times, samples), 0, candidate.micro_batch, candidate.accumulate, step)
 
     def _lanes(self, rank: Subject, counts: np.ndarray) -> dict[Lane, int]:
         """Those of a rank, each with a number of micro-batches that go through it."""
@@ -214,32 +144,13 @@ class StagedWalks:
     def _peaks(self, rank: Subject, plain: Candidate, count: int, samples: np.ndarray) -> np.ndarray:
         """The most bytes of a rank, by samples of a micro-batch."""
         few, more = (rank.in_order(self._precision, plain.mode, n, count) for n in LINE)
-        found = self._walk(rank, plain, few)[1].of(few).line(few, more, LINE).at(samples)
+        found = self._walk(rank, plain, few, 2)[1].line(few, more, LINE).at(samples)
         if samples[0] == 1:
             found[0] = self._plan(rank, plain, count, 1).peak
         return found
 
     def _plan(self, rank: Subject, plain: Candidate, count: int, samples: int) -> MemoryPlan:
-        trace = rank.in_order(self._precision, plain.mode, samples, count)
-        return self._walk(rank, plain, trace)[1].of(trace)
-
-    def _walk(self, rank: Subject, plain: Candidate, trace: Trace) -> tuple[Setting, MemoryPlan]:
-        """The program of a rank is walked once for orders that have passes of the same kinds."""
-        key = rank.division.stage, plain.table, plain.prefetch, trace.structure, trace.passes
-        if key not in self._done:
-            setting = rank.setting(
-                trace,
-                layout=plain.table,
-                precision=self._precision,
-                mesh=self._mesh.axes,
-                overlap=Overlap(prefetch=plain.prefetch),
-                micro_batches=2,
-                moments=self._moments,
-                clip=True,
-                behaviour=self._behaviour,
-            )
-            self._done[key] = setting, plan_memory(setting, trace)
-        return self._done[key]
+        return self._walk(rank, plain, rank.in_order(self._precision, plain.mode, samples, count), 2)[1]
 
     # -- seconds
 
@@ -259,11 +170,11 @@ class StagedWalks:
     ) -> tuple[PassTimes, np.ndarray]:
         """Of the passes of a lane, and of the step of its rank."""
         few, more = (rank.alone(self._precision, plain.mode, n, lane) for n in LINE)
-        at, device = (samples - LINE[0]) / (LINE[1] - LINE[0]), self._where.device
+        at, device = (samples - LINE[0]) / (LINE[1] - LINE[0]), self._device
         if (key := (plain.mode, samples.tobytes(), lane)) not in self._works:
             self._works[key] = Work(device, few, more, at, self._ways)
         work, spans = self._works[key], spans_of(few)
-        setting, plan = self._walk(rank, plain, rank.in_order(self._precision, plain.mode, LINE[0], count))
+        setting, plan, _ = self._walk(rank, plain, rank.in_order(self._precision, plain.mode, LINE[0], count), 2)
         known = dict[Op, float]()
 
         def seconds(span: Span, *sections: str) -> np.ndarray:
@@ -299,11 +210,10 @@ class StagedWalks:
             found[mine] = np.max(each, axis=0)
         return found
 
-    def _seconds(
-        self, plain: Candidate, times: Sequence[_RankTimes], i: int, samples: np.ndarray, count: int, step: float
-    ) -> Seconds:
-        """Of a step with the ``i``-th size of a micro-batch, as the mean of the ranks."""
-        at, ranks = (int(samples[i]) - LINE[0]) / (LINE[1] - LINE[0]), len(times)
+    def _seconds(self, plain: Candidate, parts: Any, i: int, size: int, count: int, step: float) -> Seconds:
+        """As the mean of the ranks."""
+        times, samples = parts
+        at, ranks = (size - LINE[0]) / (LINE[1] - LINE[0]), len(times)
         lanes = {
             lane.stage: lane for mode, size, lane in self._works if (mode, size) == (plain.mode, samples.tobytes())
         }

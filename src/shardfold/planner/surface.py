@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardfold.plan.layout import Layout, Precision, Tier
-from shardfold.plan.lifetimes import GPU
-from shardfold.planner.memory import MemoryPlan, plan_memory, words_of
+from shardfold.planner.memory import MemoryPlan, words_of
+from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.trace import Trace
 
@@ -125,10 +125,8 @@ def surface_of(
 
     def plan(ranks: int) -> MemoryPlan:
         mesh = subject.division.over({"inter": 1, "intra": ranks * subject.division.ranks})
-        setting = subject.setting(
-            trace, layout=layout, precision=precision, mesh=mesh.axes, moments=moments, clip=clip, behaviour=GPU
-        )
-        return plan_memory(setting, trace)
+        rank = PlannedRank(mesh=mesh.axes, precision=precision, moments=moments, clip=clip)
+        return rank.walk(subject, layout, trace)[1]
 
     one, few, more = (plan(ranks) for ranks in (1, *RANKS))
     return Surface(_points(one, None, trace), _points(few, more, trace), activity)

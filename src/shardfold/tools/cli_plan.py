@@ -206,7 +206,7 @@ def _checked(
     from shardfold.plan.auto_wire import AutoWire
     from shardfold.plan.layout import Precision
     from shardfold.planner.hardware import cluster
-    from shardfold.planner.search import layouts_for
+    from shardfold.planner.ranking import layouts_for
 
     for mode in activations or ():
         if mode not in (known := (*MODES, *MOVED)):

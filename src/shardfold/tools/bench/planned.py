@@ -20,7 +20,8 @@ from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU
 from shardfold.planner.division import Division
 from shardfold.planner.live import LiveBytes
-from shardfold.planner.memory import MemoryPlan, plan_memory
+from shardfold.planner.memory import MemoryPlan
+from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.setting import Subject
 from shardfold.planner.trace import SMALL
 from shardfold.planner.tracing import Compute, loss_of
@@ -175,15 +176,7 @@ def compare(
     division = division or Division()
     division = replace(division, stage=sum(coords[axis] for axis in mesh.stages))
     planned = subject(division) if subject else Subject(build(), batch, compute, real=real, division=division)
-    trace = planned.trace(precision, mode)
-    setting = planned.setting(
-        trace,
-        layout=layout,
-        precision=precision,
-        mesh=mesh.axes,
-        micro_batches=accumulate,
-        clip=clip_norm is not None,
-        behaviour=CPU,
-    )
-    plan = plan_memory(setting, trace)
+    clip = clip_norm is not None
+    rank = PlannedRank(mesh=mesh.axes, precision=precision, micro_batches=accumulate, clip=clip, behaviour=CPU)
+    _, plan = rank.plan(planned, layout, mode)
     return Comparison(plan.peak + plan.tiers.get(Tier.HOST, 0.0), measured, plan)

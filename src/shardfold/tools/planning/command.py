@@ -7,19 +7,20 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from logging import ERROR, getLogger
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout
-from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.choice import options
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.given import GIVE
 from shardfold.planner.hardware import Cluster, cluster, host_bytes
 from shardfold.planner.inference import Served, activation_bytes, cache_bytes, sizes_of
-from shardfold.planner.search import Search, search, search_divisions
+from shardfold.planner.planned_rank import PlannedRank
+from shardfold.planner.ranking import Ranking, rank
 from shardfold.planner.setting import Subject
 from shardfold.planner.staged import usual_count
 from shardfold.tools.observe.console import working
@@ -40,16 +41,15 @@ def print_plan(
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
     train that fits; returns whether anything fits."""
     where, room = cluster(gpus, memory=memory), host_bytes(host)
+    searched: dict[str, Any] = {"precision": precision, "layouts": tables, "modes": modes, "batch": batch, "wire": wire}
+    searched["host"] = room
     if len(divisions) > 1:
         with _making(model):
             planned = planned_model(model, length=length, samples=2, real=real)
         print(show.head(planned, where, precision))
         print(flush=True)
         with _traced(planned) as tick:
-            found = search_divisions(
-                planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
-                host=room, wire=wire, tick=tick,
-            )  # fmt: skip
+            found = rank(planned.subject, where, divisions, tick=tick, **searched)
         found = replace(found, refused=[replace(r, why=_by_command(r.why, planned)) for r in found.refused])
         return _print_found(found, where, precision, model, price)
     division = replace(divisions[0], streams=where.device.streams)
@@ -60,21 +60,12 @@ def print_plan(
     print(flush=True)
     if micro_batch is None:
         with _traced(planned) as tick:
-            found = search(
-                planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room,
-                wire=wire, tick=tick,
-            )  # fmt: skip
+            found = rank(planned.subject, where, tick=tick, **searched)
         return _print_found(found, where, precision, model, price)
-    stages = [planned.subject] + [
-        replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)
-    ]
+    on = PlannedRank.on(where, division, precision=precision, micro_batches=accumulate, host=room)
+    size = micro_batch if isinstance(micro_batch, int) else None
     with _traced(planned) as tick:
-        each = options(
-            stages, tables, modes, precision=precision, mesh=mesh.axes,
-            micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-            micro_batches=accumulate, budget=where.device.usable, host=room, where=where,
-            behaviour=GPU if where.device.streams else CPU, tick=tick,
-        )  # fmt: skip
+        each = options(planned.subject.ranks, on, tables, modes, size, tick)
     if division.pipeline > 1:
         print(show.stages(division))
         print()
@@ -89,7 +80,7 @@ def print_plan(
     return bool(fitting)
 
 
-def _print_found(found: Search, where: Cluster, precision: str, model: str, price: float | None) -> bool:
+def _print_found(found: Ranking, where: Cluster, precision: str, model: str, price: float | None) -> bool:
     """Prints what a search found; returns whether anything fits."""
     print(show.ranking(found, where, precision, model if model in SIZES else "", price))
     ways = found.found

@@ -17,7 +17,7 @@ from shardfold.planner.choice import Option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.inference import RESERVE, Served, Size
-from shardfold.planner.search import Search
+from shardfold.planner.ranking import Ranking
 from shardfold.tools.planning.models import Planned
 
 __all__ = ["advice", "detail", "head", "notes", "ranking", "served_by", "serving", "stages", "states", "table"]
@@ -135,7 +135,7 @@ def _whose(options: Sequence[Option]) -> str:
     return f"of {sizes.pop()}" if len(sizes) == 1 else "of the largest" if sizes else ""
 
 
-def ranking(found: Search, where: Cluster, precision: str, recipe: str = "", price: float | None = None) -> str:
+def ranking(found: Ranking, where: Cluster, precision: str, recipe: str = "", price: float | None = None) -> str:
     """The fastest micro-batch of each layout, axes and mode, the fastest of all first; then what does not fit, and
     why. ``recipe``: what `shardfold train` calls the model; empty: it does not train it. ``price``: of a device for an
     hour."""
@@ -191,7 +191,7 @@ def ranking(found: Search, where: Cluster, precision: str, recipe: str = "", pri
     return "\n".join(lines)
 
 
-def _wires_of(found: Search) -> str:
+def _wires_of(found: Ranking) -> str:
     """How many wires were looked at, of which the fastest is shown."""
     ways = {(c.layout, str(c.division), c.mode, c.wired) for c in (each.candidate for each in found.found)}
     ways |= {(r.layout, str(r.division), r.mode, r.wired) for r in found.refused}

@@ -11,10 +11,10 @@ from shardfold import accelerator
 from shardfold.engine.engine import Engine
 from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
-from shardfold.planner.memory import MemoryPlan, plan_memory
+from shardfold.planner.memory import MemoryPlan
 from shardfold.tools.bench.planned import WatchedBytes, inside_hooks
 from shardfold.tools.recipes.config import TrainConfig
-from shardfold.tools.recipes.largest import behaviour_on, subjects_of
+from shardfold.tools.recipes.largest import rank_of, subjects_of
 
 __all__ = ["Peak"]
 
@@ -58,19 +58,10 @@ class Peak:
 
     def planned(self) -> MemoryPlan:
         """What the plan says."""
-        config, engine = self._config, self._engine
-        (subject,) = subjects_of(config, streams=accelerator.has_streams(engine.device))
-        trace = subject.trace(config.precision, config.activations, config.micro_batch)
-        setting = subject.setting(
-            trace,
-            layout=config.table(),
-            precision=config.precision,
-            mesh=engine.mesh.sizes.axes,
-            micro_batches=config.accumulate,
-            clip=bool(config.clip_norm),
-            behaviour=behaviour_on(engine.device),
-        )
-        return plan_memory(setting, trace)
+        config = self._config
+        (subject,) = subjects_of(config, streams=accelerator.has_streams(self._engine.device))
+        rank = rank_of(config, self._engine)
+        return rank.plan(subject, config.table(), config.activations, config.micro_batch)[1]
 
     def told(self) -> list[str]:
         """A line for the report; none where no plan follows the run."""

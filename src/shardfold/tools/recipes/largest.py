@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import torch.distributed as dist
 
@@ -10,17 +12,18 @@ from shardfold.engine.engine import Engine
 from shardfold.engine.fitting import memory_of
 from shardfold.errors import ConfigError
 from shardfold.plan.layout import Tier
-from shardfold.plan.lifetimes import CPU, GPU, Behaviour
+from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.sizes import human, parse_bytes
 from shardfold.planner.choice import Option, largest_of
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import RESERVE
+from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.setting import LINE, Subject
 from shardfold.sharding.materialize import meta_init
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT
 
-__all__ = ["behaviour_on", "subjects_of", "with_most_samples"]
+__all__ = ["rank_of", "subjects_of", "with_most_samples"]
 
 
 def with_most_samples(config: TrainConfig, engine: Engine, windows: int) -> TrainConfig:
@@ -51,17 +54,8 @@ def with_most_samples(config: TrainConfig, engine: Engine, windows: int) -> Trai
 
 
 def _largest(config: TrainConfig, engine: Engine, budget: float) -> Option:
-    return largest_of(
-        subjects_of(config, streams=accelerator.has_streams(engine.device)),
-        layout=config.table(),
-        mode=config.activations,
-        precision=config.precision,
-        mesh=engine.mesh.sizes.axes,
-        micro_batches=config.accumulate,
-        budget=budget,
-        behaviour=behaviour_on(engine.device),
-        clip=bool(config.clip_norm),
-    )
+    subjects = subjects_of(config, streams=accelerator.has_streams(engine.device))
+    return largest_of(subjects, rank_of(config, engine, budget), config.table(), config.activations)
 
 
 def _budget(config: TrainConfig, device: torch.device) -> float:
@@ -71,9 +65,16 @@ def _budget(config: TrainConfig, device: torch.device) -> float:
     return memory_of(device) - RESERVE
 
 
-def behaviour_on(device: torch.device) -> Behaviour:
-    """How a device uses memory."""
-    return GPU if accelerator.has_streams(device) else CPU
+def rank_of(config: TrainConfig, engine: Engine, budget: float = inf) -> PlannedRank:
+    """A rank of a run as it is planned, with so many bytes."""
+    return PlannedRank(
+        mesh=engine.mesh.sizes.axes,
+        budget=budget,
+        precision=config.precision,
+        micro_batches=config.accumulate,
+        clip=bool(config.clip_norm),
+        behaviour=GPU if accelerator.has_streams(engine.device) else CPU,
+    )
 
 
 def subjects_of(config: TrainConfig, *, streams: bool) -> list[Subject]:
@@ -82,22 +83,15 @@ def subjects_of(config: TrainConfig, *, streams: bool) -> list[Subject]:
     tokens = torch.empty((LINE[0], shape.context), dtype=torch.int64, device="meta")
     with meta_init():
         model = GPT(shape)
-    return [
-        Subject(
-            model,
-            {"tokens": tokens, "targets": tokens},
-            division=Division(
-                tensor=config.tensor,
-                sequence_parallel=config.sequence_parallel,
-                sequence=config.sequence,
-                expert=config.expert,
-                pipeline=config.pipeline,
-                order=config.order,
-                micro_batches=config.accumulate if config.pipeline > 1 else 1,
-                stage=stage,
-                streams=streams,
-                attention=None if config.attention == "auto" else config.attention,
-            ),
-        )
-        for stage in range(config.pipeline)
-    ]
+    division = Division(
+        tensor=config.tensor,
+        sequence_parallel=config.sequence_parallel,
+        sequence=config.sequence,
+        expert=config.expert,
+        pipeline=config.pipeline,
+        order=config.order,
+        micro_batches=config.accumulate if config.pipeline > 1 else 1,
+        streams=streams,
+        attention=None if config.attention == "auto" else config.attention,
+    )
+    return Subject(model, {"tokens": tokens, "targets": tokens}, division=division).ranks

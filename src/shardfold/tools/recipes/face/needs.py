@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
 from shardfold.plan.program_passes import Overlap
-from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Device
-from shardfold.planner.memory import MemoryPlan, Setting, plan_memory
+from shardfold.planner.memory import MemoryPlan, Setting
+from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import LINE, Subject
 from shardfold.sharding.materialize import meta_init
@@ -72,7 +72,7 @@ class Needs:
 
     def __init__(self, config: FaceConfig, classes: int, ranks: int, *, streams: bool = False) -> None:
         self.ranks, self._precision = ranks, config.precision
-        self._behaviour = GPU if streams else CPU
+        self._rank = PlannedRank(mesh={"intra": ranks}, precision=config.precision, behaviour=GPU if streams else CPU)
         with meta_init():
             model = _Alone(config, classes, ranks)
         rows, columns = config.image_size()
@@ -83,7 +83,7 @@ class Needs:
 
     def of(self, name: str, overlap: Overlap | None = None) -> Need:
         """What one of SETTINGS takes."""
-        plan = self._plan(name, LINE[0], overlap)
+        _, plan = self._plan(name, LINE[0], overlap)
         few, more = (self._subject.trace(self._precision, "keep", n) for n in LINE)
         line = plan.line(few, more, LINE)
         lines = tuple(zip(line.starts.tolist(), line.slopes.tolist(), strict=True))
@@ -91,30 +91,14 @@ class Needs:
 
     def largest(self, name: str, allowed: float) -> int:
         """The most images that fit, as ``sf.plan.largest_batch`` finds them."""
-        return largest_micro_batch(
-            self._subject, self._plan(name, LINE[0]), precision=self._precision, mode="keep", budget=allowed
-        )
+        return replace(self._rank, budget=allowed).largest(self._subject, self._plan(name, LINE[0])[1])
 
     def seconds(self, name: str, batch: int, device: Device) -> float:
         """Of a step on such devices."""
-        trace = self._subject.trace(self._precision, "keep", batch)
-        setting = self._setting(name, batch)
-        return plan_seconds(setting, plan_memory(setting, trace), device).step
+        return plan_seconds(*self._plan(name, batch), device).step
 
-    def _setting(self, name: str, batch: int, overlap: Overlap | None = None) -> Setting:
-        trace = self._subject.trace(self._precision, "keep", batch)
-        return self._subject.setting(
-            trace,
-            layout=table_of(name),
-            precision=self._precision,
-            mesh={"intra": self.ranks},
-            clip=True,
-            behaviour=self._behaviour,
-            overlap=overlap,
-        )
-
-    def _plan(self, name: str, batch: int, overlap: Overlap | None = None) -> MemoryPlan:
-        return plan_memory(self._setting(name, batch, overlap), self._subject.trace(self._precision, "keep", batch))
+    def _plan(self, name: str, batch: int, overlap: Overlap | None = None) -> tuple[Setting, MemoryPlan]:
+        return replace(self._rank, overlap=overlap).plan(self._subject, table_of(name), "keep", batch)
 
 
 def table_of(name: str) -> Layout:
