@@ -353,7 +353,7 @@ def test_engine_reads_a_checkpoint_as_weights(tmp_path: Path):
     model = trained(Mixed, tmp_path / "step", steps=1)
     with sf.meta_init():
         empty = Mixed()
-    engine = sf.Engine(empty, layout="zero3", weights=tmp_path / "step")
+    engine = sf.Engine(empty, layout="zero3", init=sf.Init(weights=tmp_path / "step"))
     check_equal(engine.state_dict(), model)
 
 

@@ -23,7 +23,7 @@ CEILINGS = {
     "file_names": 0,
     "single_modules": 13,
     "skipped": 26,
-    "arguments": 28,
+    "arguments": 15,
 }
 """What the script counts at most. Who makes one of them smaller writes the new number here; nobody makes one larger."""
 

@@ -23,6 +23,7 @@ from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
 from shardfold.tools.planning.models import planned_model
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
 ALL_EXPERTS = GPTConfig(d_model=64, layers=2, heads=4, context=64, experts=4, top_k=4)  # as many tokens go to each
@@ -76,7 +77,7 @@ def _errors(how: str, layout: str, precision: str, mode: str) -> tuple[float, fl
     shape = {"expert": ALL_EXPERTS, "four": DEEP}.get(how, SHAPE)
     found = compare(
         partial(GPT, shape), batch(shape), layout=layout, precision=precision, mode=mode, compute=_loss,
-        division=DIVISION[how], **ENGINE[how],
+        division=DIVISION[how], **grouped(**ENGINE[how]),
     )  # fmt: skip
     return found.planned, found.measured
 
@@ -128,7 +129,7 @@ def _errors_of_capped(precision: str, mode: str) -> tuple[float, float]:
     tokens = torch.randint(64, (2, 512))
     found = compare(
         _capped, {"input_ids": tokens, "labels": tokens}, layout="zero1", precision=precision, mode=mode, compute=_loss,
-        division=DIVISION["sequence"], **ENGINE["sequence"],
+        division=DIVISION["sequence"], **grouped(**ENGINE["sequence"]),
     )  # fmt: skip
     return found.planned, found.measured
 

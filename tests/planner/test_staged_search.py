@@ -29,6 +29,7 @@ from shardfold.planner.staged_walks import PassTimes, ends_of
 from shardfold.testing import Ranks
 from shardfold.tools.planning.command import print_plan
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=4, heads=4, context=32)
 STAGED = [Division(pipeline=2), Division(pipeline=2, order="zbv"), Division(pipeline=4, tensor=2)]
@@ -194,7 +195,7 @@ def test_wires_are_those_that_were_allowed() -> None:
 
 
 def _train(settings: dict[str, object], samples: int) -> float:
-    engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), **settings)  # type: ignore[arg-type]
+    engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), **grouped(**settings))  # type: ignore[arg-type]
     loss = float(engine.train_batch(_batch(samples)))
     engine.step()
     engine.close()

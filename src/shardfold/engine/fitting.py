@@ -34,9 +34,8 @@ LOG = getLogger("shardfold")
 
 
 def table_of(
-    layout: str | Layout,
+    layout: Any,
     offload: Any,
-    outer: Any,
     model: nn.Module,
     precision: Any,
     mesh: Mapping[str, int] | Sequence[Axis] | None,
@@ -53,7 +52,7 @@ def table_of(
         if others := [axis.name for axis in sizes.axes if axis.role is not Role.DATA and axis.size > 1]:
             raise ConfigError(
                 f"layout='auto' chooses for ranks that read other samples, but mesh= has {' and '.join(others)}, "
-                "whose ranks have parts of the model: name a layout, or give a micro-batch as sample=."
+                "whose ranks have parts of the model: name a layout, or give a micro-batch, layout=sf.Auto(sample=...)."
             )
         found = choose_layout(model, precision, sizes, memory_of(pick_device(device)))
         if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
@@ -61,7 +60,7 @@ def table_of(
         layout = found.layout
     elif isinstance(layout, str) and layout not in presets.NAMES:
         raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, (*presets.NAMES, AUTO))}")
-    return offloaded(presets.named(layout), offload).with_outer(outer)
+    return offloaded(presets.named(layout), offload)
 
 
 def warn_of_memory(

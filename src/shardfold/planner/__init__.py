@@ -15,7 +15,8 @@
     memory         bytes over time: a trace and a program, walked together as the engine walks them
     moved          activations on the host and on disk, on paper
     repeats        models of many blocks that are alike are traced with a few of them; what the others do is repeated
-    sampled        ``layout="auto", sample=``: the fastest that fits
+    sample         a layout that is chosen for the user's own model and a micro-batch of it
+    sampled        ``layout=Auto(sample=...)``: the fastest that fits
     search         which ways to train fit, ranked
     seconds        the time of a step
     setting        what a rank's engine would bind: units, orders, program

@@ -1,4 +1,4 @@
-"""``Engine(layout="auto", sample=...)``: the fastest layout and mode with which a step of this micro-batch fits.
+"""``Engine(layout=Auto(sample=...))``: the fastest layout and mode with which a step of this micro-batch fits.
 
 The model itself is traced with the micro-batch, and the program of each layout is walked on the engine's own mesh, as
 ``shardfold plan --micro-batch`` does. Where the device's rates are known, the seconds of a step say what is fastest.
@@ -189,7 +189,7 @@ def _planned(
 def _told(taken: _Tried, tried: Sequence[_Tried], place: PlannedRank, left: int) -> str:
     seconds = f", and takes {1000 * taken.seconds:.4g} ms by the rates of {_name(place)}" if taken.seconds else ""
     first = (
-        f"layout={taken.layout!r} with activations={taken.mode!r} is taken for sample=: a step peaks at "
+        f"layout={taken.layout!r} with activations={taken.mode!r} is taken for Auto(sample=...): a step peaks at "
         f"{human(taken.needed)} of the {human(place.memory)} of each rank ({taken.at}){seconds}."
     )
     large = [each for each in tried if not each.fits(place)]
@@ -202,7 +202,9 @@ def _told(taken: _Tried, tried: Sequence[_Tried], place: PlannedRank, left: int)
     if left:
         said.append("Others were not planned: they send, move or compute more.")
     if taken.loss:
-        said.append(f"The model gives no loss, so {taken.loss} is taken for it: sample=(batch, loss) gives its own.")
+        said.append(
+            f"The model gives no loss, so {taken.loss} is taken for it: Auto(sample=..., loss=...) gives its own."
+        )
     return " ".join(said)
 
 
@@ -237,7 +239,7 @@ def _refusal(
     else:
         held = ""
     return (
-        f"sample=: no layout fits a step of this micro-batch into {human(place.memory)} for each rank; the least, "
-        f"{human(least.needed)}{held} ({least.at}), is taken by layout={least.layout!r} with "
+        f"Auto(sample=...): no layout fits a step of this micro-batch into {human(place.memory)} for each rank; the "
+        f"least, {human(least.needed)}{held} ({least.at}), is taken by layout={least.layout!r} with "
         f"activations={least.mode!r}: {would}."
     )
