@@ -381,7 +381,7 @@ def test_a_class_of_no_optimizer_makes_none(given: type) -> None:
 
 ASSIGNED: dict[str, str] = {  # and what is said
     "clip_norm": "An engine takes clip_norm= when it is made.",
-    "clip": "An engine takes clip= when it is made.",
+    "clip": "An engine takes clip_norm=sf.Clip(...) when it is made.",
     "layout": "An engine takes layout= when it is made.",
     "tensor": "An engine takes parallel=sf.Parallel(tensor=...) when it is made.",
     "acumulate": "Did you mean 'accumulate'?",
