@@ -288,7 +288,7 @@ def test_an_engine_says_whether_and_why_it_is_closed():
 def test_a_mesh_alone_and_what_is_left_out_say_the_same():
     for given in ({"intra": 1}, sf.Parallel(mesh={"intra": 1})):
         with closing(sf.Engine(model(), parallel=given)) as mine:
-            assert dict(mine.mesh.sizes) == {"intra": 1}
+            assert dict(mine.mesh.sizes) == {"inter": 1, "intra": 1}
     assert repr(sf.Parallel(mesh={"tensor": 2}, pipeline="1f1b")) == "Parallel(mesh={'tensor': 2})"
 
 
