@@ -20,7 +20,6 @@ from torch import nn
 from shardfold.errors import UsageError
 from shardfold.testing import Ranks, RanksFailed, run_ranks, same_training
 from shardfold.testing._training import _compare, _Job, _slice, _train_plain, _Trained
-from tests.support.options import grouped
 
 
 def rank_sum(scale: float = 1.0) -> float:
@@ -446,9 +445,8 @@ def test_a_reference_in_parts_is_the_whole_batch_but_for_rounding(ranks: Ranks):
     batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     options = {"layout": "zero2", "world_size": 2, "accumulate": 2, "steps": 3, "ranks": ranks}
     whole, parts = (
-        same_training(tiny, batches, reference=how, parameter_tol=1e-6, **grouped(**options))
-        for how in ("whole", "parts")
+        same_training(tiny, batches, reference=how, parameter_tol=1e-6, **options) for how in ("whole", "parts")
     )
     assert parts.reference_losses == pytest.approx(whole.reference_losses, rel=1e-6)
     with pytest.raises(UsageError, match="it is 'whole' or 'parts'"):
-        same_training(tiny, batches, reference="part", **grouped(**options))
+        same_training(tiny, batches, reference="part", **options)
