@@ -193,7 +193,8 @@ def test_a_search_has_axes_as_dimensions() -> None:
     (refused,) = found.refused
     assert "tensor=3 does not divide" in refused.why
     cut = next(each.candidate for each in found.found if each.candidate.division.tensor == 2)
-    assert cut.engine["mesh"] == {"tensor": 2} and cut.engine["sequence_parallel"]
+    how = cut.engine["parallel"]
+    assert how.mesh == {"tensor": 2} and how.sequence_parallel
     assert cut.micro_batch * cut.accumulate * 2 >= 64  # two ranks read other samples
     assert cut.deepspeed["tensor_parallel"] == {"autotp_size": 2} and "sequence parallelism" in cut.unsaid
     with pytest.raises(ConfigError, match="pipelines"):

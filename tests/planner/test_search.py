@@ -28,7 +28,6 @@ from shardfold.planner.seconds import Work, plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
-from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=2, heads=4, context=32)
 
@@ -125,7 +124,7 @@ def test_the_best_is_what_engines_and_configs_take(subject: Subject) -> None:
     found = sf.plan.best(
         GPT(SHAPE), subject.batch, gpus="2xL4", precision="bf16", layouts=("zero2",), modes=("recompute",), samples=8
     )
-    engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), **grouped(**found.candidate.engine))
+    engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), **found.candidate.engine)
     engine.backward(engine(*subject.batch))
     engine.close()
     TrainConfig.load(found.candidate.train, where="a plan")

@@ -29,7 +29,6 @@ from shardfold.planner.staged_walks import PassTimes, ends_of
 from shardfold.testing import Ranks
 from shardfold.tools.planning.command import print_plan
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
-from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=4, heads=4, context=32)
 STAGED = [Division(pipeline=2), Division(pipeline=2, order="zbv"), Division(pipeline=4, tensor=2)]
@@ -76,8 +75,8 @@ def test_an_order_of_the_users_own_has_its_micro_batches() -> None:
     assert found.found and {each.candidate.accumulate for each in found.found} == {2}
     assert {each.candidate.micro_batch for each in found.found} <= {8, 9, 10, 11, 12, 13, 14, 15}
     one = found.best.candidate
-    assert one.engine["pipeline"] == one.train["order"] == own and one.engine["mesh"] == {"pipeline": 2}
-    assert "pipeline=2 in order an order of its own (the order is of Engine(pipeline=))" in one.unsaid
+    assert one.train["order"] == own and one.engine["parallel"] == sf.Parallel(mesh={"pipeline": 2}, pipeline=own)
+    assert "pipeline=2 in order an order of its own (the order is of sf.Parallel(pipeline=))" in one.unsaid
     refused = _found([Division(pipeline=2, order=own)], "20MiB", batch=3).refused
     assert {each.why for each in refused} == {
         "the order has 2 micro-batches, which no size of one makes of 3 samples a step."
@@ -195,7 +194,7 @@ def test_wires_are_those_that_were_allowed() -> None:
 
 
 def _train(settings: dict[str, object], samples: int) -> float:
-    engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), **grouped(**settings))  # type: ignore[arg-type]
+    engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), **settings)  # type: ignore[arg-type]
     loss = float(engine.train_batch(_batch(samples)))
     engine.step()
     engine.close()
