@@ -153,21 +153,21 @@ def torch_tensor(shape: GPTConfig, rows: int) -> Step:
 def replicated_head(shape: GPTConfig, rows: int) -> Step:
     """Blocks are cut, embedding and head are not: each rank computes all logits."""
     plan = {pattern: word for pattern, word in GPT.tensor_plan.items() if word != "vocabulary"}
-    return ours(shape, rows, mesh={"tensor": RANKS}, tensor=plan)
+    return ours(shape, rows, parallel=sf.Parallel(mesh={"tensor": RANKS}, tensor=plan))
 
 
 STEPS: dict[str, Callable[[GPTConfig, int], Step]] = {
     "torch-ddp": torch_ddp,
     "torch-tensor": torch_tensor,
     "ddp": ours,
-    "tensor=2": partial(ours, mesh={"tensor": RANKS}, tensor="auto"),
-    "sequence=2, ulysses": partial(ours, mesh={"sequence": RANKS}, attention="ulysses"),
-    "sequence=2, ring": partial(ours, mesh={"sequence": RANKS}, attention="ring"),
+    "tensor=2": partial(ours, parallel=sf.Parallel(mesh={"tensor": RANKS}, tensor="auto")),
+    "sequence=2, ulysses": partial(ours, parallel=sf.Parallel(mesh={"sequence": RANKS}, attention="ulysses")),
+    "sequence=2, ring": partial(ours, parallel=sf.Parallel(mesh={"sequence": RANKS}, attention="ring")),
 }
 HEADS: dict[str, Callable[[GPTConfig, int], Step]] = {
     "tensor=2, head replicated": replicated_head,
     "ddp": ours,
-    "tensor=2": partial(ours, mesh={"tensor": RANKS}, tensor="auto"),
+    "tensor=2": partial(ours, parallel=sf.Parallel(mesh={"tensor": RANKS}, tensor="auto")),
 }
 
 
@@ -239,7 +239,7 @@ class Head(nn.Module):
 
 def head_bytes(shape: GPTConfig, rows: int, tensor: int) -> tuple[int, int]:
     """Of one rank: the states at rest, and the most that operations made besides, in forward and backward."""
-    options: dict[str, Any] = {"mesh": {"tensor": tensor}, "tensor": "auto"} if tensor > 1 else {}
+    options: dict[str, Any] = {"parallel": sf.Parallel(mesh={"tensor": tensor}, tensor="auto")} if tensor > 1 else {}
     engine = sf.Engine(Head(shape), optimizer=ADAMW, layout="ddp", **options)
     tokens, targets = (each.chunk(engine.data_ranks)[engine.data_rank] for each in batch(shape, rows))
     x = torch.randn(*tokens.shape, shape.d_model, requires_grad=True)
@@ -275,9 +275,9 @@ HEAD = GPTConfig(vocab=131_072, d_model=384, layers=14, heads=6, context=128, ti
 SPACES = ("sf-axes-0", "sf-axes-1")
 WIRED: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "tensor=2": {"mesh": {"tensor": RANKS}, "tensor": "auto"},
-    "sequence=2, ulysses": {"mesh": {"sequence": RANKS}, "attention": "ulysses"},
-    "sequence=2, ring": {"mesh": {"sequence": RANKS}, "attention": "ring"},
+    "tensor=2": {"parallel": sf.Parallel(mesh={"tensor": RANKS}, tensor="auto")},
+    "sequence=2, ulysses": {"parallel": sf.Parallel(mesh={"sequence": RANKS}, attention="ulysses")},
+    "sequence=2, ring": {"parallel": sf.Parallel(mesh={"sequence": RANKS}, attention="ring")},
 }
 WIRE = GPTConfig(vocab=256, d_model=512, layers=4, heads=8, context=512)
 

@@ -78,7 +78,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 def take_turns(rounds: int, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     engines = {
-        name: sf.Engine(make(), optimizer=ADAM, layout="zero2", mesh=mesh) for name, (make, mesh) in KINDS.items()
+        name: sf.Engine(make(), optimizer=ADAM, layout="zero2", parallel=mesh) for name, (make, mesh) in KINDS.items()
     }
     batch = torch.randint(0, VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank()))
     times: dict[str, list[float]] = {name: [] for name in engines}

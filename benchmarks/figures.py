@@ -52,7 +52,7 @@ def losses() -> None:
                     for clip in (None, 0.5):
                         match = same_training(
                             small, tokens(30, 48, 32), layout=layout, world_size=world, accumulate=accumulate,
-                            clip_norm=clip, optimizer=ADAMW, mesh=mesh_of(layout, world), ranks=ranks, tol=1.0,
+                            clip_norm=clip, optimizer=ADAMW, parallel=mesh_of(layout, world), ranks=ranks, tol=1.0,
                         )  # fmt: skip
                         worst = max(worst, match.max_loss_difference)
                 cells.append(f"{worst:.1e}")
@@ -63,7 +63,7 @@ def _bytes(layout: str, accumulate: int) -> tuple[float, float, int, float, int]
     torch.manual_seed(0)
     engine = sf.Engine(
         small(), optimizer=ADAMW, layout=layout, accumulate=accumulate, precision="bf16", clip_norm=1.0,
-        mesh=mesh_of(layout, dist.get_world_size()),
+        parallel=mesh_of(layout, dist.get_world_size()),
     )  # fmt: skip
     for batch in tokens(2 * accumulate, 4, 32):
         engine.backward(engine(*batch))

@@ -102,7 +102,7 @@ def _engine(case: Case, shape: GPTConfig, lr: float = 1e-3) -> sf.Engine:
     adam = partial(torch.optim.AdamW, lr=lr)
     return sf.Engine(
         GPT(shape), optimizer=adam if case.dense is None else partial(OneBitAdam, lr=lr, freeze_step=case.dense),
-        layout=named(case.layout).replace(**case.wires), mesh=MESH, wire=case.wire, outer=case.outer,
+        layout=named(case.layout).replace(**case.wires).with_outer(case.outer), parallel=MESH, wire=case.wire,
         overlap=sf.Overlap(**case.overlap),
     )  # fmt: skip
 

@@ -53,7 +53,11 @@ SAVED = GPTConfig(vocab=256, d_model=256, layers=6, heads=4, context=2048, d_ff=
 def engine_of(shape: GPTConfig, ranks: int, activations: Any = None) -> sf.Engine:
     torch.manual_seed(0)
     return sf.Engine(
-        GPT(shape), optimizer=SGD, layout="ddp", mesh={"sequence": ranks}, attention="ulysses", activations=activations
+        GPT(shape),
+        optimizer=SGD,
+        layout="ddp",
+        parallel=sf.Parallel(mesh={"sequence": ranks}, attention="ulysses"),
+        activations=activations,
     )
 
 
@@ -66,7 +70,7 @@ def saved(ranks: int) -> list[tuple[str, int]]:
     """Bytes by unit."""
     engine = engine_of(SAVED, ranks)
     given = given_of(SAVED, engine)
-    with engine.activations() as found:
+    with engine.count_saved() as found:
         engine.backward(engine(**given))
     engine.step()
     engine.close()
@@ -160,7 +164,7 @@ def attended(ranks: int, way: str, tokens: int, window: int | None) -> tuple[flo
     """Seconds of forward and backward on the slower rank, the median of rounds, and the most bytes at once."""
     torch.manual_seed(0)
     engine = sf.Engine(
-        OneAttention(window), optimizer=SGD, layout="ddp", mesh={"sequence": ranks}, attention=way
+        OneAttention(window), optimizer=SGD, layout="ddp", parallel=sf.Parallel(mesh={"sequence": ranks}, attention=way)
     )  # fmt: skip
     x = torch.randn(1, tokens, WINDOW["width"], generator=torch.Generator().manual_seed(0))
     times, most = [], 0

@@ -68,7 +68,9 @@ def windows(data: Tensor, count: int, draw: torch.Generator) -> Tensor:
 
 def train(steps: int, optimizer: Any, outer: Any) -> tuple[list[float], float, int]:
     """Losses by step, the loss on other text in the end, and the bytes that this rank sent to the other."""
-    engine = sf.Engine(GPT(), optimizer=optimizer, layout="ddp", mesh={"inter": RANKS, "intra": 1}, outer=outer)
+    engine = sf.Engine(
+        GPT(), optimizer=optimizer, layout=sf.PRESETS["ddp"].with_outer(outer), parallel={"inter": RANKS, "intra": 1}
+    )
     data, other = text()
     draw = torch.Generator().manual_seed(engine.rank)
     losses: list[float] = []
@@ -79,7 +81,7 @@ def train(steps: int, optimizer: Any, outer: Any) -> tuple[list[float], float, i
         engine.step()
         losses.append(float(loss.detach()))
         sent += sum(row.sent for row in engine.traffic().rows)
-    engine.synchronize()
+    engine.outer_step()
     with torch.no_grad():
         seen = torch.stack([engine(windows(other, 16, torch.Generator().manual_seed(i))) for i in range(8)])
     engine.close()

@@ -53,7 +53,11 @@ def resident(field: str) -> int:
 
 def train(model: nn.Module, width: int, layout: str, precision: str, steps: int) -> sf.Engine:
     engine = sf.Engine(
-        model, optimizer=partial(torch.optim.AdamW, lr=1e-3), layout=layout, precision=precision, units=["blocks.*"]
+        model,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        layout=layout,
+        precision=precision,
+        init=sf.Init(units=["blocks.*"]),
     )
     x = torch.randn(8, width, dtype=torch.bfloat16 if precision.startswith("bf16") else torch.float32)
     for _ in range(steps):

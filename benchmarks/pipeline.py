@@ -87,8 +87,8 @@ def _padded(order: str, ranks: int, batches: int) -> tuple[float | None, float |
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2 * ranks)))
     adam = torch.optim.AdamW(model.parameters())
-    options: dict[str, Any] = {"mesh": {"pipeline": ranks}, "accumulate": batches, "pipeline": order}
-    engine = sf.Engine(model, optimizer=adam, layout="zero1", **options)
+    stages = sf.Parallel(mesh={"pipeline": ranks}, pipeline=order)
+    engine = sf.Engine(model, optimizer=adam, layout="zero1", parallel=stages, accumulate=batches)
     runs: Any = engine._pipelined
     chunks, watch, end = choose_order(order).chunks, runs.watch, runs.watch.end
 
@@ -203,9 +203,12 @@ def _rates(name: str, ranks: int, rounds: int) -> tuple[str, Taken, dict[str, Se
     paths = [piece.path for piece in costs.pieces]
     equal = [paths[round(len(paths) * stage / ranks)] for stage in range(1, ranks)]
     adam = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
-    options: dict[str, Any] = {"layout": "zero1", "mesh": {"pipeline": ranks}, "accumulate": parts}
+    options: dict[str, Any] = {"layout": "zero1", "accumulate": parts}
     cuts: dict[str, Any] = {"equal count": equal, "parameters": None, "measured": costs}
-    engines = {cut: sf.Engine(make(), optimizer=adam, stages=given, **options) for cut, given in cuts.items()}
+    engines = {
+        cut: sf.Engine(make(), optimizer=adam, parallel=sf.Parallel(mesh={"pipeline": ranks}, stages=given), **options)
+        for cut, given in cuts.items()
+    }
     begins: dict[str, Sequence[str]] = {}
     for cut, engine in engines.items():
         runs, told = cast("Any", engine._pipelined), engine.stats().pipeline

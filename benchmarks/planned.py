@@ -142,10 +142,10 @@ class Case:
     @property
     def engine(self) -> dict[str, Any]:
         """More arguments of the engine's."""
-        given: dict[str, Any] = {"mesh": self.sizes, "accumulate": self.accumulate}
+        how: dict[str, Any] = {"pipeline": self.order} if "pipeline" in self.sizes else {}
         if "tensor" in self.sizes:
-            given |= {"tensor": "auto", "sequence_parallel": self.division.sequence_parallel}
-        return given | ({"pipeline": self.order} if "pipeline" in self.sizes else {})
+            how |= {"tensor": "auto", "sequence_parallel": self.division.sequence_parallel}
+        return {"parallel": sf.Parallel(mesh=self.sizes, **how), "accumulate": self.accumulate}
 
     def __str__(self) -> str:
         what = [self.layout, *(f"{n} {getattr(self, n)}" for n in ("gather", "reduce", "outer") if getattr(self, n))]

@@ -90,7 +90,7 @@ def turns(
     torch.manual_seed(0)
     adam = partial(torch.optim.AdamW, lr=1e-3)
     engines = {
-        name: sf.Engine(GPT(shape), optimizer=adam, layout=case.table, precision=precision, mesh=mesh)
+        name: sf.Engine(GPT(shape), optimizer=adam, layout=case.table, precision=precision, parallel=mesh)
         for name, case in cases.items()
     }
     given = batch_of(shape, rows)
@@ -164,7 +164,7 @@ def here(device: Device, given: Any) -> None:
 
 def link_of(mesh: Mapping[str, int]) -> tuple[float, float]:
     """On a rank: the rate and the latency of the link between nodes, of the slower of what gathers and what sums."""
-    engine = sf.Engine(torch.nn.Linear(8, 8), optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", mesh=mesh)
+    engine = sf.Engine(torch.nn.Linear(8, 8), optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", parallel=mesh)
     found = measured_links(engine.sharded.comm, FAR, ())
     engine.close()
     slowest = min(found.links.values(), key=lambda link: link.rate)

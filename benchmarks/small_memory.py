@@ -48,7 +48,9 @@ def work(tier: str, folder: str, layers: int, steps: int) -> None:
     with sf.meta_init():
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
-    engine = sf.Engine(model, optimizer=optimizer, layout="infinity", offload=tier, precision="bf16", units=[nn.Linear])
+    engine = sf.Engine(
+        model, optimizer=optimizer, layout="infinity", offload=tier, precision="bf16", init=sf.Init(units=[nn.Linear])
+    )
     seconds: list[float] = []
     losses: list[float] = []
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()

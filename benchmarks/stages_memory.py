@@ -80,7 +80,7 @@ def trained(shape: dict[str, Any], way: Way, folder: str, steps: int) -> tuple[s
     tempfile.tempdir = folder
     with sf.meta_init():
         model = GPT(GPTConfig(**shape))
-    engine = sf.Engine(model, optimizer=ADAMW, mesh=way.mesh, accumulate=MICRO_BATCHES, **way.options)
+    engine = sf.Engine(model, optimizer=ADAMW, parallel=way.mesh, accumulate=MICRO_BATCHES, **way.options)
     draw = torch.Generator().manual_seed(engine.data_rank)
     tokens = torch.randint(shape["vocab"], (MICRO_BATCHES, shape["context"]), generator=draw)
     losses: list[float] = []

@@ -431,7 +431,9 @@ def _rank_trips(folder: str) -> dict[str, list[str]]:
 
     for layout in ("zero3", "zero2"):  # zero2 gathers nothing in backward, where only sums are looked for
         torch.manual_seed(0)
-        engine = sf.Engine(Model(), optimizer=partial(torch.optim.AdamW, lr=1e-3), layout=layout, units=[Layer])
+        engine = sf.Engine(
+            Model(), optimizer=partial(torch.optim.AdamW, lr=1e-3), layout=layout, init=sf.Init(units=[Layer])
+        )
         for step in range(4):
             traced.clear()
             if step == 3:

@@ -38,7 +38,7 @@ def make(overlap: sf.Overlap) -> sf.Engine:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     return sf.Engine(
         model, optimizer=partial(torch.optim.AdamW, lr=1e-4), layout="zero2", offload="host", precision="bf16",
-        units=[nn.Linear], clip_norm=1e9, overlap=overlap,
+        init=sf.Init(units=[nn.Linear]), clip_norm=1e9, overlap=overlap,
     )  # fmt: skip
 
 

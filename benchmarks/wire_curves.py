@@ -181,9 +181,13 @@ def train(which: str, case: str, steps: int, seed: int, rate: float, folder: Pat
     def trained(upto: int, outer: Any) -> sf.Engine:
         torch.manual_seed(seed)
         engine = sf.Engine(
-            task.model(), optimizer=adam, layout=named(given.layout).replace(**given.wires), mesh=MESH, clip_norm=1.0,
-            lr_schedule=warmup_cosine(warmup=max(1, steps // 12), total=steps), outer=outer,
-        )  # fmt: skip
+            task.model(),
+            optimizer=adam,
+            layout=named(given.layout).replace(**given.wires).with_outer(outer),
+            parallel=MESH,
+            clip_norm=1.0,
+            lr_schedule=warmup_cosine(warmup=max(1, steps // 12), total=steps),
+        )
         if losses:
             engine.load(folder)
         while len(losses) < upto:
@@ -200,7 +204,7 @@ def train(which: str, case: str, steps: int, seed: int, rate: float, folder: Pat
         engine.save(folder)
         engine.close()
     engine = trained(steps, given.outer)
-    engine.synchronize()
+    engine.outer_step()
     with torch.no_grad():
         draw = torch.Generator().manual_seed(10**6 + engine.data_rank)
         seen = torch.stack([task.loss(engine, task.held(SEEN, draw)).detach() for _ in range(4)]).mean()  # pyright: ignore

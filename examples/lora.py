@@ -3,7 +3,7 @@
     python examples/lora.py
     torchrun --nproc-per-node 2 examples/lora.py
 
-The weights here are random; `weights="path/to/model"` reads safetensors into the shards.
+The weights here are random; `sf.Init(weights="path/to/model")` reads safetensors into the shards.
 """
 
 import shutil

@@ -3,7 +3,7 @@
     python examples/transformers_meta.py
     torchrun --nproc-per-node 2 examples/transformers_meta.py
 
-Here the weights are random; `weights="path/to/model"` reads safetensors files into the shards instead.
+Here the weights are random; `sf.Init(weights="path/to/model")` reads safetensors files into the shards instead.
 """
 
 from functools import partial

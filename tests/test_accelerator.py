@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def test_a_device_that_cannot_train_is_refused_with_what_it_lacks(device: str, words: str) -> None:
     """No type of device is taken for the CPU: it is refused, and the sentence says what its module does not offer."""
     with pytest.raises(ConfigError, match=words):
-        sf.Engine(nn.Linear(2, 2), device=device)
+        sf.Engine(nn.Linear(2, 2), runtime=sf.Runtime(device=device))
 
 
 def test_every_type_that_trains_offers_all_that_is_asked_for() -> None:

@@ -40,16 +40,20 @@ if TYPE_CHECKING:
     from shardfold import checkpoint, compat, nn, numerics, optim, parallel
     from shardfold.checkpoint import Checkpoint, load_model
     from shardfold.checkpoint.rng import rng_state, set_rng_state
+    from shardfold.comm.runtime import Runtime
     from shardfold.data import Loader, Sampler
     from shardfold.engine.engine import Engine, engine_of
     from shardfold.engine.stats import Stats
     from shardfold.numerics.clipping import Clip
     from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
+    from shardfold.parallel.parallel import Parallel
     from shardfold.parallel.pipeline.costs import measure_pieces
     from shardfold.parallel.sequence import sequence_shard
     from shardfold.plan.report import MemoryReport, StepReport, TrafficReport
+    from shardfold.planner.sample import Auto
     from shardfold.sharding.forwards import register_forward
+    from shardfold.sharding.init import Init
     from shardfold.sharding.materialize import meta_init
     from shardfold.sharding.sharded_init import sharded_init
     from shardfold.sharding.slices import mark_slice
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS",
     "Activations",
+    "Auto",
     "AutoWire",
     "Average",
     "Axis",
@@ -66,13 +71,16 @@ __all__ = [
     "Checkpoint",
     "Clip",
     "Engine",
+    "Init",
     "Layout",
     "Loader",
     "LossScale",
     "MemoryReport",
     "Outer",
     "Overlap",
+    "Parallel",
     "Precision",
+    "Runtime",
     "Sampler",
     "ShardfoldError",
     "Signs",
@@ -101,6 +109,10 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Auto": "shardfold.planner.sample",
+    "Init": "shardfold.sharding.init",
+    "Parallel": "shardfold.parallel.parallel",
+    "Runtime": "shardfold.comm.runtime",
     "Checkpoint": "shardfold.checkpoint",
     "Average": "shardfold.optim.average",
     "Stats": "shardfold.engine.stats",

@@ -118,11 +118,13 @@ class Weighted(nn.Module):
 def _trained(mode: str) -> dict[str, Any]:
     """A step: its loss and gradients, bytes by block, and what the last layer was given."""
     rules = {"*": sf.Activations(mode=mode, smallest=0)}
-    engine = sf.Engine(Weighted(), optimizer=SGD, layout="zero3", activations=rules, units=[Block, "last"])
+    engine = sf.Engine(
+        Weighted(), optimizer=SGD, layout="zero3", activations=rules, init=sf.Init(units=[Block, "last"])
+    )
     draw = torch.Generator().manual_seed(engine.data_rank)
     x, weights = (torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=draw) for _ in range(2))
     torch.manual_seed(5)
-    with engine.activations() as saved:
+    with engine.count_saved() as saved:
         loss = engine(x, weights)
         held = sum(row.device for row in engine.memory().activations)
         engine.backward(loss)

@@ -131,9 +131,9 @@ def _on_ranks(layout: str, precision: str, share: float) -> list[Any]:
             engine.step()
             with torch.no_grad():
                 engine(**batch)
-        with engine.activations() as saved:
+        with engine.count_saved() as saved:
             engine.backward(loss(engine(**batch)))
-        most = max(int(m) for m in engine.agree([saved.device]))
+        most = max(int(m) for m in engine.max_over_ranks([saved.device]))
         values.append(found)
         modes = _modes(engine)
         engine.close()
@@ -153,10 +153,12 @@ def test_ranks_have_one_plan_and_train_the_same(ranks: Ranks, layout: str, preci
 def _loop() -> list[bool]:
     def make(model: nn.Module, optimizer: Any = test_loops.ADAMW) -> sf.Engine:
         given = sf.Activations(mode="fit:1GiB", among=("recompute", "select"))
-        return sf.Engine(model, optimizer=optimizer, layout="zero3", units=["blocks.*"], activations=given)
+        return sf.Engine(
+            model, optimizer=optimizer, layout="zero3", init=sf.Init(units=["blocks.*"]), activations=given
+        )
 
     def kept(model: nn.Module, optimizer: Any = test_loops.ADAMW) -> sf.Engine:
-        return sf.Engine(model, optimizer=optimizer, layout="zero3", units=["blocks.*"])
+        return sf.Engine(model, optimizer=optimizer, layout="zero3", init=sf.Init(units=["blocks.*"]))
 
     states = []
     for maker in (make, kept):
@@ -284,7 +286,7 @@ def _moved() -> list[Any]:
     given = sf.Activations(mode="fit:2MiB", among=("keep", "host"), smallest=0)
     engine = sf.Engine(_gpt(), optimizer=SGD, layout="ddp", activations=given)
     _until_planned(engine, batch)
-    with engine.activations() as saved:
+    with engine.count_saved() as saved:
         engine.backward(engine(**batch))
     planner = _planned(engine)
     found = [sorted(set(_modes(engine))), saved.outside > 0, planner.kept <= TOLERANCE * planner._predicted]

@@ -207,11 +207,11 @@ def plainly(model: nn.Module, steps: int) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module, steps: int, layout: str, activations: Any, *, counts: bool = False) -> dict[str, Tensor]:
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, activations=activations, units=[Block])
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, activations=activations, init=sf.Init(units=[Block]))
     for i, x in enumerate(batches(steps)):
         torch.manual_seed(i)
         if counts:
-            with engine.activations():
+            with engine.count_saved():
                 engine.backward(engine(x.requires_grad_()).square().mean())
         else:
             engine.backward(engine(x.requires_grad_()).square().mean())
@@ -336,11 +336,13 @@ def _written_after() -> list[str]:
         ("ddp", "host", False), ("ddp", "keep", True), ("ddp", fit, False), ("zero3", "keep", False),
     ]  # fmt: skip
     for layout, mode, counts in cases:
-        engine = sf.Engine(nn.Sequential(One(_twice), One(_twice)), layout=layout, activations=mode, units=[Block])
+        engine = sf.Engine(
+            nn.Sequential(One(_twice), One(_twice)), layout=layout, activations=mode, init=sf.Init(units=[Block])
+        )
         x = torch.zeros(2, LENGTH, WIDTH)
         try:
             if counts:
-                with engine.activations():
+                with engine.count_saved():
                     engine.backward(engine(x).mean())
             else:
                 engine.backward(engine(x).mean())
@@ -368,11 +370,11 @@ def _forgotten() -> list[bool]:
     for mode, counts in [("host", False), ("keep", True), ("select", False), ("fit:1GiB", False)]:
         blocks = [One(_seen), One(_seen)]
         model = nn.Sequential(*blocks)
-        engine = sf.Engine(model, layout="ddp", activations=mode, units=[Block])
+        engine = sf.Engine(model, layout="ddp", activations=mode, init=sf.Init(units=[Block]))
         gc.collect()
         gc.disable()
         if counts:
-            with engine.activations():
+            with engine.count_saved():
                 engine(torch.zeros(2, LENGTH, WIDTH)).mean()
         else:
             engine(torch.zeros(2, LENGTH, WIDTH)).mean()
@@ -388,8 +390,10 @@ def test_a_forward_without_backward_keeps_nothing(ranks: Ranks) -> None:
 
 def _bytes(way: str, mode: str) -> tuple[int, int]:
     model = nn.Sequential(Writes(Random(0), way), Writes(Random(0), way)).double()
-    engine = sf.Engine(model, layout="ddp", activations=sf.Activations(mode=mode, smallest=0), units=[Block])
-    with engine.activations() as saved:
+    engine = sf.Engine(
+        model, layout="ddp", activations=sf.Activations(mode=mode, smallest=0), init=sf.Init(units=[Block])
+    )
+    with engine.count_saved() as saved:
         engine.backward(engine(*batches(1)).square().mean())
     engine.close()
     return saved.rows[2].device, saved.rows[2].outside

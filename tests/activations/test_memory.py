@@ -54,7 +54,7 @@ def _bytes(layout: str, mode: str, name: str = "wide") -> dict[str, Any]:
         return engine(*inputs).mean()
 
     engine.backward(loss())
-    with engine.activations() as saved:
+    with engine.count_saved() as saved:
         engine.backward(loss())
     engine.step()
     with test_peak.LiveBytes([segment.flat for unit in engine.units for segment in unit.segments]) as live:
@@ -142,7 +142,7 @@ def _held(layout: str, mode: str) -> dict[str, Any]:
     found["not counted"] = engine.memory().activations
     engine.backward(loss)
     engine.step()
-    with engine.activations() as saved:
+    with engine.count_saved() as saved:
         losses = []
         for _ in range(2):
             losses.append(engine(x).mean())

@@ -220,7 +220,9 @@ def test_compiled_blocks(ranks: Ranks, layout: str, mode: str) -> None:
 
 def _loop(loop: Callable[[Any], list[Any]], mode: str) -> list[dict[str, Tensor]]:
     def make(model: nn.Module, optimizer: Any = test_loops.ADAMW) -> sf.Engine:
-        return sf.Engine(model, optimizer=optimizer, layout="zero3", units=["blocks.*"], activations=as_mode(mode))
+        return sf.Engine(
+            model, optimizer=optimizer, layout="zero3", init=sf.Init(units=["blocks.*"]), activations=as_mode(mode)
+        )
 
     engines = loop(make)
     states = [engine.state_dict() for engine in engines]

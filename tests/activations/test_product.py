@@ -20,6 +20,7 @@ from shardfold.testing import Ranks
 from shardfold.tools.recipes.config import GPTConfig
 from shardfold.tools.recipes.gpt import GPT, Block
 from tests.support import zoo
+from tests.support.options import grouped
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 CHANGED = [mode for mode in MODES if mode not in ("keep", "int8")]
@@ -103,7 +104,7 @@ def job(name: str, dropout: bool) -> tuple[nn.Module, dict[str, Any], Callable[[
 
 def train(model: nn.Module, batch: dict[str, Any], loss: Callable[[Any], Tensor], **options: Any) -> dict[str, Any]:
     """Losses, whole gradients and traffic of two steps."""
-    engine = sf.Engine(copy.deepcopy(model), optimizer=SGD, **options)
+    engine = sf.Engine(copy.deepcopy(model), optimizer=SGD, **grouped(**options))
     part = {key: value.chunk(engine.world_size)[engine.rank] for key, value in batch.items()}
     found: dict[str, Any] = {}
     for step in range(2):

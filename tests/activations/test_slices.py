@@ -226,16 +226,20 @@ def _trains(size: int, modes: list[sf.Activations | str]) -> list[dict[str, Any]
     for mode in modes:
         torch.manual_seed(0)
         engine = sf.Engine(
-            Net(), optimizer=partial(torch.optim.AdamW, lr=0.01), layout="zero3", mesh={"tensor": size}, tensor=PLAN,
-            activations=mode, accumulate=2,
-        )  # fmt: skip
+            Net(),
+            optimizer=partial(torch.optim.AdamW, lr=0.01),
+            layout="zero3",
+            parallel=sf.Parallel(mesh={"tensor": size}, tensor=PLAN),
+            activations=mode,
+            accumulate=2,
+        )
         torch.manual_seed(engine.data_rank)
         draw = torch.Generator().manual_seed(engine.data_rank)
         losses: list[float] = []
         rows: tuple[SavedRow, ...] = ()
         for _ in range(4):
             tokens = torch.randint(16, (ROWS, TIME), generator=draw)
-            with engine.activations() as saved:
+            with engine.count_saved() as saved:
                 loss = engine(tokens)
                 engine.backward(loss)
             engine.step()
@@ -281,7 +285,9 @@ def test_trains_as_with_whole_inputs(ranks: Ranks, size: int) -> None:
 
 def _after_forward(rest: str) -> tuple[list[bool], int]:
     """Whether the memory of each block's input lives behind a forward; and how many slices do that Python knows."""
-    engine = sf.Engine(Net(), layout="ddp", mesh={"tensor": 2}, tensor=PLAN, activations=SLICED(inputs=rest))
+    engine = sf.Engine(
+        Net(), layout="ddp", parallel=sf.Parallel(mesh={"tensor": 2}, tensor=PLAN), activations=SLICED(inputs=rest)
+    )
     inputs: list[Any] = []
     for block in engine.module.get_submodule("blocks").children():
         block.register_forward_pre_hook(lambda module, args: inputs.append(weak_storage(args[0].untyped_storage())))
@@ -315,9 +321,12 @@ class Parts(nn.Module):
 def _differing() -> str:
     torch.manual_seed(0)
     engine = sf.Engine(
-        Parts(), layout="ddp", mesh={"tensor": 2}, tensor={"up": "column", "down": "row"}, units=["act"],
+        Parts(),
+        layout="ddp",
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor={"up": "column", "down": "row"}),
+        init=sf.Init(units=["act"]),
         activations={"act": SLICED(), "*": "keep"},
-    )  # fmt: skip
+    )
     try:
         engine(torch.randn(4, 8))
     except ShardfoldError as error:

@@ -36,9 +36,16 @@ def _gradients(mesh: dict[str, int], layout: str, outside: str) -> dict[str, Any
     expected: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
     rules = {"*.feed_forward": "tile:4", "*": outside}
     tensor = "auto" if "tensor" in mesh else None
-    engine = sf.Engine(gpt(), optimizer=SGD, layout=layout, mesh=mesh, tensor=tensor, activations=rules, debug=True)
+    engine = sf.Engine(
+        gpt(),
+        optimizer=SGD,
+        layout=layout,
+        parallel=sf.Parallel(mesh=mesh, tensor=tensor),
+        activations=rules,
+        runtime=sf.Runtime(debug=True),
+    )
     assert "blocks.1.feed_forward: tile:4" in engine.explain()
-    with engine.activations() as saved:
+    with engine.count_saved() as saved:
         given = sf.sequence_shard(batch()) if "sequence" in mesh else batch()
         engine.backward(engine(**given))
     with engine.gathered(of="grads") as found:
@@ -71,7 +78,7 @@ def test_gradients_are_those_of_the_whole(ranks: Ranks, mesh: dict[str, int], la
 
 def held(rules: Any, precision: str = "fp32") -> tuple[int, dict[str, Tensor]]:
     engine = sf.Engine(gpt(torch.float32), optimizer=SGD, layout="zero3", activations=rules, precision=precision)
-    with engine.activations() as saved:
+    with engine.count_saved() as saved:
         engine.backward(engine(**batch()))
     with engine.gathered(of="grads") as grads:
         found = {name: grad.clone() for name, grad in grads.items() if grad is not None}
@@ -129,7 +136,9 @@ def test_what_is_not_token_by_token_is_refused(inner: nn.Module, words: str) -> 
         def forward(self, x: Tensor) -> Any:
             return self.block(x)
 
-    engine = sf.Engine(Model(), optimizer=SGD, units=["block"], activations={"block.1": "tile:2", "*": "keep"})
+    engine = sf.Engine(
+        Model(), optimizer=SGD, init=sf.Init(units=["block"]), activations={"block.1": "tile:2", "*": "keep"}
+    )
     with pytest.raises(ModelError) as caught:
         engine(torch.randn(2, 6, 4))
     assert words in str(caught.value) and "'block.1'" in str(caught.value)
@@ -180,7 +189,7 @@ def test_a_layer_that_views_its_tokens_as_rows() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Viewing())
     x = torch.randn(3, 5, 4)
     whole = model(x)
-    engine = sf.Engine(model, optimizer=SGD, units=["1"], activations={"1": "tile:2", "*": "keep"})
+    engine = sf.Engine(model, optimizer=SGD, init=sf.Init(units=["1"]), activations={"1": "tile:2", "*": "keep"})
     tiled = engine(x)
     engine.backward(tiled.sum())
     torch.testing.assert_close(tiled, whole)

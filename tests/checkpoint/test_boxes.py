@@ -452,4 +452,4 @@ def test_data_ranks_have_the_same_box(ranks: Ranks) -> None:
     for said in ranks.run(_different_boxes, world_size=2):
         assert "the slices of parameters of rank 1 differ from rank 0's" in said
         assert "'rows.weight' of shape (8, 6) in [4:8, 0:6] and 'rows.weight' of shape (8, 6) in [0:4, 0:6]" in said
-        assert "axes of data have the same slice" in said and "mesh={'tensor': 2}" in said
+        assert "axes of data have the same slice" in said and "parallel={'tensor': 2}" in said

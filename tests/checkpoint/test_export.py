@@ -349,11 +349,11 @@ def test_load_model_needs_no_engine(tmp_path: Path):
 
 
 def test_engine_reads_a_checkpoint_as_weights(tmp_path: Path):
-    """`Engine(weights=...)` fills a model without memory from a checkpoint, its buffers and tied weights too."""
+    """`Init(weights=...)` fills a model without memory from a checkpoint, its buffers and tied weights too."""
     model = trained(Mixed, tmp_path / "step", steps=1)
     with sf.meta_init():
         empty = Mixed()
-    engine = sf.Engine(empty, layout="zero3", weights=tmp_path / "step")
+    engine = sf.Engine(empty, layout="zero3", init=sf.Init(weights=tmp_path / "step"))
     check_equal(engine.state_dict(), model)
 
 

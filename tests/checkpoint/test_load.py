@@ -409,7 +409,7 @@ def _meta(folder: str) -> None:
     engine.close()
     with sf.meta_init():
         model = Odd()
-    later = sf.Engine(model, optimizer=adamw(model), layout="zero2", seed=5)
+    later = sf.Engine(model, optimizer=adamw(model), layout="zero2", init=sf.Init(seed=5))
     later.load(folder)
     assert not different(contents(later), kept)
     later.close()
@@ -530,7 +530,7 @@ def _damaged(folder: str) -> None:
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-    engine.agree([0.0])
+    engine.max_over_ranks([0.0])
     mine = f"{folder}/{'bad' if engine.rank else 'good'}/a"  # as where hosts have copies of their own
     with pytest.raises(CheckpointError, match=r"rank 1: .* is damaged: bytes .* load another checkpoint"):
         engine.load(mine)

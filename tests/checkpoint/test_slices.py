@@ -32,7 +32,7 @@ def _engine(layout: str, mesh: Any, seed: int = 0) -> sf.Engine:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(seed)
-    engine = sf.Engine(model, optimizer=ADAM, layout=layout, mesh=mesh)
+    engine = sf.Engine(model, optimizer=ADAM, layout=layout, parallel=mesh)
     if ranks > 1:
         connect(engine)
     return engine
@@ -145,7 +145,7 @@ def test_a_whole_model_is_loaded_into_slices_and_back(ranks: Ranks, tmp_path: Pa
 def _from_weights(folder: str) -> tuple[int, Values]:
     with sf.meta_init():
         model = build(dist.get_rank() % 2, 2, torch.float32)
-    engine = sf.Engine(model, layout="zero3", mesh=TENSOR, weights=folder)
+    engine = sf.Engine(model, layout="zero3", parallel=TENSOR, init=sf.Init(weights=folder))
     values = {f"weight/{name}": value for name, value in engine.state_dict().items()}
     engine.close()
     return dist.get_rank() % 2, values
@@ -193,14 +193,14 @@ class Uneven(nn.Module):
 
 def _uneven(folder: str) -> tuple[Values, Values]:
     tensor = dist.get_rank() % 2
-    engine = sf.Engine(Uneven(tensor), optimizer=ADAM, layout="zero3", mesh=TENSOR)
+    engine = sf.Engine(Uneven(tensor), optimizer=ADAM, layout="zero3", parallel=TENSOR)
     for step in range(3):
         engine.backward(engine(torch.arange(3.0) - step))
         engine.step()
     engine.save(folder, wait=True)
     values = _values(engine)
     engine.close()
-    engine = sf.Engine(Uneven(tensor), optimizer=ADAM, layout="zero2", mesh=TENSOR)
+    engine = sf.Engine(Uneven(tensor), optimizer=ADAM, layout="zero2", parallel=TENSOR)
     engine.load(folder)
     loaded = _values(engine)
     engine.close()
@@ -236,7 +236,7 @@ class OnOne(nn.Module):
 def _on_one(folder: str) -> tuple[Values, Values]:
     found: list[Values] = []
     for fresh in (True, False):
-        with closing(sf.Engine(OnOne(dist.get_rank() == 1), optimizer=ADAM, layout="zero2", mesh=TENSOR)) as engine:
+        with closing(sf.Engine(OnOne(dist.get_rank() == 1), optimizer=ADAM, layout="zero2", parallel=TENSOR)) as engine:
             if fresh:
                 engine.backward(engine(torch.ones(3)))
                 engine.step()
@@ -280,18 +280,20 @@ class Stamped(nn.Module):
 
 def _refused(folder: str) -> list[str]:
     texts: list[str] = []
-    engine = sf.Engine(Stamped(0.0, "bias"), optimizer=ADAM, mesh=TENSOR)
+    engine = sf.Engine(Stamped(0.0, "bias"), optimizer=ADAM, parallel=TENSOR)
     for call in (engine.save, engine.load):
         with pytest.raises(ConfigError) as raised:
             call(folder)
         texts.append(str(raised.value))
     engine.close()
-    engine = sf.Engine(Stamped(float(dist.get_rank())), optimizer=ADAM, mesh=TENSOR)
+    engine = sf.Engine(Stamped(float(dist.get_rank())), optimizer=ADAM, parallel=TENSOR)
     with pytest.raises(ConfigError) as raised:
         engine.save(folder)
     texts.append(str(raised.value))
     engine.close()
-    engine = sf.Engine(Stamped(float(dist.get_rank() // 2)), optimizer=ADAM, mesh=TENSOR)  # along data: rank 0's counts
+    engine = sf.Engine(
+        Stamped(float(dist.get_rank() // 2)), optimizer=ADAM, parallel=TENSOR
+    )  # along data: rank 0's counts
     engine.save(folder, wait=True)
     engine.close()
     return texts

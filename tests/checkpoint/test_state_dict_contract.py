@@ -352,7 +352,7 @@ class Stages(nn.Module):
 
 def over_stages(folder: str) -> None:
     def made() -> Any:
-        return sf.Engine(Stages(), optimizer=SGD, mesh={"pipeline": 2}, stages=["second"])
+        return sf.Engine(Stages(), optimizer=SGD, parallel=sf.Parallel(mesh={"pipeline": 2}, stages=["second"]))
 
     engine, plain = made(), Stages()
     mine, theirs = engine.state_dict(), plain.state_dict()
@@ -373,7 +373,7 @@ def over_stages(folder: str) -> None:
     engine.close()
     model = Stages()
     model.register_state_dict_post_hook(lambda m, d, *rest: d.__setitem__("sum", d["first.bias"] + d["third.bias"]))
-    engine = sf.Engine(model, optimizer=SGD, mesh={"pipeline": 2}, stages=["second"])
+    engine = sf.Engine(model, optimizer=SGD, parallel=sf.Parallel(mesh={"pipeline": 2}, stages=["second"]))
     with pytest.raises(ModelError, match=r"a hook of the model's state dict failed .*or those of other stages"):
         engine.state_dict()
     engine.close()

@@ -125,7 +125,7 @@ def _lost(how: str) -> None:
 
     DataMesh._make_groups = ends if rank == 0 else comes  # pyright: ignore
     try:
-        sf.Engine(nn.Linear(4, 4), optimizer=partial(torch.optim.SGD, lr=0.1), timeout=3.0)
+        sf.Engine(nn.Linear(4, 4), optimizer=partial(torch.optim.SGD, lr=0.1), runtime=sf.Runtime(timeout=3.0))
     finally:
         if how == "silent":
             os.kill(process[0], signal.SIGCONT)

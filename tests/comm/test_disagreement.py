@@ -19,6 +19,7 @@ import shardfold as sf
 from shardfold.comm._boards import possible
 from shardfold.errors import ShardfoldError
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 WIDTH = 12
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -52,7 +53,7 @@ def _engine(layout: str = "zero3", **options: Any) -> sf.Engine:
     given = {"desync_timeout": DESYNC_TIMEOUT, **options}
     if given["desync_timeout"] is None:  # the default
         del given["desync_timeout"]
-    return sf.Engine(Towers(), optimizer=SGD, layout=layout, units=["towers.*"], mesh=mesh, **given)
+    return sf.Engine(Towers(), optimizer=SGD, **grouped(layout=layout, units=["towers.*"], mesh=mesh, **given))
 
 
 def _train(engine: sf.Engine, order: list[int], between: Callable[[int], None] | None = None) -> None:
@@ -422,7 +423,7 @@ def test_a_rank_that_gave_up_closes_its_engine_without_waiting(ranks: Ranks, tmp
 def _agrees(numbers: list[float]) -> str:
     engine = _engine()
     try:
-        engine.agree(numbers + [1.0] * engine.rank)
+        engine.max_over_ranks(numbers + [1.0] * engine.rank)
     except sf.ShardfoldError as error:
         return f"{type(error).__name__}: {error}"
     finally:

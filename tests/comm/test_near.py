@@ -269,7 +269,7 @@ def _fences() -> tuple[int, int, list[bool]]:
     """Of one step of a model that writes into its weights: fences at the ends of passes, of single shards, and whether
     each of these had its old values."""
     model = torch.nn.Sequential(*[_Writing(8, 8) for _ in range(4)])
-    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", units=["*"])
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", init=sf.Init(units=["*"]))
     for _ in range(3):
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()
@@ -369,7 +369,9 @@ def _losses(off: tuple[int, ...], layout: str, precision: str) -> tuple[list[flo
         mesh = {"inter": 2, "intra": 2} if layout in ("hsdp", "hpz") else None
         torch.manual_seed(0)
         adamw = partial(torch.optim.AdamW, lr=1e-2)
-        engine = sf.Engine(models.small(), optimizer=adamw, layout=layout, precision=precision, mesh=mesh, accumulate=2)
+        engine = sf.Engine(
+            models.small(), optimizer=adamw, layout=layout, precision=precision, parallel=mesh, accumulate=2
+        )
     finally:
         os.environ.pop("SHARDFOLD_NEAR", None)
     wire: Any = engine.sharded.comm.transport
@@ -409,7 +411,7 @@ def _until_ended(process: str) -> None:
 def _leaves(how: str, folder: str) -> str:
     """Rank 1 leaves in the first unit of a forward, in which rank 0 is."""
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
-    engine = sf.Engine(model, layout="zero3", units=["*"])
+    engine = sf.Engine(model, layout="zero3", init=sf.Init(units=["*"]))
     process = _exchange("process", str(os.getpid()))[1]
 
     def leave(*_: Any) -> None:

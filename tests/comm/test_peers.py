@@ -156,7 +156,7 @@ def _apart(layout: str) -> list[float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     # What is behind the middle is the root's, which is sent at the end.
-    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), layout=layout, units=["0"])
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), layout=layout, init=sf.Init(units=["0"]))
     losses: list[float] = []
     inside: list[torch.Tensor] = []  # what a module in the middle returned: its gradient comes inside of the backward
     model[1].register_forward_hook(lambda module, given, output: inside.append(output))
@@ -184,7 +184,10 @@ def _announced(layout: str) -> str:
     """In a step whose order is known, rank 0 runs a backward and rank 1 does something else."""
     torch.manual_seed(0)
     engine = sf.Engine(
-        torch.nn.Linear(8, 1), optimizer=partial(torch.optim.SGD, lr=0.1), layout=layout, desync_timeout=3.0
+        torch.nn.Linear(8, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        layout=layout,
+        runtime=sf.Runtime(desync_timeout=3.0),
     )
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 8)).sum())

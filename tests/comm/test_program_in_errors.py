@@ -15,6 +15,7 @@ from shardfold.errors import CollectiveError, OrderError
 from shardfold.plan.program import MARKERS, Op
 from shardfold.testing import Ranks
 from shardfold.torch_internals import top_saved_hooks
+from tests.support.options import grouped
 
 HERE = "   <-- here"
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -23,7 +24,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 def _engine(layout: str, **options: Any) -> sf.Engine:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
-    return sf.Engine(model, optimizer=SGD, layout=layout, units=["*"], **options)
+    return sf.Engine(model, optimizer=SGD, **grouped(layout=layout, units=["*"], **options))
 
 
 def _leave(engine: sf.Engine) -> None:
@@ -189,7 +190,7 @@ class Skipping(nn.Module):
 def _sums_and_gradients() -> list[str]:
     """The sums that a recorded backward starts and the layers' own backwards, in order."""
     torch.manual_seed(0)
-    engine = sf.Engine(Skipping(), optimizer=SGD, layout="ddp", units=["layers.*"])
+    engine = sf.Engine(Skipping(), optimizer=SGD, layout="ddp", init=sf.Init(units=["layers.*"]))
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 4)))
         engine.step()

@@ -42,7 +42,9 @@ def _train(mode: str, then: str) -> str:
     with simulated(mode, rank, 5000):
         torch.manual_seed(7)
         model = Gpt()
-        engine = sf.Engine(model, optimizer=AdamW, layout="zero3", device="sim", units=[Block])
+        engine = sf.Engine(
+            model, optimizer=AdamW, layout="zero3", runtime=sf.Runtime(device="sim"), init=sf.Init(units=[Block])
+        )
         ids = torch.ones(2, 8, dtype=torch.long, device="sim")
         engine.backward(engine(ids).square().mean())
         engine.step()
@@ -113,7 +115,9 @@ def _starts(path: str, shared: bool) -> str:
     except ConfigError as error:
         return str(error)
     with simulated():
-        engine = sf.Engine(Gpt(depth=1), optimizer=AdamW, layout="zero3", device="sim", units=[Block])
+        engine = sf.Engine(
+            Gpt(depth=1), optimizer=AdamW, layout="zero3", runtime=sf.Runtime(device="sim"), init=sf.Init(units=[Block])
+        )
         try:
             engine.backward(engine(torch.ones(2, 8, dtype=torch.long, device="sim")).square().mean())
             engine.step()

@@ -28,6 +28,7 @@ from shardfold.compat.deepspeed.zero.attributes import install
 from shardfold.errors import ConfigError, FreedParameterError, OrderError, UsageError
 from shardfold.testing import Ranks, run_ranks
 from tests.support import models
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 AVAILABLE, NOT_AVAILABLE = zero.ZeroParamStatus.AVAILABLE, zero.ZeroParamStatus.NOT_AVAILABLE
@@ -49,7 +50,7 @@ def _no_group_stays() -> Iterator[None]:
 
 def _engine(layout: str = "zero3", **options: Any) -> sf.Engine:
     torch.manual_seed(0)
-    engine = sf.Engine(models.tied(), optimizer=ADAMW, layout=layout, **options)
+    engine = sf.Engine(models.tied(), optimizer=ADAMW, **grouped(layout=layout, **options))
     if layout == "zero3":
         zero.note_parameters(engine)
     return engine

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from tests.draws.model import ONE_GROUP, Boom, Model, make_batch, make_model, make_optimizer
+from tests.support.options import grouped
 
 Call = tuple[str, dict[str, Any]]
 Skips = Sequence[Sequence[int]]
@@ -344,7 +345,10 @@ class Sharded:
         given = draw.given or ":" in draw.optimizer
         optimizer = make_optimizer(draw.optimizer, self.model) if given else ONE_GROUP[draw.optimizer]
         return sf.Engine(
-            self.model, optimizer=optimizer, accumulate=draw.accumulate, clip_norm=draw.clip, **FIRST, **options
+            self.model,
+            optimizer=optimizer,
+            accumulate=draw.accumulate,
+            **grouped(clip_norm=draw.clip, **FIRST, **options),
         )
 
     def run(self, call: Call) -> Any:

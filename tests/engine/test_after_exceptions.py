@@ -18,6 +18,7 @@ from shardfold.errors import ShardfoldError, UsageError
 from shardfold.sharding.unit import Life
 from shardfold.testing import Ranks
 from shardfold.torch_internals import top_saved_hooks
+from tests.support.options import grouped
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 WIDTH = 6
@@ -73,7 +74,7 @@ class Pair:
         self.plain, self.world = Fragile(), world
         self.update = SGD(self.plain.parameters())
         given = {"units": ["blocks.*"], "timeout": 30, "desync_timeout": 4, **options}
-        self.engine = sf.Engine(Fragile(), optimizer=SGD, layout=layout, **given)  # pyright: ignore
+        self.engine = sf.Engine(Fragile(), optimizer=SGD, **grouped(layout=layout, **given))  # pyright: ignore
         self.number = 0
 
     def loss(self) -> Tensor:
@@ -261,12 +262,14 @@ def test_a_micro_batch_that_all_ranks_leave_out_is_none(ranks: Ranks) -> None:
 
 
 def _one_rank(**options: Any) -> sf.Engine:
-    return sf.Engine(Fragile(), optimizer=SGD, units=["blocks.*"], **options)
+    return sf.Engine(Fragile(), optimizer=SGD, **grouped(units=["blocks.*"], **options))
 
 
 def test_an_interrupted_forward_leaves_no_autocast_and_no_hooks_around_what_follows() -> None:
     """Ctrl+C in the model's own code calls no hooks of modules on its way out."""
-    engine = sf.Engine(Fragile().float(), optimizer=SGD, precision=sf.Precision(autocast="bf16"), units=["blocks.*"])
+    engine = sf.Engine(
+        Fragile().float(), optimizer=SGD, precision=sf.Precision(autocast="bf16"), init=sf.Init(units=["blocks.*"])
+    )
     x = torch.randn(4, WIDTH)
     engine.module.at, engine.module.raises = ("forward", 1), KeyboardInterrupt  # pyright: ignore
     with pytest.raises(KeyboardInterrupt):

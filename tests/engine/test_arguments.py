@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import CheckpointError, ConfigError, ModelError, ShardfoldError, UsageError
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAMW = torch.optim.AdamW
@@ -39,7 +40,7 @@ def model() -> nn.Sequential:
 
 
 def engine(**more: Any) -> sf.Engine:
-    return sf.Engine(model(), **{"optimizer": SGD, "layout": "zero3", **more})
+    return sf.Engine(model(), **grouped(**{"optimizer": SGD, "layout": "zero3", **more}))
 
 
 def entered(manager: AbstractContextManager[Any]) -> None:
@@ -62,7 +63,7 @@ ENGINE: dict[str, set[str]] = {
     "activations": {"None"}, "clip_norm": {"None", "1e300"}, "clip": {"None"}, "loss_scale": {"None"}, "seed": {"-1"},
     "lr_schedule": {"None"}, "mesh": {"None"}, "weights": {"None"}, "desync_timeout": set(), "timeout": set(),
     "debug": set(),
-    "optimizer": {"None"},
+    "optimizer": {"None"}, "runtime": {"None"}, "init": {"None"},
 }  # fmt: skip
 OTHERS: list[tuple[Callable[..., Any], dict[str, set[str]]]] = [
     (sf.Clip, {"norm": {"1e300"}, "value": {"1e300"}}),
@@ -89,6 +90,10 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, set[str]]]] = [
     (sf.Activations, {"mode": set(), "among": set(), "smallest": set(), "kept": set()}),
     (sf.Activations, {"folder": {"None"}}),
     (sf.Layout, {"params": {"None"}, "held": {"None"}, "grads": set(), "master": set(), "moments": set()}),
+    (sf.Parallel, {"msh": set(), "device": set()}),
+    (sf.Runtime, {"gpu": set()}),
+    (sf.Init, {"seeds": set()}),
+    (sf.Auto, {"samples": set()}),
     (sf.Layout, {"gather": set(), "reduce": set(), "activations": set()}),
     (partial(sf.PRESETS["zero3"].edit, "params"), {"dtype": set(), "tier": set(), "over": set(), "ovr": set()}),
     (sf.PRESETS["zero3"].replace, {"parms": set()}),
@@ -105,7 +110,7 @@ def test_an_engine_names_the_argument_that_is_none(argument: str):
             continue
         mine = model()
         with pytest.raises((ConfigError, ModelError)) as caught:
-            sf.Engine(mine, **{"optimizer": SGD, argument: wrong})
+            sf.Engine(mine, **grouped(**{"optimizer": SGD, argument: wrong}))
         assert argument in str(caught.value), f"{argument}={name}: {caught.value}"
         sf.Engine(mine, optimizer=SGD).close()
 
@@ -173,8 +178,8 @@ def used_wrongly(folder: str) -> dict[str, str]:
         "a weight": lambda: trained.backward(trained(x).sum(), weight="x"),  # pyright: ignore[reportArgumentType]
         "a closure": lambda: trained.step(lambda: 1.0),  # pyright: ignore[reportArgumentType]
         "mean": lambda: trained.mean(None),  # pyright: ignore[reportArgumentType]
-        "agree": lambda: trained.agree(None),  # pyright: ignore[reportArgumentType]
-        "agree of text": lambda: trained.agree("x"),  # pyright: ignore[reportArgumentType]
+        "agree": lambda: trained.max_over_ranks(None),  # pyright: ignore[reportArgumentType]
+        "agree of text": lambda: trained.max_over_ranks("x"),  # pyright: ignore[reportArgumentType]
         "one rank's": lambda: trained.mean("x" if trained.rank else 1.0),  # pyright: ignore[reportArgumentType]
         "last": lambda: setattr(trained, "last_micro_batch", "x"),
         "gathered": lambda: entered(trained.gathered(3)),  # pyright: ignore[reportArgumentType]
@@ -204,8 +209,8 @@ def test_calls_on_an_engine_refuse_and_change_nothing(ranks: Ranks, world_size: 
             "a detached loss": "the loss, of float32, does not require grad, so no parameter leads to it: it was detac",
             "a loss of integers": "engine.backward(): the loss, of int64, does not require grad, so no parameter leads",
             "a weight": "engine.backward(weight='x')", "a closure": "engine.backward(loss), then engine.step()",
-            "mean": "engine.mean(): the value is None", "agree": "engine.agree(): the values are None",
-            "agree of text": "engine.agree(): the values are 'x'", "last": "last_micro_batch= is 'x'",
+            "mean": "engine.mean(): the value is None", "agree": "engine.max_over_ranks(): the values are None",
+            "agree of text": "engine.max_over_ranks(): the values are 'x'", "last": "last_micro_batch= is 'x'",
             "gathered": "no parameter 3", "stats": "peak_flops='x'", "strict": "strict= is 'x': it is True or False",
             "steps": "1",
         }  # fmt: skip
@@ -226,6 +231,65 @@ def test_what_a_module_has_is_found_by_the_message():
         _ = mine.state  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(AttributeError, match="Did you mean 'zero_grad'"):
         mine.zero_grads()  # pyright: ignore[reportAttributeAccessIssue]
+    for name, now in (("agree", "max_over_ranks"), ("synchronize", "outer_step"), ("activations", "count_saved")):
+        with pytest.raises(AttributeError, match=f"Did you mean '{now}'"):
+            getattr(mine, name)
+
+
+GROUPED: dict[str, tuple[dict[str, Any], str]] = {
+    "mesh": ({"mesh": {"intra": 1}}, "parallel=sf.Parallel(mesh=...)"),
+    "several": ({"mesh": {"tensor": 1}, "seed": 1, "tensor": "auto"}, "parallel=sf.Parallel(mesh=..., tensor=...)"),
+    "attention": ({"attention": "ring"}, "parallel=sf.Parallel(attention=...)"),
+    "sequence_parallel": ({"sequence_parallel": True}, "parallel=sf.Parallel(sequence_parallel=...)"),
+    "pipeline": ({"pipeline": "1f1b"}, "parallel=sf.Parallel(pipeline=...)"),
+    "stages": ({"stages": ["1"]}, "parallel=sf.Parallel(stages=...)"),
+    "device": ({"device": "cpu"}, "runtime=sf.Runtime(device=...)"),
+    "timeout": ({"timeout": 1.0}, "runtime=sf.Runtime(timeout=...)"),
+    "desync_timeout": ({"desync_timeout": 1.0}, "runtime=sf.Runtime(desync_timeout=...)"),
+    "debug": ({"debug": True}, "runtime=sf.Runtime(debug=...)"),
+    "weights": ({"weights": {}}, "init=sf.Init(weights=...)"),
+    "seed": ({"seed": 1}, "init=sf.Init(seed=...)"),
+    "units": ({"units": ["0"]}, "init=sf.Init(units=...)"),
+    "clip": ({"clip": None}, "clip_norm=sf.Clip(...)"),
+    "outer": ({"outer": None}, "layout=sf.PRESETS['zero3'].replace(outer=sf.Outer(...))"),
+    "sample": ({"sample": 1}, "layout=sf.Auto(sample=...)"),
+}
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_what_stands_in_a_value_is_told_with_it(case: str):
+    """One sentence names the value and how it is given."""
+    flat, said = GROUPED[case]
+    with pytest.raises(ConfigError) as caught:
+        sf.Engine(model(), optimizer=SGD, **flat)
+    assert str(caught.value) == f"Engine() has no argument {next(iter(flat))!r}: give {said}."
+
+
+def test_names_of_others_and_slips_lead_to_the_value():
+    """What DeepSpeed and FSDP call it, and one letter wrong."""
+    for name, said in (
+        ("device_mesh", "parallel=sf.Parallel(mesh=...)"),
+        ("wrap_policy", "init=sf.Init(units=...)"),
+        ("gpu", "runtime=sf.Runtime(device=...)"),
+        ("timeuot", "runtime=sf.Runtime(timeout=...)"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            sf.Engine(model(), optimizer=SGD, **{name: 1})  # pyright: ignore[reportArgumentType]
+        assert str(caught.value) == f"Engine() has no argument {name!r}. Did you mean {said}?"
+
+
+def test_an_engine_says_whether_and_why_it_is_closed():
+    mine = engine()
+    assert mine.closed is False and mine.close_reason == ""
+    mine.close()
+    assert mine.closed is True and mine.close_reason.startswith("this engine is closed")
+
+
+def test_a_mesh_alone_and_what_is_left_out_say_the_same():
+    for given in ({"intra": 1}, sf.Parallel(mesh={"intra": 1})):
+        with closing(sf.Engine(model(), parallel=given)) as mine:
+            assert dict(mine.mesh.sizes) == {"inter": 1, "intra": 1}
+    assert repr(sf.Parallel(mesh={"tensor": 2}, pipeline="1f1b")) == "Parallel(mesh={'tensor': 2})"
 
 
 def wrapped() -> str:
@@ -317,8 +381,9 @@ def test_a_class_of_no_optimizer_makes_none(given: type) -> None:
 
 ASSIGNED: dict[str, str] = {  # and what is said
     "clip_norm": "An engine takes clip_norm= when it is made.",
-    "clip": "An engine takes clip= when it is made.",
+    "clip": "An engine takes clip_norm=sf.Clip(...) when it is made.",
     "layout": "An engine takes layout= when it is made.",
+    "tensor": "An engine takes parallel=sf.Parallel(tensor=...) when it is made.",
     "acumulate": "Did you mean 'accumulate'?",
     "gradient_accumulation_steps": "Did you mean 'accumulate'?",
     "lr": "The optimizer's settings are in engine.optimizer.param_groups.",

@@ -20,6 +20,7 @@ import shardfold as sf
 from shardfold.errors import ConfigError, FreedParameterError, LayoutError, ModelError, UsageError
 from shardfold.testing import Ranks, RanksFailed
 from tests.support import models
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.product
 
@@ -30,7 +31,7 @@ LAYOUTS = list(sf.PRESETS)
 
 def make(layout: Any = "zero3", build: Callable[[], nn.Module] = models.small, **options: Any) -> sf.Engine:
     torch.manual_seed(0)
-    return sf.Engine(build(), layout=layout, **{"optimizer": ADAMW, **options})
+    return sf.Engine(build(), **grouped(layout=layout, **{"optimizer": ADAMW, **options}))
 
 
 def train(engine: sf.Engine, steps: int, seed: int = 0) -> list[float]:

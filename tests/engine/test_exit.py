@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import shardfold as sf
 
-engine = sf.Engine(torch.nn.Linear(4, 4), optimizer=partial(torch.optim.AdamW, lr=0.1), mesh={"inter": 2, "intra": 1})
+engine = sf.Engine(torch.nn.Linear(4, 4), optimizer=partial(torch.optim.AdamW, lr=0.1), parallel={"inter": 2, "intra": 1})
 engine.backward(engine(torch.ones(2, 4)).sum())
 engine.step()
 during = len(os.listdir("/proc/self/task"))
@@ -52,8 +52,8 @@ here, layout, starts, catches, what = Path(sys.argv[1]), *sys.argv[2:]
 if starts == "script":
     dist.init_process_group("gloo")
 engine = sf.Engine(
-    torch.nn.Linear(4, 1), optimizer=partial(torch.optim.AdamW, lr=0.1), layout=layout, desync_timeout=3.0,
-    timeout=2.0 if what == "late" else 600.0,
+    torch.nn.Linear(4, 1), optimizer=partial(torch.optim.AdamW, lr=0.1), layout=layout,
+    runtime=sf.Runtime(desync_timeout=3.0, timeout=2.0 if what == "late" else 600.0),
 )
 kept = dist.group.WORLD  # these references stay
 group = dist.new_group() if what == "group" else None

@@ -26,6 +26,7 @@ from shardfold.comm import mesh
 from shardfold.errors import ShardfoldError
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 RANK = int(os.environ.get("RANK", "0"))
@@ -57,7 +58,7 @@ def bad(kind: str) -> partial[sf.Engine]:
         "weights": {"weights": {"weight": torch.ones(2, 2), "bias": torch.ones(4)}},
         "optimizer": {"optimizer": partial(torch.optim.SGD, lr=-1.0)},
     }.get(kind, {})
-    return partial(sf.Engine, model, **{"optimizer": SGD, "layout": "zero3", **options})
+    return partial(sf.Engine, model, **grouped(**{"optimizer": SGD, "layout": "zero3", **options}))
 
 
 def fails(kind: str) -> str:

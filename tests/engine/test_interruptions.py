@@ -25,7 +25,9 @@ PLACES = ("before the send", "behind the send", "in the wait", "in a message", "
 def made(layout: str) -> sf.Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 1))
-    return sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), layout=layout, units=["0", "2"])
+    return sf.Engine(
+        model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), layout=layout, init=sf.Init(units=["0", "2"])
+    )
 
 
 def train(engine: sf.Engine) -> None:

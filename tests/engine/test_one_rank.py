@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold.testing import Ranks
 from shardfold.tiers import pages as exact
 from tests.support import models
+from tests.support.options import grouped
 
 WIDE = 96  # its weights are large enough to be kept as they are
 
@@ -38,7 +39,7 @@ def _inputs(count: int) -> list[Tensor]:
 
 
 def _engine(optimizer: Any = torch.optim.AdamW, **more: Any) -> sf.Engine:
-    return sf.Engine(Net(), optimizer=partial(optimizer, lr=1e-2), layout="zero2", **more)
+    return sf.Engine(Net(), optimizer=partial(optimizer, lr=1e-2), **grouped(layout="zero2", **more))
 
 
 def _adopted(engine: sf.Engine) -> int:

@@ -18,6 +18,7 @@ import shardfold as sf
 from shardfold.errors import ShardfoldError
 from shardfold.testing import Ranks
 from tests.engine.test_failed_engines import run_script
+from tests.support.options import grouped
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LIMIT = 60.0  # seconds; a rank that is not told waits for half an hour
@@ -40,7 +41,7 @@ def trained(engine: sf.Engine) -> list[float]:
 
 def small(layout: str = "zero1", **options: Any) -> sf.Engine:
     torch.manual_seed(0)
-    return sf.Engine(nn.Linear(4, 4), optimizer=SGD, layout=layout, **options)
+    return sf.Engine(nn.Linear(4, 4), optimizer=SGD, **grouped(layout=layout, **options))
 
 
 # -- the mesh

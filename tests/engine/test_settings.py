@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.optim import OneBitAdam
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=0.5, betas=(0.5, 0.75))
 LIMIT = 60.0  # seconds
@@ -26,7 +27,7 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return ADAMW([{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.0}])
 
 
@@ -50,7 +51,7 @@ def set_all(groups: list[dict[str, Any]], setting: str, value: Any) -> None:
 
 def drifting(layout: str, setting: str, value: Any) -> tuple[str, list[torch.Tensor], int]:
     """What a step with another setting on rank 1 raises; what the same step leads to with that setting on all ranks."""
-    with closing(sf.Engine(build(), optimizer=grouped, layout=layout)) as engine:
+    with closing(sf.Engine(build(), optimizer=in_groups, layout=layout)) as engine:
         backward(engine)
         engine.step()
         backward(engine)
@@ -70,7 +71,7 @@ def drifting(layout: str, setting: str, value: Any) -> tuple[str, list[torch.Ten
 
 def plain(setting: str, value: Any, ranks: int) -> list[torch.Tensor]:
     model = build()
-    optimizer = grouped(list(model.parameters()))
+    optimizer = in_groups(list(model.parameters()))
     for step in range(2):
         if step:
             set_all(optimizer.param_groups, setting, value)
@@ -128,7 +129,9 @@ def _staged() -> tuple[int, str]:
     rank, said = dist.get_rank(), ""
     model, mesh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"pipeline": 2, "intra": 2}
     sgd = partial(torch.optim.SGD, lr=0.5)
-    with closing(sf.Engine(model, optimizer=sgd, mesh=mesh, layout="zero1", accumulate=2, stages=["1"])) as engine:
+    with closing(
+        sf.Engine(model, optimizer=sgd, parallel=sf.Parallel(mesh=mesh, stages=["1"]), layout="zero1", accumulate=2)
+    ) as engine:
         for other in (0.0, 0.5):
             groups_of(engine)[0]["lr"] = (0.125, 0.125, 0.25, 0.25 + other)[rank]
             engine.train_batch(torch.ones(4, 4), lambda model, part: model(part).sum())
@@ -147,8 +150,13 @@ def test_stages_have_rates_of_their_own_and_all_hear_of_one_whose_ranks_differ(r
 
 def _apart(outer: sf.Outer | sf.Signs) -> tuple[str, int]:
     """Two groups of one rank each, which have a rate each."""
-    with closing(sf.Engine(nn.Linear(4, 4), optimizer=OneBitAdam if isinstance(outer, sf.Signs) else ADAMW,
-                           layout="zero1", mesh={"inter": 2, "intra": 1}, outer=outer)) as engine:  # fmt: skip
+    with closing(
+        sf.Engine(
+            nn.Linear(4, 4),
+            optimizer=OneBitAdam if isinstance(outer, sf.Signs) else ADAMW,
+            **grouped(layout="zero1", mesh={"inter": 2, "intra": 1}, outer=outer),
+        )
+    ) as engine:
         groups_of(engine)[0]["lr"] = (0.1, 0.2)[engine.rank]
         engine.backward(engine(torch.ones(2, 4)).sum())
         try:

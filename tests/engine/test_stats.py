@@ -22,6 +22,7 @@ from shardfold.engine.stats import Clock
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 LAYOUTS = list(sf.PRESETS)
@@ -32,7 +33,7 @@ def make(layout: str, **options: Any) -> sf.Engine:
     torch.manual_seed(0)
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") and world % 2 == 0 else None
-    return sf.Engine(models.small(), optimizer=ADAMW, layout=layout, mesh=mesh, **options)
+    return sf.Engine(models.small(), optimizer=ADAMW, **grouped(layout=layout, mesh=mesh, **options))
 
 
 def backward(engine: sf.Engine, number: int = 0) -> None:

@@ -22,6 +22,7 @@ from shardfold.plan.program import Op, lower, parse
 from shardfold.plan.program_passes import Overlap, apply
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 BESIDE = Overlap(update_thread=True)
@@ -30,7 +31,7 @@ PATIENCE = 60.0  # seconds after which a test that would hang fails
 
 def make(layout: Any, optimizer: Any = ADAMW, **options: Any) -> sf.Engine:
     torch.manual_seed(0)
-    return sf.Engine(models.Small(layers=3), optimizer=optimizer, layout=layout, **options)
+    return sf.Engine(models.Small(layers=3), optimizer=optimizer, **grouped(layout=layout, **options))
 
 
 def train(engine: sf.Engine, steps: int) -> list[float]:
@@ -213,7 +214,9 @@ def _given_back() -> list[tuple[float, int]]:
         plain = _Clamped().double()
         optimizer = ADAMW(plain.parameters())
         engine = sf.Engine(
-            deepcopy(plain), optimizer=ADAMW, units=["*"], layout=once, desync_timeout=5, **{"overlap": BESIDE, **case}
+            deepcopy(plain),
+            optimizer=ADAMW,
+            **grouped(units=["*"], layout=once, desync_timeout=5, **{"overlap": BESIDE, **case}),
         )
         kept, cursor = list[bool](), engine._runner.handlers.cursor
 

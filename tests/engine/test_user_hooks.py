@@ -100,7 +100,7 @@ def _difference(layout: str, index: int, when: str, precision: str) -> tuple[flo
     model = models.small()
     if when == "before":
         add(model, seen)
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, mesh=mesh, precision=precision)
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, parallel=mesh, precision=precision)
     if when == "after":
         with engine.gathered():
             add(model, seen)

@@ -42,7 +42,7 @@ def public() -> Iterator[tuple[str, Any]]:
 PUBLIC = dict(public())
 
 
-@pytest.mark.sampled(101)
+@pytest.mark.sampled(105)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_has_an_example_that_runs(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

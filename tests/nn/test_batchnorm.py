@@ -46,7 +46,7 @@ def trains_as_the_whole_batch(layout: str) -> None:
     plain = Net()
     optimizer = SGD(plain.parameters())
     torch.manual_seed(0)
-    engine = sf.Engine(sf.nn.convert_sync_batchnorm(Net()), optimizer=SGD, layout=layout, mesh=mesh, clip_norm=0.5)
+    engine = sf.Engine(sf.nn.convert_sync_batchnorm(Net()), optimizer=SGD, layout=layout, parallel=mesh, clip_norm=0.5)
     for x, y in batches(5):
         whole = (plain(x) - y).square().sum() / len(x)
         whole.backward()
@@ -138,7 +138,7 @@ def skips_it_on_one_rank() -> str:
             x = self.blocks[0](x)
             return self.blocks[1](x if skip else self.norm(x))
 
-    engine = sf.Engine(Sometimes(), optimizer=SGD, layout="zero3", desync_timeout=2.0)
+    engine = sf.Engine(Sometimes(), optimizer=SGD, layout="zero3", runtime=sf.Runtime(desync_timeout=2.0))
     said = ""
     try:
         for i in range(3):

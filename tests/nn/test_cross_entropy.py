@@ -20,6 +20,7 @@ from shardfold.errors import ConfigError, UsageError
 from shardfold.nn import chunked_cross_entropy
 from shardfold.testing import Ranks, same_training
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.options import grouped
 
 VOCAB, WIDTH = 37, 8
 
@@ -306,8 +307,10 @@ def test_it_trains_alike_under_a_layout(ranks: Ranks, layout: str, tied: bool, r
     build = partial(Head, tied, reduction, True)
     units = ["middle"] if tied else ["middle", "head"]
     options: dict[str, Any] = {"steps": 6, "accumulate": 2, "parameter_tol": 2e-6, "units": units, "ranks": ranks}
-    ours = same_training(build, batches, layout=layout, world_size=2, **options)
-    theirs = same_training(partial(Head, tied, reduction, False), batches, layout=layout, world_size=2, **options)
+    ours = same_training(build, batches, **grouped(layout=layout, **options), world_size=2)
+    theirs = same_training(
+        partial(Head, tied, reduction, False), batches, **grouped(layout=layout, **options), world_size=2
+    )
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
     assert ours.losses[-1] < ours.losses[0] and math.isfinite(ours.losses[-1])
 

@@ -82,7 +82,7 @@ def _expected(options: dict[str, Any], margin: bool) -> list[Tensor]:
 
 
 def _compared(ranks: int) -> None:
-    engine = sf.Engine(Tailor(), mesh={"tensor": ranks}, layout="ddp")
+    engine = sf.Engine(Tailor(), parallel={"tensor": ranks}, layout="ddp")
     link = link_of(engine.module, "tensor")
     sizes = [CLASSES // ranks + (r < CLASSES % ranks) for r in range(ranks)]
     for margin, options in [*((False, each) for each in OPTIONS), *((True, each) for each in MARGINS)]:

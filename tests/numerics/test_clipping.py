@@ -57,7 +57,7 @@ def clips_as_torch(layout: str, clips: list[sf.Clip], loss_scale: float | None, 
     mesh = {"inter": 2, "intra": 1} if layout in ("hsdp", "hpz") else None
     for clip in clips:
         engine = sf.Engine(
-            build(), optimizer=SGD, layout=layout, mesh=mesh, clip=clip, accumulate=2, loss_scale=loss_scale,
+            build(), optimizer=SGD, layout=layout, parallel=mesh, clip_norm=clip, accumulate=2, loss_scale=loss_scale,
             precision=precision,
         )  # fmt: skip
         norms = []
@@ -102,7 +102,7 @@ def test_gradients_within_the_limit_stay_as_they_are() -> None:
 
 
 def raises_everywhere() -> None:
-    engine = sf.Engine(build(), optimizer=SGD, layout="zero2", clip=sf.Clip(norm=1.0, error_if_nonfinite=True))
+    engine = sf.Engine(build(), optimizer=SGD, layout="zero2", clip_norm=sf.Clip(norm=1.0, error_if_nonfinite=True))
     before = engine.state_dict()
     tokens, targets = models.batches(1, rows=4)[0]
     engine.backward(engine(tokens, targets) * (inf if engine.rank == 1 else 1.0))
@@ -133,8 +133,3 @@ def test_error_if_nonfinite_raises_on_every_rank_and_training_can_go_on(ranks: R
 def test_clips_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Clip"):
         sf.Clip(**options)
-
-
-def test_two_clippings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="give one of them"):
-        sf.Engine(nn.Linear(2, 2), clip_norm=1.0, clip=sf.Clip(norm=1.0))

@@ -60,8 +60,8 @@ def planted_inf(layout: str) -> None:
     mesh = {"inter": 2, "intra": 1} if layout in ("hsdp", "hpz") else None
     torch.manual_seed(0)
     engine = sf.Engine(
-        Net(), optimizer=SGD, layout=layout, mesh=mesh, accumulate=2,
-        clip=sf.Clip(norm=1.0, error_if_nonfinite=True),
+        Net(), optimizer=SGD, layout=layout, parallel=mesh, accumulate=2,
+        clip_norm=sf.Clip(norm=1.0, error_if_nonfinite=True),
     )  # fmt: skip
     watch = sf.numerics.ActivationWatch(engine)
     draw = torch.Generator().manual_seed(engine.rank)
@@ -139,7 +139,7 @@ def overflows_in_a_module(layout: str) -> None:
     mesh = {"inter": 2, "intra": 1} if layout in ("hsdp", "hpz") else None
     torch.manual_seed(0)
     rule = sf.LossScale(initial=4.0, patience=2)
-    engine = sf.Engine(Net(), optimizer=SGD, layout=layout, mesh=mesh, accumulate=2, loss_scale=rule)
+    engine = sf.Engine(Net(), optimizer=SGD, layout=layout, parallel=mesh, accumulate=2, loss_scale=rule)
     draw = torch.Generator().manual_seed(engine.rank)
 
     def step(*, planted: bool) -> sf.StepReport:

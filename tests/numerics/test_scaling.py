@@ -16,6 +16,7 @@ from shardfold.numerics.scaling import Scaler
 from shardfold.testing import Ranks
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from tests.support import models
+from tests.support.options import grouped
 
 LAYOUTS = list(sf.PRESETS)
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
@@ -76,7 +77,7 @@ def follows_grad_scaler(layout: str, clip: float | None) -> None:
     steps = 20
     torch.manual_seed(0)
     engine = sf.Engine(
-        Explodes(), optimizer=ADAMW, layout=layout, mesh=mesh_for(layout), loss_scale=RULE, clip_norm=clip,
+        Explodes(), optimizer=ADAMW, layout=layout, parallel=mesh_for(layout), loss_scale=RULE, clip_norm=clip,
         lr_schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
     )  # fmt: skip
     losses, scales, rates, skipped = [], [], [], []
@@ -147,7 +148,7 @@ def amp_losses(dtype: torch.dtype, steps: int) -> list[float]:
 
 def engine_losses(layout: str, precision: str, steps: int) -> list[float]:
     torch.manual_seed(0)
-    engine = sf.Engine(Logits(), optimizer=SLOW, layout=layout, mesh=mesh_for(layout), precision=precision)
+    engine = sf.Engine(Logits(), optimizer=SLOW, layout=layout, parallel=mesh_for(layout), precision=precision)
     losses = []
     for tokens in texts(steps):
         part = tokens.chunk(engine.world_size)[engine.rank]
@@ -204,9 +205,15 @@ NARROW = sf.Precision(compute="fp16", grads="fp16", reduce="fp16")
 def gradients_are_true(layout: str, precision: Any, slope: float, loss_scale: float) -> None:
     """1e-9 is zero in fp16 and 5e-8 nearly so; 3000 times 2**4 or 6e4 twice is inf in it."""
     engine = sf.Engine(
-        Sums(), optimizer=partial(torch.optim.SGD, lr=1.0), layout=layout, mesh=mesh_for(layout), precision=precision,
-        loss_scale=loss_scale, accumulate=2, clip_norm=1e9,
-    )  # fmt: skip
+        Sums(),
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        layout=layout,
+        parallel=mesh_for(layout),
+        precision=precision,
+        loss_scale=loss_scale,
+        accumulate=2,
+        clip_norm=1e9,
+    )
     for factor in (0.5, 1.5):  # different micro-batches: the mean is slope
         engine.backward(engine(torch.tensor(slope * factor, dtype=torch.float64)))
         shown = engine.module.small.grad if layout == "ddp" and factor == 1.5 else None
@@ -355,7 +362,7 @@ def skipped_steps_move_nothing(layout: str) -> None:
     """One of two micro-batches on one rank overflows."""
     torch.manual_seed(0)
     engine = sf.Engine(
-        models.Small(), optimizer=ADAMW, layout=layout, mesh=mesh_for(layout), accumulate=2, loss_scale=1024.0,
+        models.Small(), optimizer=ADAMW, layout=layout, parallel=mesh_for(layout), accumulate=2, loss_scale=1024.0,
         lr_schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
     )  # fmt: skip
     average = sf.Average(engine, decay=0.5)
@@ -431,7 +438,7 @@ def warmed_up(low: float, peak: float, precision: Any = "fp16", steps: int = 60,
     """The learning rate goes from ``low`` to ``peak`` in 20 updates."""
     torch.manual_seed(0)
     schedule = partial(sf.optim.WarmupLR, warmup_min_lr=low, warmup_max_lr=peak, warmup_num_steps=20)
-    engine = sf.Engine(Logits(), optimizer=SLOW, precision=precision, lr_schedule=schedule, **options)
+    engine = sf.Engine(Logits(), optimizer=SLOW, precision=precision, lr_schedule=schedule, **grouped(**options))
     losses, scales, error = [], [], ""
     for tokens in texts(steps):
         part = tokens.chunk(engine.world_size)[engine.rank]

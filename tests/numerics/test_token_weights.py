@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import shardfold as sf
 from shardfold.errors import NonFiniteError
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 IGNORED = -100
 CLIP = sf.Clip(norm=0.5)
@@ -51,10 +52,10 @@ def _trained(
         optimizer=make,
         layout=layout,
         accumulate=accumulate,
-        clip=clip,
+        clip_norm=clip,
         loss_scale=64.0 if precision == "fp16" else None,
         precision=precision,
-        mesh={"inter": 2, "intra": 2} if world_of(layout) == 4 else None,
+        parallel={"inter": 2, "intra": 2} if world_of(layout) == 4 else None,
     )
     norms = []
     for step in range(4):
@@ -146,7 +147,7 @@ class _Steps:
         self.plain, model = (_model().double() for _ in range(2))
         self.update = torch.optim.SGD(self.plain.parameters(), lr=0.5, momentum=0.9)
         make = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
-        self.engine = sf.Engine(model, optimizer=make, layout=layout, **options)  # pyright: ignore[reportArgumentType]
+        self.engine = sf.Engine(model, optimizer=make, **grouped(layout=layout, **options))  # pyright: ignore[reportArgumentType]
         self.number = 0
         self.came: list[tuple[int, bool]] = []  # since the last step: batches, and whether they have weights
 

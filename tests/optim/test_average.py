@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold.errors import ConfigError, ModelError, ShardfoldError, UsageError
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.product
 
@@ -42,7 +43,7 @@ def make(layout: str, build: Callable[[], nn.Module] = Counting, **options: Any)
     torch.manual_seed(0)
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") and world % 2 == 0 else None
-    return sf.Engine(build(), layout=layout, mesh=mesh, **{"optimizer": SGD, **options})
+    return sf.Engine(build(), **grouped(layout=layout, mesh=mesh, **{"optimizer": SGD, **options}))
 
 
 def world_of(layout: str) -> int:

@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.optim import fused
 from shardfold.optim.compiled import compiled_adam, constants
+from tests.support.options import grouped
 
 #: Roundings of fp32 in one element's update that may fall otherwise, in another order of the same operations.
 STEPS_OF_ROUNDING = 8 * 2.0**-24
@@ -126,7 +127,7 @@ def _engine(
 ) -> sf.Engine:
     torch.manual_seed(0)
     overlap = sf.Overlap(block=block, compiled_update=compiled)
-    return sf.Engine(Model(), optimizer=optimizer, overlap=overlap, **{"precision": "bf16", **options})
+    return sf.Engine(Model(), optimizer=optimizer, overlap=overlap, **grouped(**{"precision": "bf16", **options}))
 
 
 def _trained(**options: Any) -> tuple[list[float], dict[str, Tensor]]:

@@ -102,7 +102,7 @@ def test_an_optimizer_of_ours_updates_parts_as_whole_parameters(
     build = models.backwards if (layout, world) == ("zero3", 3) else models.small
     same_training(
         exactly(name, build), models.batches(20), layout=layout, world_size=world,
-        mesh={"inter": 2, "intra": 2} if world == 4 else None, optimizer=make, steps=20, clip_norm=0.1,
+        parallel={"inter": 2, "intra": 2} if world == 4 else None, optimizer=make, steps=20, clip_norm=0.1,
         parameter_tol=tolerance, ranks=ranks,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 import shardfold as sf
 from shardfold.optim import fused
 from shardfold.optim.threads import UpdateThreads
+from tests.support.options import grouped
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
@@ -46,7 +47,7 @@ class Uneven(nn.Module):
 def _trained(cores: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Tensor]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     torch.manual_seed(0)
-    engine = sf.Engine(Uneven(), layout="ddp", **options)
+    engine = sf.Engine(Uneven(), **grouped(layout="ddp", **options))
     draw = torch.Generator().manual_seed(1)
     for _ in range(3):
         engine.backward(engine(torch.randn(8, 37, generator=draw)))

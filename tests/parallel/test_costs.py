@@ -62,7 +62,10 @@ def test_other_products() -> None:
 
 def _sends(name: str, cut: bool) -> tuple[list[tuple[Any, ...]], list[Any], str]:
     engine = sf.Engine(
-        make(name), optimizer=ADAM, layout="ddp", mesh={"tensor": 2}, tensor="auto", sequence_parallel=cut
+        make(name),
+        optimizer=ADAM,
+        layout="ddp",
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto", sequence_parallel=cut),
     )
     engine.backward(loss_of(engine, *batches(1)[0]))
     engine.step()

@@ -89,7 +89,9 @@ def _trained() -> list[Any]:
     """Outputs, masks and gradients, of blocks that are kept and that are computed again."""
     found: list[Any] = []
     for activations in (None, "recompute"):
-        engine = sf.Engine(build(), layout="ddp", mesh={"tensor": 2}, tensor=PLAN, activations=activations)
+        engine = sf.Engine(
+            build(), layout="ddp", parallel=sf.Parallel(mesh={"tensor": 2}, tensor=PLAN), activations=activations
+        )
         blocks: Any = list(engine.module)
         torch.manual_seed(5)
         out = engine(given())
@@ -100,7 +102,9 @@ def _trained() -> list[Any]:
         after = torch.rand(3)  # generators of all ranks go on alike
         found.append((out.detach(), drawn, grads, after))
         engine.close()
-    engine = sf.Engine(Fused(), layout="ddp", mesh={"tensor": 2}, tensor={"qkv": ("column", 3), "out": "row"})
+    engine = sf.Engine(
+        Fused(), layout="ddp", parallel=sf.Parallel(mesh={"tensor": 2}, tensor={"qkv": ("column", 3), "out": "row"})
+    )
     torch.manual_seed(5)
     engine(torch.ones(1, 6, 4))
     engine.module.eval()

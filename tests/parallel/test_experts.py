@@ -20,6 +20,7 @@ from shardfold.testing import Ranks, run_ranks
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from tests.parallel import models
 from tests.support.experts import ADAM, batches, build, plain
+from tests.support.options import grouped
 
 LIMIT = 0.3  # of norms, so that every step clips
 
@@ -35,9 +36,11 @@ def trains_like_the_whole(
 ) -> None:  # fmt: skip
     options = options or {}
     engine = sf.Engine(
-        build(dtype, **options), optimizer=ADAM, layout=layout, mesh={"expert": experts}, clip_norm=clip,
-        accumulate=accumulate, debug=True, **settings,
-    )  # fmt: skip
+        build(dtype, **options),
+        optimizer=ADAM,
+        **grouped(layout=layout, mesh={"expert": experts}, clip_norm=clip, debug=True, **settings),
+        accumulate=accumulate,
+    )
     place, losses, norms = engine.mesh.coords["expert"], [], []
     for batch in batches(dtype, rows):
         total = 0.0
@@ -107,7 +110,7 @@ def _fp32() -> None:
     # With the usual eps of 1e-8 rounding errors in gradients of nearly 0 are 1e2 times as large in weights, here and in
     # plain PyTorch.
     adam = partial(ADAM, eps=1e-3)
-    engine = sf.Engine(build(torch.float32, **LOSSES), optimizer=adam, mesh={"expert": 2}, clip_norm=LIMIT)
+    engine = sf.Engine(build(torch.float32, **LOSSES), optimizer=adam, parallel={"expert": 2}, clip_norm=LIMIT)
     model = build(torch.float32, **LOSSES).double()
     optimizer = adam(model.parameters())
     for batch in batches(torch.float32):
@@ -132,7 +135,7 @@ def test_fp32(ranks: Ranks) -> None:
 
 
 def _counts() -> tuple[list[int], list[int], list[int], int]:
-    engine = sf.Engine(build(), layout="ddp", mesh={"expert": 2})
+    engine = sf.Engine(build(), layout="ddp", parallel={"expert": 2})
     batch = [t.chunk(engine.data_ranks)[engine.data_rank] for t in batches()[0]]
     with torch.no_grad():
         engine(*batch)
@@ -153,7 +156,7 @@ def test_counts_are_conserved(ranks: Ranks) -> None:
 
 def _bytes() -> None:
     """Of a step: counts in forward, rows there and back, in forward and in backward."""
-    engine = sf.Engine(build(), optimizer=ADAM, layout="ddp", mesh={"expert": 2})
+    engine = sf.Engine(build(), optimizer=ADAM, layout="ddp", parallel={"expert": 2})
     batch = [t.chunk(engine.data_ranks)[engine.data_rank] for t in batches()[0]]
     engine.backward(engine(*batch))
     away = 0
@@ -181,7 +184,13 @@ def _no_gradient_of_tokens() -> None:
     moe = sf.nn.MoE(8, 8, 4, top_k=1, bias_rate=0.0).double()
     moe.router.bias[0] = 100.0
     moe.router.requires_grad_(False)
-    engine = sf.Engine(moe, optimizer=ADAM, layout="zero2", mesh={"expert": 2}, desync_timeout=5.0, timeout=30.0)
+    engine = sf.Engine(
+        moe,
+        optimizer=ADAM,
+        layout="zero2",
+        parallel={"expert": 2},
+        runtime=sf.Runtime(desync_timeout=5.0, timeout=30.0),
+    )
     x = torch.randn(4, 8, dtype=torch.float64)
     engine.backward(engine(x).out.sum())
     assert engine.step().updated
@@ -193,7 +202,9 @@ def _no_tokens() -> None:
     torch.manual_seed(0)
     moe = sf.nn.MoE(8, 8, 4).double()
     whole = copy.deepcopy(moe)
-    engine = sf.Engine(moe, optimizer=ADAM, layout="zero2", mesh={"expert": 2}, clip_norm=1e9, timeout=30.0)
+    engine = sf.Engine(
+        moe, optimizer=ADAM, layout="zero2", parallel={"expert": 2}, clip_norm=1e9, runtime=sf.Runtime(timeout=30.0)
+    )
     x = torch.randn(4, 8, dtype=torch.float64)
     out = engine(x[: 0 if engine.rank else 4]).out
     engine.backward(out.square().sum())
@@ -214,7 +225,7 @@ def test_layers_that_no_gradient_goes_through(ranks: Ranks) -> None:
 
 
 def _program() -> list[str]:
-    engine = sf.Engine(build(), optimizer=ADAM, layout="zero3", mesh={"expert": 2}, overlap=sf.Overlap(prefetch=0))
+    engine = sf.Engine(build(), optimizer=ADAM, layout="zero3", parallel={"expert": 2}, overlap=sf.Overlap(prefetch=0))
     lines = [str(op) for op in engine.program.backward if op.unit.startswith("blocks.1")]
     engine.close()
     return lines
@@ -239,7 +250,7 @@ def test_a_block_stays_while_its_experts_run(ranks: Ranks) -> None:
 
 
 def _trained(path: str, layout: str, mesh: dict[str, int] | None) -> None:
-    engine = sf.Engine(build(), optimizer=ADAM, layout=layout, mesh=mesh)
+    engine = sf.Engine(build(), optimizer=ADAM, layout=layout, parallel=mesh)
     for batch in batches()[:2]:
         engine.backward(engine(*[t.chunk(engine.data_ranks)[engine.data_rank] for t in batch]))
         engine.step()
@@ -248,7 +259,7 @@ def _trained(path: str, layout: str, mesh: dict[str, int] | None) -> None:
 
 
 def _goes_on(path: str, layout: str, mesh: dict[str, int] | None) -> dict[str, Tensor]:
-    engine = sf.Engine(build(), optimizer=ADAM, layout=layout, mesh=mesh)
+    engine = sf.Engine(build(), optimizer=ADAM, layout=layout, parallel=mesh)
     assert engine.load(path)
     batch = batches()[2]
     engine.backward(engine(*[t.chunk(engine.data_ranks)[engine.data_rank] for t in batch]))
@@ -288,11 +299,11 @@ def _refusals() -> list[str]:
     odd = nn.Sequential(nn.Linear(8, 8), sf.nn.MoE(8, 8, 3))
     lamb = partial(sf.optim.LAMB, lr=0.1)
     texts = [
-        _refused(lambda: sf.Engine(odd, mesh=mesh)),
-        _refused(lambda: sf.Engine(nn.Linear(2, 2), mesh=mesh)),
-        _refused(lambda: sf.Engine(build(torch.float32), optimizer=lamb, mesh=mesh)),
+        _refused(lambda: sf.Engine(odd, parallel=mesh)),
+        _refused(lambda: sf.Engine(nn.Linear(2, 2), parallel=mesh)),
+        _refused(lambda: sf.Engine(build(torch.float32), optimizer=lamb, parallel=mesh)),
     ]
-    engine = sf.Engine(build(), layout="ddp", mesh=mesh)
+    engine = sf.Engine(build(), layout="ddp", parallel=mesh)
     engine.close()
     with pytest.raises(sf.errors.UsageError) as caught:
         engine.module(*batches()[0])
@@ -324,7 +335,7 @@ def _own_layer() -> None:
             return x @ self.weight.sum(0)
 
     model = nn.Sequential(nn.Linear(8, 8).double(), Own(dist.get_rank(), 2))
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero3", mesh={"expert": 2})
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero3", parallel={"expert": 2})
     assert [unit.name for unit in engine.units] == ["0", "1"]
     engine.backward(engine(torch.ones(2, 8, dtype=torch.float64)).sum())
     engine.step()
@@ -342,7 +353,7 @@ def test_layers_of_ones_own_are_marked(ranks: Ranks) -> None:
 def product(layout: str, mesh: dict[str, int], settings: dict[str, Any]) -> None:
     """Two micro-batches: those of one process are the ranks' together."""
     engine = sf.Engine(
-        build(**LOSSES), optimizer=ADAM, layout=layout, mesh=mesh, clip_norm=LIMIT, accumulate=2, **settings
+        build(**LOSSES), optimizer=ADAM, **grouped(layout=layout, mesh=mesh, clip_norm=LIMIT, **settings), accumulate=2
     )
     losses, norms = [], []
     for batch in batches():
@@ -402,9 +413,12 @@ def _by_the_models_plan() -> None:
     for build_one, column in ((_gpt, cut["gpt"]), (partial(models.make, "mixtral"), cut["mixtral"])):
         whole = build_one()
         engine = sf.Engine(
-            build_one(), optimizer=models.ADAM, layout="zero3", mesh={"tensor": 2, "expert": 2}, tensor="auto",
+            build_one(),
+            optimizer=models.ADAM,
+            layout="zero3",
+            parallel=sf.Parallel(mesh={"tensor": 2, "expert": 2}, tensor="auto"),
             clip_norm=0.1,
-        )  # fmt: skip
+        )
         optimizer = models.ADAM(whole.parameters())
         for batch in models.batches(3):
             loss = models.loss_on(engine, *batch)
@@ -435,7 +449,7 @@ def test_a_models_own_plan_leaves_experts_whole(ranks: Ranks) -> None:
 def _cut_twice() -> str:
     model = nn.Sequential(sf.nn.MoE(8, 8, 4), nn.Linear(8, 8))
     plan = {"0.experts": "experts"}
-    return _refused(lambda: sf.Engine(model, mesh={"expert": 2, "tensor": 2}, tensor=plan))
+    return _refused(lambda: sf.Engine(model, parallel=sf.Parallel(mesh={"expert": 2, "tensor": 2}, tensor=plan)))
 
 
 def test_experts_are_cut_along_one_axis(ranks: Ranks) -> None:

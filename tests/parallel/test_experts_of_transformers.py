@@ -13,6 +13,7 @@ from torch import Tensor
 import shardfold as sf
 from shardfold.testing import Ranks
 from tests.parallel import models
+from tests.support.options import grouped
 
 ADAM = partial(torch.optim.AdamW, lr=0.01, betas=(0.5, 0.9))
 SIZES: dict[str, Any] = {
@@ -58,7 +59,14 @@ def loss_of(logits: Tensor, batch: Tensor) -> Tensor:
 def trains_like_the_whole(kinds: list[str], layout: str, path: str) -> None:
     for kind in kinds:
         close = 1e-5 if kind.startswith("Deepseek") else 1e-12  # whose routers multiply in fp32
-        engine = sf.Engine(model_of(kind), optimizer=ADAM, layout=layout, mesh={"expert": 2}, clip_norm=0.3, debug=True)
+        engine = sf.Engine(
+            model_of(kind),
+            optimizer=ADAM,
+            layout=layout,
+            parallel={"expert": 2},
+            clip_norm=0.3,
+            runtime=sf.Runtime(debug=True),
+        )
         place, norms, losses = engine.mesh.coords["expert"], [], []
         for batch in tokens():
             part = batch.chunk(engine.data_ranks)[engine.data_rank]
@@ -99,9 +107,11 @@ def _through_stages() -> None:
     for axis, options in (("expert", {}), ("tensor", {"tensor": "auto"})):
         whole = models.make("mixtral")
         engine = sf.Engine(
-            models.make("mixtral"), optimizer=models.ADAM, layout="zero1", mesh={"pipeline": 2, axis: 2}, clip_norm=0.1,
-            accumulate=2, **options,
-        )  # fmt: skip
+            models.make("mixtral"),
+            optimizer=models.ADAM,
+            **grouped(layout="zero1", mesh={"pipeline": 2, axis: 2}, clip_norm=0.1, **options),
+            accumulate=2,
+        )
         optimizer = models.ADAM(whole.parameters())
         for batch in models.batches(2):
             own = [each.chunk(engine.data_ranks)[engine.data_rank] for each in batch]

@@ -40,7 +40,7 @@ def _slope(name: str, mine: Tensor, like: Tensor, rank: int, n: int) -> Tensor:
 
 
 def _compared(ranks: int) -> None:
-    engine = sf.Engine(Linked(), mesh={"tensor": ranks}, layout="ddp")
+    engine = sf.Engine(Linked(), parallel={"tensor": ranks}, layout="ddp")
     link = link_of(engine.module, "tensor")
     me, alike = link.rank, ("copy", "scatter")
     for name in functions.__all__:
@@ -79,7 +79,7 @@ class _Reversed(torch.autograd.Function):
 
 
 def _copied() -> None:
-    engine = sf.Engine(Linked(), mesh={"tensor": 2}, layout="ddp")
+    engine = sf.Engine(Linked(), parallel={"tensor": 2}, layout="ddp")
     link = link_of(engine.module, "tensor")
     halves, slopes = everyones(2, 2, 3), [each * (1 + i) for i, each in enumerate(everyones(2, 4, 3))]
     total, heard = slopes[0] + slopes[1], list[Tensor]()

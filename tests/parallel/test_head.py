@@ -95,8 +95,8 @@ def trains_like_the_dense(
     **options: Any,
 ) -> None:
     engine = sf.Engine(
-        Net(dtype, **margin, **options), optimizer=ADAM, layout=layout, clip_norm=LIMIT, mesh=mesh,
-        debug=dtype == torch.float64,
+        Net(dtype, **margin, **options), optimizer=ADAM, layout=layout, clip_norm=LIMIT, parallel=mesh,
+        runtime=sf.Runtime(debug=dtype == torch.float64),
     )  # fmt: skip
     losses, norms = [], []
     for batch in batches(dtype):
@@ -152,7 +152,7 @@ def test_classes_are_split_over_nodes_and_within(
 
 
 def _sent_between() -> dict[str, list[str]]:
-    engine = sf.Engine(Net(**ARC), optimizer=ADAM, layout="zero2", mesh={"inter": 2, "intra": 1})
+    engine = sf.Engine(Net(**ARC), optimizer=ADAM, layout="zero2", parallel={"inter": 2, "intra": 1})
     for x, y in batches()[:2]:
         engine.backward(engine(_part(x, False), _part(y, False)))
         engine.step()
@@ -242,7 +242,7 @@ def _write(path: Path) -> None:
 
 
 def _go_on(path: Path, layout: str, mesh: dict[str, int] | None = None) -> list[float]:
-    engine = sf.Engine(Net(), optimizer=ADAM, layout=layout, mesh=mesh)
+    engine = sf.Engine(Net(), optimizer=ADAM, layout=layout, parallel=mesh)
     engine.load(path)
     losses = []
     for x, y in batches()[2:]:
@@ -304,7 +304,7 @@ def test_memory_is_divided(ranks: Ranks) -> None:
 
 def _refused(options: dict[str, Any], mesh: Any, shapes: tuple[int, int]) -> str:
     with pytest.raises(ConfigError) as error:
-        engine = sf.Engine(Net(**options), optimizer=ADAM, mesh=mesh)
+        engine = sf.Engine(Net(**options), optimizer=ADAM, parallel=mesh)
         rows = shapes[dist.get_rank()]
         engine(torch.zeros(rows, 5, dtype=torch.float64), torch.zeros(abs(rows - 1), dtype=torch.long))
     return str(error.value)
@@ -312,7 +312,12 @@ def _refused(options: dict[str, Any], mesh: Any, shapes: tuple[int, int]) -> str
 
 def _refuses_rare() -> str:
     with pytest.raises(ConfigError) as error:
-        sf.Engine(Net(axis="inter"), optimizer=ADAM, mesh={"inter": 2, "intra": 1}, outer=sf.Outer(every=2))
+        sf.Engine(
+            Net(axis="inter"),
+            optimizer=ADAM,
+            parallel={"inter": 2, "intra": 1},
+            layout=sf.PRESETS["zero3"].replace(outer=sf.Outer(every=2)),
+        )
     return str(error.value)
 
 

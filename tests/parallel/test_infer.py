@@ -276,7 +276,9 @@ def _engine() -> tuple[list[str], str]:
     model = nn.Sequential(*(Residual(Fused("split")) for _ in range(2)), Residual(Feed("fused"))).double()
     whole = copy.deepcopy(model)
     optimizer = ADAM(whole.parameters())
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", mesh={"tensor": 2}, tensor="auto", clip_norm=0.1)
+    engine = sf.Engine(
+        model, optimizer=ADAM, layout="zero1", parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"), clip_norm=0.1
+    )
     for _ in range(3):
         loss, expected = engine(X).square().mean(), whole(X).square().mean()
         engine.backward(loss)
@@ -289,7 +291,9 @@ def _engine() -> tuple[list[str], str]:
     text = engine.explain()
     engine.close()
     mask = torch.ones(ROWS, TIME, 1, dtype=torch.float64)
-    engine = sf.Engine(Branching().double(), mesh={"tensor": 2}, tensor=Traced(X, mask=mask), layout="ddp")
+    engine = sf.Engine(
+        Branching().double(), parallel=sf.Parallel(mesh={"tensor": 2}, tensor=Traced(X, mask=mask)), layout="ddp"
+    )
     engine(X, mask=mask)
     with pytest.raises(UsageError) as caught:
         engine(X[0], mask=mask[0])

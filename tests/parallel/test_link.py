@@ -35,7 +35,7 @@ def everyones(ranks: int, *shape: int, dtype: torch.dtype = torch.float64) -> li
 
 
 def _calls(ranks: int) -> dict[str, Any]:
-    engine = sf.Engine(Linked(), mesh={"tensor": ranks}, layout="ddp")
+    engine = sf.Engine(Linked(), parallel={"tensor": ranks}, layout="ddp")
     link: Link = link_of(engine.module, "tensor")
     me, n = link.rank, link.size
     assert (n, link.axis) == (ranks, "tensor")
@@ -86,7 +86,7 @@ def test_calls(ranks: Ranks, world: int) -> None:
 def _counted() -> list[tuple[Any, ...]]:
     model = nn.Sequential(Linked(), Linked())
     mesh = [sf.Axis("columns", 2, "tensor")]  # which layers ask for by its role
-    engine = sf.Engine(model, mesh=mesh, layout="ddp", optimizer=torch.optim.SGD)
+    engine = sf.Engine(model, parallel=mesh, layout="ddp", optimizer=torch.optim.SGD)
     engine.backward(engine(torch.ones(3, 2)).sum())
     engine.step()
     rows = [tuple(row) for row in engine.traffic().rows if row.purpose == "layers"]

@@ -12,13 +12,14 @@ from shardfold.errors import ModelError
 from shardfold.testing import Ranks
 from tests.parallel.lossy import losing
 from tests.parallel.models import ADAM, batches, loss_on, make
+from tests.support.options import grouped
 
 SOAK = pytest.mark.soak
 
 
 def _numbers(name: str, options: dict[str, Any], steps: int, lost: int | None) -> tuple[list[str], list[float] | None]:
     """Of steps in which the one message is lost: losses and norms, and the loss behind them; None: it is refused."""
-    engine = sf.Engine(make(name), optimizer=ADAM, clip_norm=0.1, **options)
+    engine = sf.Engine(make(name), optimizer=ADAM, **grouped(clip_norm=0.1, **options))
     found: list[float] | None = []
     with losing(engine, lost) as seen:
         try:

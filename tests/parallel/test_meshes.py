@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM, batches, loss_of, loss_on, make, part
+from tests.support.options import grouped
 
 HEADS, STEPS, SAVED = 6, 4, 2
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -44,7 +45,7 @@ def _plain(name: str, dtype: torch.dtype) -> tuple[list[float], list[float], dic
 def _trains(name: str, mesh: str, begin: str | None, folder: str, dtype: torch.dtype, near: float) -> None:
     """From the checkpoint of another mesh, or from the beginning, writing one on the way."""
     losses, norms, whole = _plain(name, dtype)
-    engine = sf.Engine(make(name, HEADS).to(dtype), optimizer=ADAM, clip_norm=0.1, **MESHES[mesh][1])
+    engine = sf.Engine(make(name, HEADS).to(dtype), optimizer=ADAM, **grouped(clip_norm=0.1, **MESHES[mesh][1]))
     if begin is not None:
         engine.load(f"{folder}/{begin}")
         assert engine.steps == SAVED

@@ -45,7 +45,9 @@ def _plain(name: str, kind: str, steps: int) -> tuple[list[float], dict[str, Ten
 
 def _engine(name: str, kind: str, layout: str, size: int) -> sf.Engine:
     model = make(name)
-    return sf.Engine(model, optimizer=MAKE[kind](model), layout=layout, mesh={"tensor": size}, tensor="auto")
+    return sf.Engine(
+        model, optimizer=MAKE[kind](model), layout=layout, parallel=sf.Parallel(mesh={"tensor": size}, tensor="auto")
+    )
 
 
 def _step(engine: sf.Engine, batch: Any) -> float:

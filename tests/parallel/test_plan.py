@@ -181,7 +181,7 @@ def test_a_row_behind_no_column() -> None:
 def _lives() -> None:
     model = make("gpt2")
     names, kinds = list(model.state_dict()), [type(module) for module in model.modules()]
-    engine = sf.Engine(model, optimizer=ADAM, layout="ddp", mesh={"tensor": 2}, tensor="auto")
+    engine = sf.Engine(model, optimizer=ADAM, layout="ddp", parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"))
     assert (list(model.state_dict()), [type(module) for module in model.modules()]) == (names, kinds)
     batch = batches(1)[0]
     first = loss_of(engine, *batch).item()
@@ -192,7 +192,9 @@ def _lives() -> None:
             assert "no engine connects it" in _said(lambda twin=twin: loss_of(twin, *batch), UsageError)
     engine.close()
     assert "no engine connects it" in _said(lambda: loss_of(model, *batch), UsageError)
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero3", mesh={"tensor": 2}, tensor="auto")  # it is cut already
+    engine = sf.Engine(
+        model, optimizer=ADAM, layout="zero3", parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto")
+    )  # it is cut already
     assert loss_of(engine, *batch).item() == pytest.approx(first, rel=1e-12)
     engine.close()
     assert "cut into 2 parts along 'tensor', and mesh= has 1" in _said(lambda: sf.Engine(make_cut()), UsageError)
@@ -214,8 +216,12 @@ def _pads() -> None:
     torch.manual_seed(1)
     whole, model = Tied().double(), Tied().double()
     model.load_state_dict(whole.state_dict())
-    engine = sf.Engine(model, optimizer=ADAM, layout="ddp", mesh={"tensor": 2},
-                       tensor={"words": "vocabulary", "head": "vocabulary"})  # fmt: skip
+    engine = sf.Engine(
+        model,
+        optimizer=ADAM,
+        layout="ddp",
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor={"words": "vocabulary", "head": "vocabulary"}),
+    )
     tokens = torch.tensor([[1, 7, 9, 2]])
     loss = engine(tokens).square().sum()
     engine.backward(loss)
@@ -236,7 +242,13 @@ def test_padding_of_an_embedding(ranks: Ranks) -> None:
 def _misses(rank: int) -> str:
     import torch.distributed as dist
 
-    engine = sf.Engine(make("gpt"), optimizer=ADAM, layout="ddp", mesh={"tensor": 2}, tensor="auto", desync_timeout=2.0)
+    engine = sf.Engine(
+        make("gpt"),
+        optimizer=ADAM,
+        layout="ddp",
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"),
+        runtime=sf.Runtime(desync_timeout=2.0),
+    )
     batch = batches(1)[0]
     try:
         if dist.get_rank() == rank:

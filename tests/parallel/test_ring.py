@@ -121,7 +121,9 @@ def compared(kind: Any, case: Case, link: Link, dtype: torch.dtype) -> float:
 
 
 def _engine() -> sf.Engine:
-    return sf.Engine(Own(), mesh={"sequence": dist.get_world_size()}, attention="ring", layout="ddp")
+    return sf.Engine(
+        Own(), parallel=sf.Parallel(mesh={"sequence": dist.get_world_size()}, attention="ring"), layout="ddp"
+    )
 
 
 def _compare() -> dict[str, float]:

@@ -136,9 +136,15 @@ def trains_like_whole_sequences(
     activations: Any = None,
 ) -> dict[str, float]:  # fmt: skip
     engine = sf.Engine(
-        made(name), optimizer=ADAM, layout=layout, mesh=mesh, attention=attention, clip_norm=LIMIT,
-        accumulate=accumulate, activations=activations, debug=True,
-    )  # fmt: skip
+        made(name),
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh=mesh, attention=attention),
+        clip_norm=LIMIT,
+        accumulate=accumulate,
+        activations=activations,
+        runtime=sf.Runtime(debug=True),
+    )
     assert engine.sequence is not None and engine.sequence.choice == attention
     losses, norms, grads = [], [], []
     for batch in batches(name):
@@ -251,7 +257,9 @@ def test_every_model_with_every_layout(ranks: Ranks, name: str, attention: str, 
 
 
 def _sent(name: str, attention: str) -> dict[str, float]:
-    engine = sf.Engine(made(name), optimizer=ADAM, layout="ddp", mesh={"sequence": 2}, attention=attention)
+    engine = sf.Engine(
+        made(name), optimizer=ADAM, layout="ddp", parallel=sf.Parallel(mesh={"sequence": 2}, attention=attention)
+    )
     batch = batches(name, 1)[0]
     batch = {key: value[:, :24] for key, value in batch.items()}
     engine.backward(mean_loss(name, engine, sf.sequence_shard(batch), shifted=True))
@@ -346,13 +354,13 @@ def _misused() -> list[str]:
 
     mesh = {"sequence": 2}
     texts = [
-        _refused(lambda: sf.Engine(gpt(), attention="ring"), ConfigError),
-        _refused(lambda: sf.Engine(gpt(), mesh=mesh, attention="rings"), ConfigError),
-        _refused(lambda: sf.Engine(nn.Linear(2, 2), mesh=mesh), ModelError),
+        _refused(lambda: sf.Engine(gpt(), parallel=sf.Parallel(attention="ring")), ConfigError),
+        _refused(lambda: sf.Engine(gpt(), parallel=sf.Parallel(mesh=mesh, attention="rings")), ConfigError),
+        _refused(lambda: sf.Engine(nn.Linear(2, 2), parallel=mesh), ModelError),
     ]
     odd = GPT(GPTConfig(vocab=VOCAB, d_model=12, layers=1, heads=3, context=64, d_ff=32))
-    texts.append(_refused(lambda: sf.Engine(odd, mesh=mesh, attention="ulysses"), ConfigError))
-    engine = sf.Engine(odd, mesh=mesh, optimizer=ADAM)
+    texts.append(_refused(lambda: sf.Engine(odd, parallel=sf.Parallel(mesh=mesh, attention="ulysses")), ConfigError))
+    engine = sf.Engine(odd, parallel=mesh, optimizer=ADAM)
     assert engine.sequence is not None and engine.sequence.choice == "ring"  # two ranks do not divide three heads
     assert (engine.data_rank, engine.data_ranks, sf.Sampler(8, batch_size=1).num_ranks) == (0, 1, 1)
     tokens = torch.randint(0, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))

@@ -16,8 +16,15 @@ from tests.parallel.models import ADAM, MODELS, batches, loss_of, make, part, pl
 
 
 def _trains(name: str, size: int, heads: int, layout: str, activations: str | None = None) -> None:
-    engine = sf.Engine(make(name, heads), optimizer=ADAM, layout=layout, mesh={"tensor": size}, clip_norm=0.1,
-                       tensor="auto", sequence_parallel=True, activations=activations, debug=True)  # fmt: skip
+    engine = sf.Engine(
+        make(name, heads),
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh={"tensor": size}, tensor="auto", sequence_parallel=True),
+        clip_norm=0.1,
+        activations=activations,
+        runtime=sf.Runtime(debug=True),
+    )
     time = 2 * size
     losses, norms, grads, whole = plain(name, heads, time=time)
     for step, batch in enumerate(batches(time=time)):
@@ -78,8 +85,12 @@ def test_with_axes_of_data(ranks: Ranks, name: str, layout: str, activations: st
 
 
 def _sent(name: str, parallel: bool) -> list[tuple[Any, ...]]:
-    engine = sf.Engine(make(name), optimizer=ADAM, layout="ddp", mesh={"tensor": 2}, tensor="auto",
-                       sequence_parallel=parallel)  # fmt: skip
+    engine = sf.Engine(
+        make(name),
+        optimizer=ADAM,
+        layout="ddp",
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto", sequence_parallel=parallel),
+    )
     engine.backward(loss_of(engine, *batches(1)[0]))
     engine.step()
     rows = [tuple(row) for row in engine.traffic().rows]
@@ -120,8 +131,10 @@ def test_bytes_of_a_model_that_cuts_at_its_first_block(ranks: Ranks) -> None:
 
 def _saved(parallel: bool) -> int:
     """Bytes that autograd keeps of the second block."""
-    engine = sf.Engine(make("gpt"), layout="ddp", mesh={"tensor": 2}, tensor="auto", sequence_parallel=parallel)
-    with engine.activations() as saved:
+    engine = sf.Engine(
+        make("gpt"), layout="ddp", parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto", sequence_parallel=parallel)
+    )
+    with engine.count_saved() as saved:
         loss = loss_of(engine, *batches(1)[0])
     engine.close()
     del loss
@@ -156,7 +169,9 @@ DROPS = {
 
 
 def _drops() -> tuple[Tensor, ...]:
-    engine = sf.Engine(Drops(), mesh={"tensor": 2}, layout="ddp", tensor=DROPS, sequence_parallel=True)
+    engine = sf.Engine(
+        Drops(), parallel=sf.Parallel(mesh={"tensor": 2}, tensor=DROPS, sequence_parallel=True), layout="ddp"
+    )
     torch.manual_seed(5)
     tokens = torch.zeros(2, 6, dtype=torch.long)
     out = engine(tokens)
@@ -187,8 +202,13 @@ def _recomputes() -> None:
         config = GPT2Config(
             n_embd=16, n_layer=2, n_head=4, vocab_size=23, n_positions=16, bos_token_id=0, eos_token_id=0
         )
-        engine = sf.Engine(GPT2LMHeadModel(config).double(), optimizer=ADAM, mesh={"tensor": 2}, tensor="auto",
-                           sequence_parallel=True, activations=activations, clip_norm=1.0)  # fmt: skip
+        engine = sf.Engine(
+            GPT2LMHeadModel(config).double(),
+            optimizer=ADAM,
+            parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto", sequence_parallel=True),
+            activations=activations,
+            clip_norm=1.0,
+        )
         torch.manual_seed(5)
         for batch in batches(2):
             loss = loss_of(engine, *batch)
@@ -207,8 +227,12 @@ def test_dropout_is_the_same_where_it_is_computed_again(ranks: Ranks) -> None:
 
 
 def _lengths() -> tuple[float, str, Tensor]:
-    engine = sf.Engine(make("llama"), optimizer=ADAM, layout="ddp", mesh={"tensor": 2}, tensor="auto",
-                       sequence_parallel=True)  # fmt: skip
+    engine = sf.Engine(
+        make("llama"),
+        optimizer=ADAM,
+        layout="ddp",
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto", sequence_parallel=True),
+    )
     tokens, targets = batches(1, time=5)[0]
     with torch.no_grad():
         loss = loss_of(engine, tokens, targets).item()
@@ -219,7 +243,7 @@ def _lengths() -> tuple[float, str, Tensor]:
     engine.step()
     engine.close()
     with pytest.raises(ConfigError, match="was cut for an engine with True"):
-        sf.Engine(engine.module, mesh={"tensor": 2}, tensor="auto")
+        sf.Engine(engine.module, parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"))
     return loss, str(caught.value), last
 
 
@@ -278,14 +302,19 @@ def test_models_whose_blocks_are_not_known() -> None:
     with pytest.raises(ConfigError, match="where LlamaForCausalLM has its blocks and its last norm is not known"):
         TensorPlan(model, "auto", sequence_parallel=True)
     with pytest.raises(ConfigError, match="give a plan, as tensor='auto'"):
-        sf.Engine(make("llama"), sequence_parallel=True)
+        sf.Engine(make("llama"), parallel=sf.Parallel(sequence_parallel=True))
     with pytest.raises(ShardfoldError, match="sequence_parallel"):
-        sf.Engine(make("llama"), tensor="auto", sequence_parallel="yes")  # type: ignore[arg-type]
+        sf.Engine(make("llama"), parallel=sf.Parallel(tensor="auto", sequence_parallel="yes"))  # type: ignore[arg-type]
 
 
 def _crosses() -> None:
-    engine = sf.Engine(make("gpt"), optimizer=ADAM, layout="zero1", mesh={"sequence": 2, "tensor": 2}, clip_norm=0.1,
-                       tensor="auto", sequence_parallel=True)  # fmt: skip
+    engine = sf.Engine(
+        make("gpt"),
+        optimizer=ADAM,
+        layout="zero1",
+        parallel=sf.Parallel(mesh={"sequence": 2, "tensor": 2}, tensor="auto", sequence_parallel=True),
+        clip_norm=0.1,
+    )
     losses, norms, _, whole = plain("gpt", 4, time=8)
     for step, (tokens, targets) in enumerate(batches(time=8)):
         loss = engine(**sf.sequence_shard({"tokens": tokens, "targets": targets}))

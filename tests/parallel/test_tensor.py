@@ -17,8 +17,14 @@ from tests.parallel.models import ADAM, MODELS, batches, loss_of, make, part, pl
 
 
 def _trains(name: str, size: int, heads: int, layout: str) -> None:
-    engine = sf.Engine(make(name, heads), optimizer=ADAM, layout=layout, mesh={"tensor": size}, clip_norm=0.1,
-                       tensor="auto", debug=True)  # fmt: skip
+    engine = sf.Engine(
+        make(name, heads),
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh={"tensor": size}, tensor="auto"),
+        clip_norm=0.1,
+        runtime=sf.Runtime(debug=True),
+    )
     losses, norms, grads, whole = plain(name, heads)
     for step, batch in enumerate(batches()):
         mine = [t.chunk(engine.data_ranks)[engine.data_rank] for t in batch]
@@ -76,14 +82,20 @@ def _first_values(name: str, size: int, folder: str) -> None:
     """Values of a model built under meta_init, whole and cut; and of safetensors read into either."""
     with sf.meta_init():
         model = MODELS[name](4)
-    engine = sf.Engine(model, layout="zero3", mesh={"tensor": size}, tensor="auto", seed=3)
+    engine = sf.Engine(
+        model, layout="zero3", parallel=sf.Parallel(mesh={"tensor": size}, tensor="auto"), init=sf.Init(seed=3)
+    )
     whole = torch.load(f"{folder}/{name}.pt")
     for key, value in engine.state_dict().items():
         assert torch.equal(value, part(engine, key, whole[key])), key
     engine.close()
     with sf.meta_init():
         model = MODELS[name](4)
-    engine = sf.Engine(model, mesh={"tensor": size}, tensor="auto", weights=f"{folder}/{name}.safetensors")
+    engine = sf.Engine(
+        model,
+        parallel=sf.Parallel(mesh={"tensor": size}, tensor="auto"),
+        init=sf.Init(weights=f"{folder}/{name}.safetensors"),
+    )
     state = make(name).float().state_dict()
     for key, value in engine.state_dict().items():
         assert torch.equal(value, part(engine, key, state[key])), key
@@ -99,7 +111,7 @@ def test_first_values_do_not_depend_on_the_axis(ranks: Ranks, tmp_path: Any) -> 
     for name in ("gpt-tied", "gpt"):
         with sf.meta_init():
             model = MODELS[name](4)
-        engine = sf.Engine(model, layout="ddp", seed=3)
+        engine = sf.Engine(model, layout="ddp", init=sf.Init(seed=3))
         torch.save(engine.state_dict(), tmp_path / f"{name}.pt")
         engine.close()
         save_model(make(name).float(), str(tmp_path / f"{name}.safetensors"))
@@ -108,7 +120,7 @@ def test_first_values_do_not_depend_on_the_axis(ranks: Ranks, tmp_path: Any) -> 
 
 def _steps(name: str, size: int, path: str | None, save: str | None, steps: int) -> dict[str, Tensor]:
     mesh = {"tensor": size} if size > 1 else None
-    engine = sf.Engine(make(name), optimizer=ADAM, mesh=mesh, tensor="auto", clip_norm=0.1)
+    engine = sf.Engine(make(name), optimizer=ADAM, parallel=sf.Parallel(mesh=mesh, tensor="auto"), clip_norm=0.1)
     if path is not None:
         engine.load(path)
     for batch in batches(4)[engine.steps : steps]:
@@ -138,8 +150,12 @@ def test_checkpoints_of_any_number_of_parts(ranks: Ranks, tmp_path: Any, name: s
 
 
 def _sent(tied: bool) -> list[tuple[Any, ...]]:
-    engine = sf.Engine(make("gpt-tied" if tied else "gpt"), optimizer=ADAM, layout="ddp", mesh={"tensor": 2},
-                       tensor="auto")  # fmt: skip
+    engine = sf.Engine(
+        make("gpt-tied" if tied else "gpt"),
+        optimizer=ADAM,
+        layout="ddp",
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"),
+    )
     engine.backward(loss_of(engine, *batches(1)[0]))
     engine.step()
     rows = [tuple(row) for row in engine.traffic().rows]
@@ -169,7 +185,11 @@ def _differs(drop: str) -> list[str]:
         split.Summed.__call__ = lambda self, grad: grad  # type: ignore[method-assign]
     try:
         engine = sf.Engine(
-            make("qwen3"), optimizer=ADAM, layout="ddp", mesh={"tensor": 2}, tensor="auto", clip_norm=0.1
+            make("qwen3"),
+            optimizer=ADAM,
+            layout="ddp",
+            parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"),
+            clip_norm=0.1,
         )
         losses, _, grads, _ = plain("qwen3", 4, 1)
         loss = loss_of(engine, *batches(1)[0])
@@ -202,7 +222,12 @@ def test_no_collective_may_be_left_out(ranks: Ranks) -> None:
 
 
 def _replicas() -> tuple[str, list[str]]:
-    engine = sf.Engine(make("llama-1kv").float(), optimizer=ADAM, layout="zero1", mesh={"tensor": 2}, tensor="auto")
+    engine = sf.Engine(
+        make("llama-1kv").float(),
+        optimizer=ADAM,
+        layout="zero1",
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"),
+    )
     for tokens, targets in batches(3):
         engine.backward(loss_of(engine, tokens.chunk(2)[engine.data_rank], targets.chunk(2)[engine.data_rank]))
         engine.step()
@@ -250,7 +275,9 @@ def _apart(layout: str) -> list[str]:
     said: list[str] = []
     torch.manual_seed(0)
     model, x = Between().double(), torch.randn(4, 4, dtype=torch.float64)
-    engine = sf.Engine(copy.deepcopy(model), optimizer=ADAM, layout=layout, mesh={"tensor": 2}, tensor=BETWEEN)
+    engine = sf.Engine(
+        copy.deepcopy(model), optimizer=ADAM, layout=layout, parallel=sf.Parallel(mesh={"tensor": 2}, tensor=BETWEEN)
+    )
     with pytest.raises(UsageError) as batches_differ:
         engine(x + engine.rank)
     said.append(str(batches_differ.value))
@@ -264,13 +291,23 @@ def _apart(layout: str) -> list[str]:
     engine.close()
     torch.manual_seed(0)
     aside = Aside().double()
-    engine = sf.Engine(aside, optimizer=ADAM, layout=layout, mesh={"tensor": 2}, tensor={**BETWEEN, "scale": "partial"})
+    engine = sf.Engine(
+        aside,
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor={**BETWEEN, "scale": "partial"}),
+    )
     engine.backward(engine(x))
     with pytest.raises(ModelError) as losses_differ:
         engine.step()
     said.append(str(losses_differ.value))
     engine.close()
-    engine = sf.Engine(model, optimizer=ADAM, layout=layout, mesh={"tensor": 2}, tensor={**BETWEEN, "scale": "partial"})
+    engine = sf.Engine(
+        model,
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh={"tensor": 2}, tensor={**BETWEEN, "scale": "partial"}),
+    )
     for _ in range(3):
         engine.backward(engine(x))
         engine.step()
@@ -317,7 +354,7 @@ def _hooks_see() -> set[str]:
         each.up.register_forward_hook(lambda _, x, y: 2 * y)  # to a slice the same as to the whole
         each.down.register_forward_hook(lambda _, x, y: y + 1)
     _hook(model, mine, "early")
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", mesh={"tensor": 2}, tensor="auto")
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"))
     _hook(model, mine, "late")
     for when in ("early", "late"):
         _hook(whole, wanted, when)
@@ -355,7 +392,7 @@ def _built_split() -> None:
         with sf.whole(parameter, source=0):
             parameter.data.copy_(values[name].detach())
     engine = sf.Engine(
-        model, optimizer=ADAM, layout="zero3", mesh={"tensor": 2}, tensor="auto", clip_norm=0.1
+        model, optimizer=ADAM, layout="zero3", parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"), clip_norm=0.1
     )  # fmt: skip
     for step, batch in enumerate(batches(3)):
         tokens, targets = (each.chunk(2)[engine.data_rank] for each in batch)

@@ -19,6 +19,7 @@ from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of
+from tests.support.options import grouped
 
 PIECES = ["embedding", "blocks.0", "blocks.1", "norm", "head"]
 CUTS = {2: ["blocks.1"], 3: ["blocks.1", "head"], 4: ["blocks.0", "blocks.1", "head"]}
@@ -52,9 +53,14 @@ def _delayed(order: str, count: int, micro: int, data: int, restart: int = STEPS
 
 def _trains(order: str, count: int, micro: int, data: int, layout: str, restarts: bool) -> tuple[int, float, str]:
     engine = sf.Engine(
-        model_of("gpt"), optimizer=ADAM, layout=layout, mesh={"pipeline": count, "intra": data}, accumulate=micro,
-        clip_norm=0.1, pipeline=order, stages=CUTS[count], debug=True,
-    )  # fmt: skip
+        model_of("gpt"),
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh={"pipeline": count, "intra": data}, pipeline=order, stages=CUTS[count]),
+        accumulate=micro,
+        clip_norm=0.1,
+        runtime=sf.Runtime(debug=True),
+    )
     losses, norms, whole = _delayed(order, count, micro, data, RESTART if restarts else STEPS)
     steps = batches(micro * data, STEPS)
     for step, batch in enumerate(steps):
@@ -127,8 +133,11 @@ def _refused() -> list[str]:
     ):  # fmt: skip
         more: Any = {"layout": "zero1", **options}
         with pytest.raises(ConfigError) as raised:
-            sf.Engine(model_of(more.pop("model", "gpt")), optimizer=ADAM, mesh={"pipeline": 2, "intra": 2},
-                      pipeline="2bw", **more)  # fmt: skip
+            sf.Engine(
+                model_of(more.pop("model", "gpt")),
+                optimizer=ADAM,
+                **grouped(mesh={"pipeline": 2, "intra": 2}, pipeline="2bw", **more),
+            )
         said.append(str(raised.value))
     return said
 

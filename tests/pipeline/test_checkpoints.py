@@ -21,7 +21,7 @@ PARTS = 4
 def _goes_on(name: str, count: int, data: int, layout: str, path: str, *, load: bool) -> dict[str, Tensor]:
     mesh = {"pipeline": count, "intra": data} if count > 1 else {"intra": data}
     engine = sf.Engine(
-        model_of(name), optimizer=ADAM, layout=layout, mesh=mesh, clip_norm=0.1, accumulate=PARTS // data
+        model_of(name), optimizer=ADAM, layout=layout, parallel=mesh, clip_norm=0.1, accumulate=PARTS // data
     )
     if load:
         report = engine.load(path)
@@ -65,7 +65,9 @@ def test_a_run_goes_on_with_other_stages(ranks: Ranks, tmp_path: Path, name: str
 def _meta(path: str) -> None:
     with sf.meta_init():
         model = model_of("gpt-tied")
-    engine = sf.Engine(model, layout="zero1", mesh={"pipeline": 2}, weights=path, pipeline="gpipe")
+    engine = sf.Engine(
+        model, layout="zero1", parallel=sf.Parallel(mesh={"pipeline": 2}, pipeline="gpipe"), init=sf.Init(weights=path)
+    )
     whole = torch.load(path + ".pt")
     for key, value in engine.state_dict().items():
         assert torch.equal(value.double(), whole[key]), key
@@ -74,7 +76,7 @@ def _meta(path: str) -> None:
     engine.close()
     with sf.meta_init():
         model = model_of("gpt-tied")
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", mesh={"pipeline": 2}, seed=3)
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", parallel={"pipeline": 2}, init=sf.Init(seed=3))
     first = engine.state_dict()
     assert torch.equal(first["embedding.weight"], first["head.weight"])
     with engine.gathered() as found:  # the values that stages share are equal from the start

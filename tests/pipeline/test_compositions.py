@@ -115,7 +115,7 @@ def _multiplies() -> None:
         plain = nn.Sequential(*(_Groups() for _ in range(3)))
         torch.manual_seed(0)
         model = nn.Sequential(*(_Groups() for _ in range(3)))
-        engine = sf.Engine(model, layout="ddp", mesh={"pipeline": 2}, precision=precision)
+        engine = sf.Engine(model, layout="ddp", parallel={"pipeline": 2}, precision=precision)
         x = torch.randn(8, 8)
         loss = engine.eval_batch(x, lambda model, x: model(x).float().square().mean())
         torch.testing.assert_close(loss.item(), plain(x).square().mean().item(), rtol=tolerance, atol=0)

@@ -15,6 +15,7 @@ from shardfold.parallel.pipeline.pieces import cut_by_cost, find_pieces
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of
+from tests.support.options import grouped
 
 
 @pytest.mark.sampled(3)
@@ -51,7 +52,7 @@ def _costs(model: nn.Module, seconds: list[float]) -> PieceCosts:
 def _cut(by_rank: list[list[float]]) -> tuple[tuple[str, ...], list[str]]:
     model, rank = model_of("gpt"), torch.distributed.get_rank()
     costs, options = _costs(model, by_rank[rank]), {"optimizer": ADAM, "mesh": {"pipeline": 2}, "layout": "zero1"}
-    engine = sf.Engine(model, stages=costs, **options)
+    engine = sf.Engine(model, **grouped(stages=costs, **options))
     told = engine.stats().pipeline
     assert told is not None
     engine.train_batch(batches(1)[0], compute)
@@ -62,7 +63,7 @@ def _cut(by_rank: list[list[float]]) -> tuple[tuple[str, ...], list[str]]:
     wrong: list[Any] = [_costs(other, [1.0] * len(find_pieces(other))), costs if rank else ["blocks.0"]]
     for given in wrong:
         with pytest.raises(ConfigError) as raised:
-            sf.Engine(model_of("gpt"), stages=given, **options)
+            sf.Engine(model_of("gpt"), **grouped(stages=given, **options))
         said.append(str(raised.value))
     return told.stages, said
 
@@ -94,4 +95,4 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="repeats=0"):
         measure_pieces(model_of("gpt"), batches(1)[0], compute, repeats=0)
     with pytest.raises(ConfigError, match="measure_pieces"):
-        sf.Engine(model_of("gpt"), optimizer=ADAM, stages=3)  # pyright: ignore[reportArgumentType]
+        sf.Engine(model_of("gpt"), optimizer=ADAM, parallel=sf.Parallel(stages=3))  # pyright: ignore[reportArgumentType]

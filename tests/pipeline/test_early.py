@@ -51,7 +51,12 @@ def _reads(folder: str) -> None:
         model = model_of("gpt")
     before = dict(model.named_parameters())
     rank = torch.distributed.get_rank()
-    engine = sf.Engine(model, layout="zero3", mesh={"pipeline": 2}, stages=["blocks.1"], weights=f"{folder}/{rank}")
+    engine = sf.Engine(
+        model,
+        layout="zero3",
+        parallel=sf.Parallel(mesh={"pipeline": 2}, stages=["blocks.1"]),
+        init=sf.Init(weights=f"{folder}/{rank}"),
+    )
     whole, own = model_of("gpt").state_dict(), set(dict(engine.module.named_parameters()))
     assert all(before[name].is_meta == (name not in own) for name in before)
     state = engine.state_dict()

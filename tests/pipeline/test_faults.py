@@ -16,10 +16,11 @@ from shardfold.errors import CollectiveError, OrderError, UsageError
 from shardfold.testing import Ranks, RanksFailed
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of
+from tests.support.options import grouped
 
 
 def _engine(**options: Any) -> sf.Engine:
-    return sf.Engine(model_of("gpt"), optimizer=ADAM, **{"layout": "zero1", "accumulate": 4} | options)
+    return sf.Engine(model_of("gpt"), optimizer=ADAM, **grouped(**{"layout": "zero1", "accumulate": 4} | options))
 
 
 class _Raises(torch.autograd.Function):
@@ -57,8 +58,13 @@ def _breaks(how: str, folder: str) -> None:
     rank = torch.distributed.get_rank()
     model: Any = model_of("gpt")
     model.blocks[0] = _Breaks(model.blocks[0], how, rank)
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", accumulate=4, mesh={"pipeline": 3},
-                       stages=["blocks.0", "blocks.1"])  # fmt: skip
+    engine = sf.Engine(
+        model,
+        optimizer=ADAM,
+        layout="zero1",
+        accumulate=4,
+        parallel=sf.Parallel(mesh={"pipeline": 3}, stages=["blocks.0", "blocks.1"]),
+    )
     said = []
     for number in range(2):
         with pytest.raises((ValueError, OrderError, CollectiveError)) as raised:
@@ -167,8 +173,14 @@ def _waits(pipe: str) -> str:
     rank = torch.distributed.get_rank()
     model: Any = model_of("gpt")
     model.blocks[0] = _Waits(model.blocks[0], pipe, rank)
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", accumulate=4, mesh={"pipeline": 3}, timeout=12.0,
-                       stages=["blocks.0", "blocks.1"])  # fmt: skip
+    engine = sf.Engine(
+        model,
+        optimizer=ADAM,
+        layout="zero1",
+        accumulate=4,
+        parallel=sf.Parallel(mesh={"pipeline": 3}, stages=["blocks.0", "blocks.1"]),
+        runtime=sf.Runtime(timeout=12.0),
+    )
     with pytest.raises((OrderError, CollectiveError)) as raised:
         engine.train_batch(batches(4)[0], compute)
     if rank == 2:
@@ -224,8 +236,15 @@ def test_a_stage_that_is_frozen_on_the_way_is_refused(ranks: Ranks) -> None:
 def _overflows(where: int, order: str, last: str = "norm.weight") -> list[tuple[bool, bool]]:
     torch.set_default_dtype(torch.float32)
     model = model_of("gpt").float()
-    engine = sf.Engine(model, optimizer=ADAM, mesh={"pipeline": 2, "intra": 2}, layout="zero2", precision="fp16",
-                       clip_norm=1.0, accumulate=4, pipeline=order)  # fmt: skip
+    engine = sf.Engine(
+        model,
+        optimizer=ADAM,
+        parallel=sf.Parallel(mesh={"pipeline": 2, "intra": 2}, pipeline=order),
+        layout="zero2",
+        precision="fp16",
+        clip_norm=1.0,
+        accumulate=4,
+    )
     found = []
     own = dict(engine.module.named_parameters())
     for step, batch in enumerate(batches(8, 3)):

@@ -20,9 +20,14 @@ def _trains(layout: sf.Layout, stages: int, order: str, overlap: sf.Overlap) -> 
     """Weights, and bytes of gathers in the last step as the program has them and as they were sent."""
     mesh = {"pipeline": stages, "intra": 2} if stages > 1 else {"intra": 2}
     engine = sf.Engine(
-        model_of("gpt"), optimizer=ADAM, layout=layout, mesh=mesh, accumulate=PARTS, pipeline=order, clip_norm=0.1,
+        model_of("gpt"),
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh=mesh, pipeline=order),
+        accumulate=PARTS,
+        clip_norm=0.1,
         overlap=overlap,
-    )  # fmt: skip
+    )
     for batch in batches(2 * PARTS, 4):
         mine = tuple(t.chunk(2)[engine.data_rank] for t in batch)
         engine.train_batch(mine, compute)

@@ -20,8 +20,14 @@ def _logits(given: Any) -> Tensor:
 
 
 def _gives(name: str, layout: str, order: str) -> None:
-    engine = sf.Engine(model_of(name), optimizer=ADAM, layout=layout, mesh={"pipeline": 2}, pipeline=order,
-                       accumulate=2, clip_norm=0.1)  # fmt: skip
+    engine = sf.Engine(
+        model_of(name),
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh={"pipeline": 2}, pipeline=order),
+        accumulate=2,
+        clip_norm=0.1,
+    )
     losses, norms, _, _ = plain(name, 2 * engine.data_ranks, 1)
     alone, module = model_of(name).eval(), engine.module.eval()
     tokens = batches(1, 1)[0][0][2 * engine.data_rank :][:2]
@@ -55,7 +61,7 @@ def test_what_the_model_gives_is_on_all_ranks(ranks: Ranks, name: str, layout: s
 
 
 def _refused() -> dict[str, str]:
-    engine, said = sf.Engine(model_of("llama"), layout="zero1", mesh={"pipeline": 2}), dict[str, str]()
+    engine, said = sf.Engine(model_of("llama"), layout="zero1", parallel={"pipeline": 2}), dict[str, str]()
     tokens, module = batches(1, 1)[0][0], engine.module.eval()
     calls: dict[str, Any] = {"cache": lambda: module(tokens, use_cache=True), "gradients": lambda: engine(tokens)}
     for name, call in calls.items():

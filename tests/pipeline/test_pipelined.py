@@ -75,7 +75,7 @@ def test_what_is_recomputed_trains_with_backwards_in_two_parts(
 def _nothing_to_recompute() -> None:
     layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     with pytest.raises(ModelError, match="activations='recompute' applies to no unit of this model"):
-        sf.Engine(layers, optimizer=ADAM, layout="zero1", mesh={"pipeline": 2}, activations="recompute")
+        sf.Engine(layers, optimizer=ADAM, layout="zero1", parallel={"pipeline": 2}, activations="recompute")
 
 
 @pytest.mark.soak
@@ -89,7 +89,13 @@ def _frozen() -> None:
     for each in (model, whole):
         each.embedding.requires_grad_(False)
         each.blocks[0].requires_grad_(False)
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero2", mesh={"pipeline": 2}, accumulate=2, stages=["blocks.1"])
+    engine = sf.Engine(
+        model,
+        optimizer=ADAM,
+        layout="zero2",
+        parallel=sf.Parallel(mesh={"pipeline": 2}, stages=["blocks.1"]),
+        accumulate=2,
+    )
     optimizer = ADAM([p for p in whole.parameters() if p.requires_grad])
     for tokens, targets in batches(2, 3):
         loss = engine.train_batch(UserDict(tokens=tokens, targets=targets))  # as a tokenizer of transformers gives it

@@ -15,6 +15,7 @@ from shardfold.testing import Ranks, run_ranks
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from tests.parallel.models import ADAM, VOCAB
 from tests.pipeline.training import batches
+from tests.support.options import grouped
 
 PARTS, STEPS, LIMIT = 4, 4, 0.1
 THREE = {"pipeline": 2, "tensor": 2, "intra": 2}
@@ -78,7 +79,10 @@ def _goes(ways: list[str], path: str, *, load: bool) -> list[tuple[str, str]]:
         readers = mesh.get("intra", 1) * mesh.get("expert", 1)
         options: dict[str, Any] = {"tensor": "auto"} if "tensor" in mesh else {}
         engine = sf.Engine(
-            _model(), optimizer=ADAM, layout=layout, mesh=mesh, clip_norm=LIMIT, accumulate=PARTS // readers, **options
+            _model(),
+            optimizer=ADAM,
+            **grouped(layout=layout, mesh=mesh, clip_norm=LIMIT, **options),
+            accumulate=PARTS // readers,
         )
         if not load:
             _trains(engine, 0)

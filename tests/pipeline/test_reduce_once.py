@@ -17,9 +17,14 @@ PARTS = 3
 def _trains(layout: str, stages: int, *, once: bool) -> tuple[dict[str, Tensor], tuple[int, float, float], str]:
     mesh = {"pipeline": stages, "intra": 2} if stages > 1 else {"intra": 2}
     engine = sf.Engine(
-        model_of("gpt"), optimizer=ADAM, layout=layout, mesh=mesh, accumulate=PARTS, pipeline="zb-h1",
-        overlap=sf.Overlap(reduce_once=once), clip_norm=0.1,
-    )  # fmt: skip
+        model_of("gpt"),
+        optimizer=ADAM,
+        layout=layout,
+        parallel=sf.Parallel(mesh=mesh, pipeline="zb-h1"),
+        accumulate=PARTS,
+        overlap=sf.Overlap(reduce_once=once),
+        clip_norm=0.1,
+    )
     for batch in batches(2 * PARTS, 4):
         engine.train_batch(tuple(t.chunk(2)[engine.data_rank] for t in batch), compute)
         engine.step()

@@ -80,8 +80,13 @@ def _batches() -> list[tuple[Tensor, Tensor]]:
 def _trains(blocks: Sequence[int], layout: str, order: str) -> None:
     plain, parts = _model(blocks), IMAGES // PIECE
     optimizer = SGD(plain.parameters())
-    engine = sf.Engine(_model(blocks), optimizer=SGD, layout=layout, mesh={"pipeline": 2}, accumulate=parts,
-                       pipeline=order)  # fmt: skip
+    engine = sf.Engine(
+        _model(blocks),
+        optimizer=SGD,
+        layout=layout,
+        parallel=sf.Parallel(mesh={"pipeline": 2}, pipeline=order),
+        accumulate=parts,
+    )
     *steps, last = _batches()
     for batch in steps:
         losses = list[float]()

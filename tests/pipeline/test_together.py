@@ -14,6 +14,7 @@ import shardfold as sf
 from shardfold.testing import Ranks, run_ranks
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of, plain
+from tests.support.options import grouped
 
 MODEL, STEPS, PARTS = "gpt-tied", 4, 4
 CUT: dict[str, Any] = {"tensor": "auto"}
@@ -28,7 +29,10 @@ def _goes(mesh: dict[str, int], layout: str, options: dict[str, Any], first: int
     """Two steps from the ``first`` on: losses and norms are plain PyTorch's, and so is an evaluation behind them."""
     model = model_of(MODEL)
     engine = sf.Engine(
-        model, optimizer=ADAM, layout=layout, mesh=mesh, clip_norm=0.1, accumulate=PARTS // _readers(mesh), **options
+        model,
+        optimizer=ADAM,
+        **grouped(layout=layout, mesh=mesh, clip_norm=0.1, **options),
+        accumulate=PARTS // _readers(mesh),
     )
     assert engine.data_ranks == _readers(mesh)
     how = _compute if engine.sequence is not None else compute

@@ -20,6 +20,7 @@ from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of
+from tests.support.options import grouped
 
 
 class _Counted(Watch):
@@ -64,7 +65,7 @@ def _model(count: int) -> str:
 
 def _waits(order: str, count: int, micro: int, times: Times) -> tuple[Any, str]:
     options: dict[str, Any] = {"mesh": {"pipeline": count}, "accumulate": micro, "pipeline": order}
-    engine = sf.Engine(model_of(_model(count)), optimizer=ADAM, layout="zero1", **options)
+    engine = sf.Engine(model_of(_model(count)), optimizer=ADAM, **grouped(layout="zero1", **options))
     assert engine.stats().pipeline is not None and engine.stats().pipeline.bubble is None
     runs: Any = engine._pipelined
     runs.watch = _Counted(times)
@@ -132,7 +133,9 @@ def test_ranks_wait_as_long_as_the_simulator_says(
 def _others(rank_order: Sequence[str]) -> str:
     order = rank_order[torch.distributed.get_rank()]
     with pytest.raises(ConfigError) as raised:
-        sf.Engine(model_of("gpt"), optimizer=ADAM, mesh={"pipeline": 2}, accumulate=2, pipeline=order)
+        sf.Engine(
+            model_of("gpt"), optimizer=ADAM, parallel=sf.Parallel(mesh={"pipeline": 2}, pipeline=order), accumulate=2
+        )
     return str(raised.value)
 
 

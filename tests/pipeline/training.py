@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM, VOCAB, loss_of, make
+from tests.support.options import grouped
 
 __all__ = ["STEPS", "batches", "compute", "model_of", "plain", "trains"]
 
@@ -92,9 +93,11 @@ def trains(name: str, count: int, layout: str, order: str, micro: int, **options
     """On each rank: all of it equals plain PyTorch's to 1e-12; there may be ranks along axes of data, too."""
     model = options.pop("model", None) or model_of(name)
     engine = sf.Engine(
-        model, optimizer=ADAM, layout=layout, mesh={"pipeline": count}, accumulate=micro, clip_norm=0.1,
-        pipeline=order, debug=True, **options,
-    )  # fmt: skip
+        model,
+        optimizer=ADAM,
+        **grouped(layout=layout, mesh={"pipeline": count}, clip_norm=0.1, pipeline=order, debug=True, **options),
+        accumulate=micro,
+    )
     parts = micro * engine.data_ranks
     losses, norms, grads, whole = plain(name, parts)
     for step, batch in enumerate(batches(parts)):

@@ -61,7 +61,7 @@ def plain_losses(steps: int) -> list[float]:
 def an_fp32_head(layout: str) -> None:
     torch.manual_seed(0)
     model = Seen()
-    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, mesh=mesh_for(layout), precision=HEAD, clip_norm=1e9)
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, parallel=mesh_for(layout), precision=HEAD, clip_norm=1e9)
     assert engine.loss_scale is not None
     assert {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.float16} == {
         "head.weight": torch.float32, "head.bias": torch.float32
@@ -102,7 +102,7 @@ def mixed_states(layout: str) -> None:
     torch.manual_seed(0)
     model = models.Small()
     engine = sf.Engine(
-        model, optimizer=ADAMW, layout=layout, mesh=mesh_for(layout), accumulate=2,
+        model, optimizer=ADAMW, layout=layout, parallel=mesh_for(layout), accumulate=2,
         precision=[(nn.LayerNorm, "fp32"), ("blocks.*", "bf16-pure"), ("*", "bf16")],
     )  # fmt: skip
     for batch in models.batches(4, rows=8):

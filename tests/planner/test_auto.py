@@ -17,6 +17,7 @@ from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.axes import Mesh
 from shardfold.planner.auto import FREE, choose_layout
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 WIDTH, BLOCKS, RANKS = 64, 8, 8
 
@@ -45,7 +46,7 @@ def test_an_engine_takes_auto(caplog: pytest.LogCaptureFixture) -> None:
     engine.step()
     engine.close()
     with pytest.raises(ConfigError, match="mesh= has tensor"):
-        sf.Engine(_model(), layout="auto", mesh={"tensor": 2})
+        sf.Engine(_model(), layout="auto", parallel={"tensor": 2})
 
 
 def test_what_will_not_fit_is_said_before_the_first_step(
@@ -69,7 +70,7 @@ def _told(memory: float, **given: Any) -> str:
     logging.getLogger("shardfold").addHandler(handler)
     known, fitting.memory_of = fitting.memory_of, lambda device: memory
     try:
-        engine = sf.Engine(_model(), optimizer=partial(torch.optim.AdamW, lr=1e-3), **given)
+        engine = sf.Engine(_model(), optimizer=partial(torch.optim.AdamW, lr=1e-3), **grouped(**given))
         engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
         engine.step()
         engine.close()

@@ -23,6 +23,7 @@ from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
 from shardfold.tools.planning.models import planned_model
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
 ALL_EXPERTS = GPTConfig(d_model=64, layers=2, heads=4, context=64, experts=4, top_k=4)  # as many tokens go to each
@@ -76,7 +77,7 @@ def _errors(how: str, layout: str, precision: str, mode: str) -> tuple[float, fl
     shape = {"expert": ALL_EXPERTS, "four": DEEP}.get(how, SHAPE)
     found = compare(
         partial(GPT, shape), batch(shape), layout=layout, precision=precision, mode=mode, compute=_loss,
-        division=DIVISION[how], **ENGINE[how],
+        division=DIVISION[how], **grouped(**ENGINE[how]),
     )  # fmt: skip
     return found.planned, found.measured
 
@@ -128,7 +129,7 @@ def _errors_of_capped(precision: str, mode: str) -> tuple[float, float]:
     tokens = torch.randint(64, (2, 512))
     found = compare(
         _capped, {"input_ids": tokens, "labels": tokens}, layout="zero1", precision=precision, mode=mode, compute=_loss,
-        division=DIVISION["sequence"], **ENGINE["sequence"],
+        division=DIVISION["sequence"], **grouped(**ENGINE["sequence"]),
     )  # fmt: skip
     return found.planned, found.measured
 
@@ -192,7 +193,8 @@ def test_a_search_has_axes_as_dimensions() -> None:
     (refused,) = found.refused
     assert "tensor=3 does not divide" in refused.why
     cut = next(each.candidate for each in found.found if each.candidate.division.tensor == 2)
-    assert cut.engine["mesh"] == {"tensor": 2} and cut.engine["sequence_parallel"]
+    how = cut.engine["parallel"]
+    assert how.mesh == {"tensor": 2} and how.sequence_parallel
     assert cut.micro_batch * cut.accumulate * 2 >= 64  # two ranks read other samples
     assert cut.deepspeed["tensor_parallel"] == {"autotp_size": 2} and "sequence parallelism" in cut.unsaid
     with pytest.raises(ConfigError, match="pipelines"):

@@ -20,6 +20,7 @@ from shardfold.tools.bench.planned import compare
 from shardfold.tools.recipes import lm
 from shardfold.tools.recipes.config import TrainConfig, read_settings
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=4, heads=4, context=64)
 STAGES = Division(pipeline=2, micro_batches=4)
@@ -60,7 +61,7 @@ def _measured(division: Division, samples: int) -> float:
     torch.manual_seed(0)
     return compare(
         partial(GPT, SHAPE), _batch(samples), layout="zero1", precision="bf16", mode="recompute", division=division,
-        **ENGINE[division],  # type: ignore[arg-type]
+        **grouped(**ENGINE[division]),  # type: ignore[arg-type]
     ).measured  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
 ABOVE, BELOW = 0.03, 0.01
@@ -35,7 +36,7 @@ def gpt_batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _errors(layout: str | sf.Layout, precision: str, mode: str, more: dict[str, Any]) -> tuple[float, float]:
-    found = compare(partial(GPT, SHAPE), gpt_batch(), layout=layout, precision=precision, mode=mode, **more)
+    found = compare(partial(GPT, SHAPE), gpt_batch(), layout=layout, precision=precision, mode=mode, **grouped(**more))
     return found.planned, found.measured
 
 

@@ -25,6 +25,7 @@ from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
 DEEP = GPTConfig(d_model=64, layers=14, heads=4, context=64)
@@ -37,7 +38,7 @@ def _batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _errors(layout: str, precision: str, mode: str, more: dict[str, Any]) -> tuple[float, float]:
-    found = compare(partial(GPT, SHAPE), _batch(), layout=layout, precision=precision, mode=mode, **more)
+    found = compare(partial(GPT, SHAPE), _batch(), layout=layout, precision=precision, mode=mode, **grouped(**more))
     return found.planned, found.measured
 
 
@@ -61,7 +62,7 @@ def test_planned_peaks_are_measured_ones(
 def _moved(mode: str) -> int:
     """Bytes that an engine says a forward moves."""
     engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), layout="ddp", activations=mode)
-    with engine.activations() as saved:
+    with engine.count_saved() as saved:
         engine(*_batch()).square().mean()
     engine.close()
     return sum(row.outside for row in saved.rows)
@@ -156,8 +157,10 @@ def test_a_unit_of_one_layer_is_moved_too() -> None:
     """As an engine moves it, though it saves its input only, which nothing would be made again of."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), nn.GELU())
     batch, units = torch.randn(512, 64), ["0", "1"]
-    engine = sf.Engine(model, layout="ddp", activations="host", units=units, optimizer=partial(torch.optim.SGD, lr=0.1))
-    with engine.activations() as saved:
+    engine = sf.Engine(
+        model, layout="ddp", activations="host", init=sf.Init(units=units), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    with engine.count_saved() as saved:
         engine(batch)
     engine.close()
     trace = Subject(model, batch, units=units).trace("fp32", "host")

@@ -26,6 +26,7 @@ from shardfold.planner.tracing import loss_of
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import measured_peak
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
 ABOVE, BELOW = 0.03, 0.01
@@ -53,7 +54,8 @@ def _run(memory: list[float], rows: int = 8, **given: Any) -> Ran:
     known, fitting.memory_of = fitting.memory_of, lambda device: memory[rank % len(memory)] + RESERVE
     batch = _batch(rows)
     try:
-        engine = sf.Engine(GPT(SHAPE), optimizer=OPTIMIZER, **{"layout": "auto", "sample": batch} | given)
+        layout = sf.Auto(sample=batch, layout=given.pop("layout", "auto"))
+        engine = sf.Engine(GPT(SHAPE), optimizer=OPTIMIZER, **grouped(layout=layout, **given))
     finally:
         fitting.memory_of = known
     try:
@@ -151,7 +153,7 @@ def test_where_rates_are_known_seconds_decide() -> None:
     assert "gives no loss" not in found.told
     subject = Subject(nn.Linear(8, 8), torch.zeros(2, 8))
     assert (
-        "the mean square of its first output is taken for it: sample=(batch, loss)"
+        "the mean square of its first output is taken for it: Auto(sample=..., loss=...)"
         in taken(("ddp",), ("keep",), 1e12).told
     )
 
@@ -178,23 +180,26 @@ def test_planning_takes_no_random_numbers() -> None:
         losses.append(model)
         return model(batch).abs().mean()
 
-    sf.Engine(Asking(), optimizer=OPTIMIZER, layout="auto", sample=(torch.randn(4, 8), loss)).close()
+    sf.Engine(Asking(), optimizer=OPTIMIZER, layout=sf.Auto(sample=torch.randn(4, 8), loss=loss)).close()
     torch.manual_seed(0)
     model, state = Asking(), torch.get_rng_state()
-    sf.Engine(model, optimizer=OPTIMIZER, layout="auto", sample=(torch.zeros(4, 8), loss)).close()
+    sf.Engine(model, optimizer=OPTIMIZER, layout=sf.Auto(sample=torch.zeros(4, 8), loss=loss)).close()
     assert torch.equal(torch.get_rng_state(), state) and losses
+
+
+SAMPLED = sf.Auto(sample=torch.ones(2, 8))
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"sample": 1}, "neither is given"),
-        ({"activations": "auto"}, "give one as sample="),
-        ({"layout": "auto", "sample": torch.ones(2, 8), "optimizer": None}, "give optimizer="),
-        ({"layout": "auto", "sample": torch.ones(2, 8), "precision": {"*": "bf16"}}, "precision=.* follows one policy"),
-        ({"layout": "auto", "sample": torch.ones(2, 8), "activations": "packed"}, "activations='packed' with sample="),
-        ({"layout": "auto", "sample": torch.ones(2, 8), "wire": "auto"}, "wire='auto' with sample="),
-        ({"layout": "auto", "sample": 3}, "without a tensor"),
+        ({"activations": "auto"}, "give one, as in layout=sf.Auto"),
+        ({"layout": SAMPLED, "optimizer": None}, "give optimizer="),
+        ({"layout": SAMPLED, "precision": {"*": "bf16"}}, "precision=.* follows one policy"),
+        ({"layout": SAMPLED, "activations": "packed"}, "activations='packed' with Auto"),
+        ({"layout": SAMPLED, "wire": "auto"}, "wire='auto' with Auto"),
+        ({"layout": SAMPLED, "parallel": sf.Parallel(stages=["1"])}, "stages=.* with Auto"),
+        ({"layout": sf.Auto(sample=3)}, "without a tensor"),
     ],
 )
 def test_what_no_plan_follows_is_refused(given: dict[str, Any], said: str) -> None:
@@ -205,9 +210,9 @@ def test_what_no_plan_follows_is_refused(given: dict[str, Any], said: str) -> No
 
 def _refused(samples: list[Any]) -> str:
     sample = samples[dist.get_rank()]
-    layout = "zero1" if sample is None else "auto"
+    layout = "zero1" if sample is None else sf.Auto(sample=sample)
     try:
-        sf.Engine(nn.Linear(8, 8), optimizer=OPTIMIZER, layout=layout, sample=sample)
+        sf.Engine(nn.Linear(8, 8), optimizer=OPTIMIZER, layout=layout)
     except (ConfigError, LayoutError) as error:
         return str(error)
     return ""
@@ -216,6 +221,6 @@ def _refused(samples: list[Any]) -> str:
 def test_ranks_with_other_samples_are_told(ranks: Ranks) -> None:
     """One without, and one of another shape: on every rank a sentence."""
     for said in ranks.run(_refused, [torch.ones(2, 8), None], world_size=2):
-        assert "sample= is " in said and "not given on rank" in said
+        assert "Auto(sample=...) is " in said and "not given on rank" in said
     for said in ranks.run(_refused, [torch.ones(2, 8), torch.ones(4, 8)], world_size=2):
         assert "sample= of rank 1 differ from rank 0's ([4, 8] fp" in said.replace("float32", "fp")

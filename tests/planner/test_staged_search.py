@@ -70,8 +70,8 @@ def test_an_order_of_the_users_own_has_its_micro_batches() -> None:
     assert found.found and {each.candidate.accumulate for each in found.found} == {2}
     assert {each.candidate.micro_batch for each in found.found} <= {8, 9, 10, 11, 12, 13, 14, 15}
     one = found.best.candidate
-    assert one.engine["pipeline"] == one.train["order"] == own and one.engine["mesh"] == {"pipeline": 2}
-    assert "pipeline=2 in order an order of its own (the order is of Engine(pipeline=))" in one.unsaid
+    assert one.train["order"] == own and one.engine["parallel"] == sf.Parallel(mesh={"pipeline": 2}, pipeline=own)
+    assert "pipeline=2 in order an order of its own (the order is of sf.Parallel(pipeline=))" in one.unsaid
     refused = _found([Division(pipeline=2, order=own)], "20MiB", batch=3).refused
     assert {each.why for each in refused} == {
         "the order has 2 micro-batches, which no size of one makes of 3 samples a step."

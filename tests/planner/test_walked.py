@@ -21,6 +21,7 @@ from shardfold.plan.program import MARKERS, VERBS, Op
 from shardfold.planner.memory import plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -80,7 +81,9 @@ def _ran(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """The operations of a step, of two micro-batches, that a profiler saw, and those of a plan of it."""
     torch.manual_seed(0)
     batch = torch.ones(4, 8)
-    engine = sf.Engine(MODELS[name](), optimizer=ADAMW, units=UNITS[name], accumulate=2, clip_norm=1.0, **options)
+    engine = sf.Engine(
+        MODELS[name](), optimizer=ADAMW, **grouped(units=UNITS[name], clip_norm=1.0, **options), accumulate=2
+    )
 
     def step() -> None:
         for _ in range(2):

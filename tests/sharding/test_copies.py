@@ -21,6 +21,7 @@ import shardfold as sf
 from shardfold.errors import FreedParameterError, UsageError
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.product
 
@@ -36,7 +37,7 @@ def mesh_for(layout: str) -> dict[str, int] | None:
 
 def make(layout: str, build: Callable[[], nn.Module] = models.tied, **options: Any) -> sf.Engine:
     torch.manual_seed(0)
-    return sf.Engine(build(), optimizer=SGD, layout=layout, mesh=mesh_for(layout), **options)
+    return sf.Engine(build(), optimizer=SGD, **grouped(layout=layout, mesh=mesh_for(layout), **options))
 
 
 def step(engine: sf.Engine, seed: int = 0) -> float:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardfold as sf
 from shardfold.errors import ConfigError, LayoutError, ModelError, UsageError
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
 FOUR = {"inter": 2, "intra": 2}
@@ -53,7 +54,7 @@ def made(seed: int = 0) -> Odd:
 
 def trained(**options: Any) -> sf.Engine:
     """One step, so that values are no longer those that a seed gives."""
-    engine = sf.Engine(made(), optimizer=ADAMW, **options)
+    engine = sf.Engine(made(), optimizer=ADAMW, **grouped(**options))
     draw = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     engine.backward(engine(torch.randint(7, (4,), generator=draw)).square().mean())
     engine.step()
@@ -221,7 +222,7 @@ class Sliced(nn.Module):
 
 def _slices(folder: Path) -> tuple[Any, bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("intra", "tensor"))
-    engine = sf.Engine(Sliced(dist.get_rank() % 2, 2), optimizer=ADAMW, layout="zero3", mesh=mesh)
+    engine = sf.Engine(Sliced(dist.get_rank() % 2, 2), optimizer=ADAMW, layout="zero3", parallel=mesh)
     state, before = engine.state_dict(sharded=True), engine.state_dict()
     placed = {name: (v.device_mesh.mesh_dim_names, v.placements) for name, v in state.items()}
     dcp.save(state, checkpoint_id=folder)
@@ -259,7 +260,9 @@ def test_slices_along_an_axis_of_tensor(ranks: Ranks, tmp_path: Path) -> None:
 def _pipelined(folder: Path) -> tuple[list[str], dict[str, Any]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3), nn.Linear(3, 2))
-    engine = sf.Engine(model, optimizer=ADAMW, layout="zero3", mesh={"pipeline": 2, "intra": 2}, stages=["2"])
+    engine = sf.Engine(
+        model, optimizer=ADAMW, layout="zero3", parallel=sf.Parallel(mesh={"pipeline": 2, "intra": 2}, stages=["2"])
+    )
     state, before = engine.state_dict(sharded=True), engine.state_dict()
     dcp.save(state, checkpoint_id=folder)
     engine.load_state_dict({name: torch.zeros_like(value) for name, value in before.items()})
@@ -371,12 +374,17 @@ def _refused() -> list[str]:
     assert equal(engine.state_dict(), before)
     engine.close()
     parts = {**before, "weight": distribute_tensor(weight, pair, [Shard(0)])}
-    said.append(_raised(ModelError, lambda: sf.Engine(nn.Linear(4, 4), optimizer=ADAMW, weights=parts)))
+    said.append(_raised(ModelError, lambda: sf.Engine(nn.Linear(4, 4), optimizer=ADAMW, init=sf.Init(weights=parts))))
     stacked = Sliced(rank, 2, blocks=2)
-    engine = sf.Engine(stacked, optimizer=ADAMW, mesh={"tensor": 2})
+    engine = sf.Engine(stacked, optimizer=ADAMW, parallel={"tensor": 2})
     said.append(_raised(ModelError, lambda: engine.state_dict(sharded=True)))
     engine.close()
-    engine = sf.Engine(nn.Linear(4, 4), optimizer=ADAMW, mesh={"inter": 2, "intra": 1}, outer=sf.Outer(every=2))
+    engine = sf.Engine(
+        nn.Linear(4, 4),
+        optimizer=ADAMW,
+        parallel={"inter": 2, "intra": 1},
+        layout=sf.PRESETS["zero3"].replace(outer=sf.Outer(every=2)),
+    )
     said.append(_raised(UsageError, lambda: engine.state_dict(sharded=True)))
     engine.close()
     return said
@@ -393,7 +401,7 @@ def test_what_is_refused_is_one_sentence_and_changes_nothing(ranks: Ranks) -> No
     assert "sharded" in flag
     assert "weights= has 'weight' as a DTensor, which other ranks have parts of" in weights
     assert "'up' is divided over tensor into parts that are no chunks along one dimension" in stacked
-    assert "call engine.synchronize() and take rank 0's" in outer
+    assert "call engine.outer_step() and take rank 0's" in outer
 
 
 # -- mesh= --------------------------------------------------------------------------------------------------------
@@ -404,7 +412,7 @@ def _of_device_mesh() -> list[Any]:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
     def engine(mesh: Any, **options: Any) -> sf.Engine:
-        return sf.Engine(nn.Linear(3, 5), optimizer=ADAMW, mesh=mesh, **options)
+        return sf.Engine(nn.Linear(3, 5), optimizer=ADAMW, **grouped(mesh=mesh, **options))
 
     given = mesh(2, 2, names=("inter", "intra"))
     made = engine(given, layout="hsdp")

@@ -17,6 +17,7 @@ from shardfold.comm import coalesced as bundle
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.product
 
@@ -31,7 +32,7 @@ def make(layout: str, build: Callable[[], nn.Module] = models.small, **options: 
     torch.manual_seed(0)
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") and world % 2 == 0 else None
-    return sf.Engine(build(), layout=layout, mesh=mesh, **{"optimizer": ADAMW, **options})
+    return sf.Engine(build(), **grouped(layout=layout, mesh=mesh, **{"optimizer": ADAMW, **options}))
 
 
 def world_of(layout: str) -> int:
@@ -627,7 +628,13 @@ def on_one_rank_alone(layout: str, unit: type[nn.Module]) -> list[float]:
     torch.manual_seed(0)
     plain = nn.Sequential(TakesAGradient(), TakesAGradient()).double()
     sgd = partial(torch.optim.SGD, lr=0.1)
-    engine = sf.Engine(copy.deepcopy(plain), optimizer=sgd, layout=layout, units=[unit], desync_timeout=3)
+    engine = sf.Engine(
+        copy.deepcopy(plain),
+        optimizer=sgd,
+        layout=layout,
+        init=sf.Init(units=[unit]),
+        runtime=sf.Runtime(desync_timeout=3),
+    )
     update, off, x = sgd(plain.parameters()), [0.0], torch.ones(2, 6, dtype=torch.float64)
     for _ in range(2):
         plain(x).square().mean().backward()

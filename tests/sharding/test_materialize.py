@@ -24,7 +24,7 @@ def _state(layout: str, build: str, weights: object = None) -> dict[str, torch.T
         model = getattr(models, build)()
     assert all(p.is_meta for p in model.parameters())
     before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, weights=weights, seed=3)
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, init=sf.Init(weights=weights, seed=3))
     assert before == {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for batch in models.batches(2):
         engine.backward(engine(*(t.chunk(engine.world_size)[engine.rank] for t in batch)))
@@ -83,14 +83,16 @@ def test_a_parameter_that_nothing_initializes_is_named() -> None:
 
 def test_weights_that_do_not_exist_or_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no safetensors file"):
-        sf.Engine(models.small(), weights=tmp_path / "nothing.safetensors")
+        sf.Engine(models.small(), init=sf.Init(weights=tmp_path / "nothing.safetensors"))
     with pytest.raises(ModelError, match=r"'head.bias' the shape \(3,\)"):
-        sf.Engine(models.small(), weights={**models.small().state_dict(), "head.bias": torch.zeros(3)})
+        sf.Engine(models.small(), init=sf.Init(weights={**models.small().state_dict(), "head.bias": torch.zeros(3)}))
     with pytest.raises(ModelError, match=r"missing head\.bias; unexpected hed\.bias"):
         state = models.small().state_dict()
         sf.Engine(
             models.small(),
-            weights={**{k: v for k, v in state.items() if k != "head.bias"}, "hed.bias": state["head.bias"]},
+            init=sf.Init(
+                weights={**{k: v for k, v in state.items() if k != "head.bias"}, "hed.bias": state["head.bias"]}
+            ),
         )
 
 
@@ -99,7 +101,7 @@ def test_a_tied_parameter_is_found_under_either_name() -> None:
     del state["embedding.weight"]
     with sf.meta_init():
         model = models.tied()
-    engine = sf.Engine(model, weights=state)
+    engine = sf.Engine(model, init=sf.Init(weights=state))
     assert torch.equal(engine.state_dict()["embedding.weight"], state["head.weight"])
 
 
@@ -129,7 +131,9 @@ def _recurrent(layout: str) -> tuple[float, float]:
     x = torch.ones(3, 2, 4)
     with sf.meta_init():
         model = Recurrent()
-    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, weights=plain.state_dict(), units=["rnn", "head"])
+    engine = sf.Engine(
+        model, optimizer=ADAMW, layout=layout, init=sf.Init(weights=plain.state_dict(), units=["rnn", "head"])
+    )
     loss = engine(x)
     engine.backward(loss)
     engine.step()
@@ -162,7 +166,7 @@ def one_rank_lacks_them(folder: str, how: str) -> str:
             values["1.bias"] = torch.zeros(5)  # found when its unit is made, behind the broadcasts of others
         save_file(values, mine / "model.safetensors")
     try:
-        sf.Engine(model, weights=mine / "model.safetensors", units=["0", "1"])
+        sf.Engine(model, init=sf.Init(weights=mine / "model.safetensors", units=["0", "1"]))
     except sf.ShardfoldError as error:
         return f"{type(error).__name__}: {error}"
     return ""

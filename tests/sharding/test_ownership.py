@@ -20,6 +20,7 @@ from shardfold.sharding import registry
 from shardfold.sharding.model import ShardedModel
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.product
 
@@ -37,7 +38,7 @@ def mesh_of(layout: str) -> dict[str, int] | None:
 
 
 def make(model: nn.Module, layout: str, **options: Any) -> sf.Engine:
-    return sf.Engine(model, optimizer=SGD, layout=layout, mesh=mesh_of(layout), **options)
+    return sf.Engine(model, optimizer=SGD, **grouped(layout=layout, mesh=mesh_of(layout), **options))
 
 
 def train(engine: sf.Engine, steps: range) -> None:
@@ -188,7 +189,7 @@ def _calls(engine: sf.Engine, x: Tensor) -> dict[str, Any]:
         "save": lambda: engine.save("nowhere"),
         "load": lambda: engine.load("nowhere"),
         "mean": lambda: engine.mean(1.0),
-        "agree": lambda: engine.agree([1.0]),
+        "agree": lambda: engine.max_over_ranks([1.0]),
         "release": engine.release,
     }
 

@@ -96,7 +96,7 @@ def _carried(layout: str, optimizer: str, precision: str) -> None:
     """A change that makes every unit anew and that forward does not see."""
     torch.manual_seed(0)
     engine = sf.Engine(
-        Growing(), optimizer=OPTIMIZERS[optimizer], layout=layout, precision=precision, mesh=mesh_for(layout)
+        Growing(), optimizer=OPTIMIZERS[optimizer], layout=layout, precision=precision, parallel=mesh_for(layout)
     )
     for steps in (3, 1):  # the second time some have counted more steps than others
         train(engine, steps)
@@ -125,7 +125,7 @@ def test_master_moments_and_step_counts_are_carried_bit_for_bit(ranks: Ranks, pr
 
 
 def _kept_units(layout: str) -> tuple[set[str], set[str]]:
-    engine = sf.Engine(Growing(), optimizer=OPTIMIZERS["AdamW"], layout=layout, mesh=mesh_for(layout))
+    engine = sf.Engine(Growing(), optimizer=OPTIMIZERS["AdamW"], layout=layout, parallel=mesh_for(layout))
     train(engine, 1)
     before = {unit.name: unit for unit in engine.units}
     engine.module.blocks[1].up = Wrapped(engine.module.blocks[1].up)  # type: ignore
@@ -206,7 +206,7 @@ def _own_groups(layout: str, kind: str) -> None:
     pair.seed = 0
     pair.plain, pair.optimizer, plain_schedule = build()
     model, optimizer, schedule = build()
-    pair.engine = sf.Engine(model, optimizer=optimizer, layout=layout, mesh=mesh_for(layout))
+    pair.engine = sf.Engine(model, optimizer=optimizer, layout=layout, parallel=mesh_for(layout))
     pair.adopt = lambda: None  # type: ignore[method-assign]  # nothing joins by itself
     groups = list(optimizer.param_groups)
 

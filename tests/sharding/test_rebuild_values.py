@@ -169,7 +169,7 @@ def test_a_parameter_made_of_a_part_of_another_has_memory_of_its_own(ranks: Rank
 
 def _left(layout: str) -> None:
     """What leaves the model is an ordinary tensor with its values, on every rank, and may come back."""
-    engine = sf.Engine(Growing(), optimizer=OPTIMIZERS["AdamW"], layout=layout, mesh=mesh_for(layout))
+    engine = sf.Engine(Growing(), optimizer=OPTIMIZERS["AdamW"], layout=layout, parallel=mesh_for(layout))
     train(engine, 2)
     head, block = engine.module.head, engine.module.blocks[2]  # type: ignore[index]
     state = engine.state_dict()
@@ -193,7 +193,7 @@ def test_what_leaves_the_model_has_its_values_on_every_rank(ranks: Ranks, layout
 
 
 def test_new_modules_may_have_no_memory_yet_and_bring_buffers() -> None:
-    engine = sf.Engine(Growing(), optimizer=OPTIMIZERS["AdamW"], layout="zero3", seed=5)
+    engine = sf.Engine(Growing(), optimizer=OPTIMIZERS["AdamW"], layout="zero3", init=sf.Init(seed=5))
     with sf.meta_init():
         engine.module.adapter = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     train(engine, 1)
@@ -231,7 +231,7 @@ def _resized(layout: str, tied: bool) -> None:
 
     plain = build()
     optimizer = OPTIMIZERS["AdamW"](plain.parameters())
-    engine = sf.Engine(build(), optimizer=OPTIMIZERS["AdamW"], layout=layout, mesh=mesh_for(layout))
+    engine = sf.Engine(build(), optimizer=OPTIMIZERS["AdamW"], layout=layout, parallel=mesh_for(layout))
 
     def train(vocabulary: int) -> None:
         generator = torch.Generator().manual_seed(vocabulary)
@@ -434,7 +434,7 @@ def test_a_run_without_changes_walks_nothing_and_a_closed_engine_hears_nothing()
 
 def _averaged(layout: str) -> None:
     """What stays keeps its average, exactly; what is new is averaged from its first value on."""
-    engine = sf.Engine(half_frozen(), optimizer=OPTIMIZERS["AdamW"], layout=layout, mesh=mesh_for(layout))
+    engine = sf.Engine(half_frozen(), optimizer=OPTIMIZERS["AdamW"], layout=layout, parallel=mesh_for(layout))
     average = sf.Average(engine, 0.5)
     train(engine, 3)
     before, frozen = average.state_dict(), engine.state_dict()

@@ -48,9 +48,13 @@ def farthest(optimizer: str, bound: float, debug: bool, threads: bool) -> float:
     plain, overlap = model(bound), sf.Overlap(update_thread=threads)
     update = OPTIMIZERS[optimizer](plain.parameters())
     engine = sf.Engine(
-        model(bound), optimizer=OPTIMIZERS[optimizer], layout=ONCE, units=[Clamped], debug=debug, overlap=overlap,
-        timeout=30,
-    )  # fmt: skip
+        model(bound),
+        optimizer=OPTIMIZERS[optimizer],
+        layout=ONCE,
+        init=sf.Init(units=[Clamped]),
+        runtime=sf.Runtime(debug=debug, timeout=30),
+        overlap=overlap,
+    )
     for step in range(4):
         for rank in range(2):
             (plain(batch(step, rank)).square().mean() / 2).backward()

@@ -19,6 +19,7 @@ from shardfold.sharding.partitioned import early_shard
 from shardfold.sharding.sharded_init import shard_module
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -136,7 +137,7 @@ def test_no_rank_ever_has_the_whole_model(ranks: Ranks) -> None:
 
 def _trained(model: nn.Module, layout: str, **options: object) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     identities = [id(p) for p in model.parameters()]
-    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, **options)  # type: ignore[arg-type]
+    engine = sf.Engine(model, optimizer=ADAMW, **grouped(layout=layout, **options))  # type: ignore[arg-type]
     same = identities == [id(p) for p in model.parameters()] and sf.engine_of(next(model.parameters())) is engine
     first = engine.state_dict()
     for batch in models.batches(2):
@@ -311,7 +312,7 @@ def _gathered_alone(rank: int) -> None:
     if rank:
         with sf.whole(layer.weight):
             pass
-    engine = sf.Engine(layer, desync_timeout=2.0)
+    engine = sf.Engine(layer, runtime=sf.Runtime(desync_timeout=2.0))
     engine.close()
 
 

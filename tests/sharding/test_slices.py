@@ -174,7 +174,7 @@ class Rows(nn.Module):
 
 def _unequal() -> str:
     with pytest.raises(ConfigError) as raised:
-        sf.Engine(Rows(3 + dist.get_rank()), mesh={"tensor": 2})
+        sf.Engine(Rows(3 + dist.get_rank()), parallel={"tensor": 2})
     return str(raised.value)
 
 

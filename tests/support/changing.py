@@ -15,6 +15,7 @@ import shardfold as sf
 from shardfold.errors import FreedParameterError
 from tests.support import models
 from tests.support.models import WIDTH
+from tests.support.options import grouped
 
 LAYOUTS = list(sf.PRESETS)
 WHOLE = ["ddp", "zero1", "zero2", "offload"]
@@ -159,7 +160,7 @@ class Pair:
         self.optimizer = OPTIMIZERS[optimizer]([p for p in self.plain.parameters() if p.requires_grad])
         torch.manual_seed(0)
         self.engine = sf.Engine(
-            build(), optimizer=OPTIMIZERS[optimizer], layout=layout, mesh=mesh_for(layout), **options
+            build(), optimizer=OPTIMIZERS[optimizer], **grouped(layout=layout, mesh=mesh_for(layout), **options)
         )
         self.seed = 0
 

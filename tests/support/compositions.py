@@ -22,6 +22,7 @@ import shardfold as sf
 from shardfold.errors import ConfigError, ModelError, OrderError
 from shardfold.parallel.pipeline.ahead import AHEAD
 from shardfold.parallel.pipeline.stage_order import ORDERS
+from tests.support.options import grouped
 
 WIDTH, VOCAB, TIME = 4, 6, 3
 TOLERANCE = 1e-12
@@ -303,7 +304,7 @@ def make_engine(work: Composition, **changes: Any) -> sf.Engine:
         "layout": work.layout, "pipeline": work.order, "accumulate": work.accumulate,
         "mesh": {"pipeline": work.stages, "intra": work.data}, **work.options, **changes,
     }  # fmt: skip
-    return sf.Engine(make_model(work.form), optimizer=OPTIMIZERS[work.optimizer], **options)
+    return sf.Engine(make_model(work.form), optimizer=OPTIMIZERS[work.optimizer], **grouped(**options))
 
 
 def close(found: Any, wanted: Any, what: str) -> None:

@@ -353,11 +353,13 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
         precision=case.precision,
         activations=activations,
         accumulate=case.accumulate,
-        clip=sf.Clip(norm=0.5, p=float(case.clip)) if case.clip else None,
-        mesh=mesh,
-        tensor=TENSOR if case.axis == "tensor" else None,
-        attention=case.axis if case.axis in ("ring", "ulysses") else None,
-        units=[Layer],
+        clip_norm=sf.Clip(norm=0.5, p=float(case.clip)) if case.clip else None,
+        parallel=sf.Parallel(
+            mesh=mesh,
+            tensor=TENSOR if case.axis == "tensor" else None,
+            attention=case.axis if case.axis in ("ring", "ulysses") else None,
+        ),
+        init=sf.Init(units=[Layer]),
         overlap={
             "recorded": sf.Overlap(),
             "any": sf.Overlap(order="any", reduces_in_flight=0),
@@ -365,8 +367,7 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
             "ahead": sf.Overlap(speculate="1GiB"),
             "behind": sf.Overlap(delayed_update=True),
         }[case.order],
-        device=device,
-        debug=bool(case.debug),
+        runtime=sf.Runtime(device=device, debug=bool(case.debug)),
     )
 
 

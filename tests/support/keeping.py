@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 LAYOUTS = list(sf.PRESETS)
 WIDTH, WORDS = 13, 37  # primes, so that no number of ranks divides a shape
@@ -99,7 +100,9 @@ def make(setting: Setting, build: Callable[[], nn.Module] = Odd, *, seed: int = 
     if setting.precision == "fp16":
         options.setdefault("loss_scale", 256.0)
     return sf.Engine(
-        model, layout=setting.layout, precision=setting.precision, mesh=mesh(setting.layout, setting.ranks), **options
+        model,
+        **grouped(layout=setting.layout, mesh=mesh(setting.layout, setting.ranks), **options),
+        precision=setting.precision,
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import FreedParameterError, UsageError
+from tests.support.options import grouped
 
 WIDTH, ROWS, BLOCKS = 4, 3, 3
 MODELS = ("one", "two")
@@ -315,7 +316,7 @@ class Sharded:
 
     def _engine(self, which: str) -> Any:
         mesh = {"inter": 1, "intra": self.ranks} if self.layout in ("hsdp", "hpz") else None
-        return sf.Engine(self.models[which], optimizer=SGD, layout=self.layout, mesh=mesh, **self.options)
+        return sf.Engine(self.models[which], optimizer=SGD, **grouped(layout=self.layout, mesh=mesh, **self.options))
 
     def run(self, op: Op) -> Any:
         name, which = op[0], op[1]

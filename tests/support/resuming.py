@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.optim import muon_groups, warmup_cosine
 from tests.support.keeping import WIDTH, WORDS, Odd, Setting, adamw, batches, contents, mesh
+from tests.support.options import grouped
 
 STOCHASTIC = sf.Precision(compute="bf16", master="bf16", moments="bf16", rounding="stochastic")
 
@@ -57,9 +58,12 @@ class Case(NamedTuple):
         model = self.build()
         torch.manual_seed(100 + seed + torch.distributed.get_rank() if torch.distributed.is_initialized() else seed)
         engine = sf.Engine(
-            model, optimizer=OPTIMIZERS[self.optimizer](model), layout=setting.layout, precision=self.precision,
-            mesh=mesh(setting.layout, setting.ranks), accumulate=self.accumulate, **dict(self.options),
-        )  # fmt: skip
+            model,
+            optimizer=OPTIMIZERS[self.optimizer](model),
+            **grouped(layout=setting.layout, mesh=mesh(setting.layout, setting.ranks), **dict(self.options)),
+            precision=self.precision,
+            accumulate=self.accumulate,
+        )
         if self.average:
             sf.Average(engine, 0.9, warmup=True)
         return engine

@@ -17,13 +17,16 @@ from shardfold.checkpoint import draft
 from shardfold.checkpoint.run_lock import LOCK
 from shardfold.checkpoint.verify import verify
 from tests.support.models import Small, batches
+from tests.support.options import grouped
 
 CALLS = ("open", "pwrite", "write", "fsync", "ftruncate", "mkdir", "rename", "replace", "unlink")
 
 
 def engine(layout: str = "zero3", **options: Any) -> sf.Engine:
     torch.manual_seed(0)
-    return sf.Engine(Small(layers=2), optimizer=partial(torch.optim.AdamW, lr=1e-2), layout=layout, **options)
+    return sf.Engine(
+        Small(layers=2), optimizer=partial(torch.optim.AdamW, lr=1e-2), **grouped(layout=layout, **options)
+    )
 
 
 def train(engine: sf.Engine, steps: int = 1) -> None:

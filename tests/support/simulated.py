@@ -26,6 +26,7 @@ from torch import nn
 import shardfold as sf
 from shardfold.testing import Ranks
 from shardfold.testing.simulated import is_supported, simulated
+from tests.support.options import grouped
 
 F = nn.functional
 AdamW = partial(torch.optim.AdamW, lr=1e-2)
@@ -117,9 +118,11 @@ def train(
     torch.manual_seed(7)
     with simulated(mode, seed + rank, lag) if device == "sim" else nullcontext() as sim:
         engine = sf.Engine(
-            model(), optimizer=options.pop("optimizer", AdamW), layout=layout, device=device, accumulate=accumulate,
-            units=[Block], **options,
-        )  # fmt: skip
+            model(),
+            optimizer=options.pop("optimizer", AdamW),
+            **grouped(layout=layout, device=device, units=[Block], **options),
+            accumulate=accumulate,
+        )
         draw = torch.Generator().manual_seed(100 + rank)
         # On the device before the first step: a copy from pageable memory stops the host, and hides races.
         batches = [torch.randint(0, 32, (2, 9), generator=draw).to(device) for _ in range(steps * accumulate)]

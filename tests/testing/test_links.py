@@ -26,6 +26,7 @@ from shardfold.launch.namespaces import Namespaces
 from shardfold.plan.presets import named
 from shardfold.testing import RanksFailed
 from shardfold.testing.links import Links, sent, why_not
+from tests.support.options import grouped
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -45,8 +46,7 @@ def _engine(layout: str, wires: dict[str, str], width: int = 1024, **options: fl
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(6)])
     return sf.Engine(
-        model, optimizer=SGD, layout=named(layout).replace(**wires), mesh=MESH, units=["*"],
-        **options,
+        model, optimizer=SGD, **grouped(layout=named(layout).replace(**wires), mesh=MESH, units=["*"], **options),
     )  # fmt: skip
 
 
@@ -100,7 +100,10 @@ def _with_a_warm_up(block: int) -> tuple[int, int, int]:
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
     onebit = partial(sf.optim.OneBitAdam, lr=1e-4, freeze_step=3)
     engine = sf.Engine(
-        model, optimizer=onebit, layout="ddp", mesh={"inter": 2, "intra": 1}, outer=sf.Signs(block=block)
+        model,
+        optimizer=onebit,
+        layout=sf.PRESETS["ddp"].replace(signs=sf.Signs(block=block)),
+        parallel={"inter": 2, "intra": 1},
     )
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(engine.rank))
     dist.barrier()
@@ -218,7 +221,7 @@ def _behind_a_cut(folder: str) -> str:
     dist.destroy_process_group()
     store = dist.TCPStore(Links.address(0), 29_555, 2, rank == 0, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=90))
-    engine = sf.Engine(nn.Linear(64, 64), optimizer=SGD, layout="zero3", timeout=10.0)
+    engine = sf.Engine(nn.Linear(64, 64), optimizer=SGD, layout="zero3", runtime=sf.Runtime(timeout=10.0))
     Path(f"{folder}/{rank}").touch()
     with pytest.raises(CollectiveError) as raised:
         while True:
@@ -259,7 +262,7 @@ def _comes_behind_a_cut(folder: str) -> str:
     Path(f"{folder}/{rank}").touch()
     Path(f"{folder}/cut{rank}").read_bytes()
     with pytest.raises(CollectiveError) as raised:
-        sf.Engine(nn.Linear(64, 64), optimizer=SGD, layout="zero3", timeout=10.0)
+        sf.Engine(nn.Linear(64, 64), optimizer=SGD, layout="zero3", runtime=sf.Runtime(timeout=10.0))
     return str(raised.value)
 
 

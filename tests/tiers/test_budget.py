@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold.accelerator import GRANULE
 from shardfold.testing import Ranks
 from shardfold.testing.simulated import is_supported, simulated
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="PyTorch lacks what the simulated device is made of")
 
@@ -64,7 +65,10 @@ def _made(blocks: int, layout: str, **options: Any) -> sf.Engine:
     with sf.meta_init():
         model = Deep(blocks)
     return sf.Engine(
-        model, optimizer=ADAMW, layout=layout, units=[Block], activations="recompute", device="sim", **options
+        model,
+        optimizer=ADAMW,
+        **grouped(layout=layout, units=[Block], device="sim", **options),
+        activations="recompute",
     )
 
 

@@ -92,7 +92,13 @@ def _program() -> tuple[str, dict[str, tuple[float, float]]]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])  # shards of whole blocks
     engine = sf.Engine(
-        model, optimizer=ADAMW, layout="zero2", precision="bf16", offload=DISK, overlap=DELAYED, units=[nn.Linear]
+        model,
+        optimizer=ADAMW,
+        layout="zero2",
+        precision="bf16",
+        offload=DISK,
+        overlap=DELAYED,
+        init=sf.Init(units=[nn.Linear]),
     )
     tier = engine.sharded.tiers.named("disk")
     assert isinstance(tier, DiskTier)

@@ -24,6 +24,7 @@ from shardfold.testing import Ranks
 from shardfold.tiers import _drive as drives
 from shardfold.tiers.disk import DiskTier
 from tests.support import models
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 SHORT = 4096
@@ -33,7 +34,7 @@ SHORT = 4096
 def make(tier: str = "disk", layout: str = "zero2", **options: Any) -> sf.Engine:
     torch.manual_seed(0)
     table = sf.PRESETS[layout].edit("moments", tier=tier)
-    return sf.Engine(models.Small(), optimizer=ADAMW, layout=table, **options)
+    return sf.Engine(models.Small(), optimizer=ADAMW, **grouped(layout=table, **options))
 
 
 def step(engine: sf.Engine, number: int) -> None:

@@ -32,6 +32,7 @@ from shardfold.tiers.disk import DiskRegion, DiskTier
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
 from tests.support import models
+from tests.support.options import grouped
 
 NAMES = ("device", "host", "disk")
 SLOWER = NAMES[1:]
@@ -393,7 +394,7 @@ class Branching(models.Small):
 
 def make(layout: str | Layout, *, build: Any = models.Small, optimizer: Any = ADAMW, **options: Any) -> sf.Engine:
     torch.manual_seed(0)
-    return sf.Engine(build(), optimizer=optimizer, layout=layout, **options)
+    return sf.Engine(build(), optimizer=optimizer, **grouped(layout=layout, **options))
 
 
 def train(engine: sf.Engine, steps: int, first: int = 0) -> list[float]:

@@ -17,6 +17,7 @@ from shardfold.errors import ConfigError, LayoutError, ShardfoldError
 from shardfold.plan.layout import Layout, Tier
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 UPDATE = {"optimizer": "host"}
@@ -55,7 +56,7 @@ def train(engine: sf.Engine, steps: int, first: int = 0) -> list[float]:
 
 def make(layout: str | Layout, *, optimizer: Any = ADAMW, **options: Any) -> sf.Engine:
     torch.manual_seed(0)
-    return sf.Engine(models.Small(), optimizer=optimizer, layout=layout, **options)
+    return sf.Engine(models.Small(), optimizer=optimizer, **grouped(layout=layout, **options))
 
 
 def states(engine: sf.Engine) -> dict[str, Tensor]:
@@ -135,7 +136,7 @@ class Watched(nn.Module):
 
 def _streams(layers: int) -> tuple[int, int, list[Any]]:
     model = Watched(layers, 32)
-    engine = sf.Engine(model, optimizer=ADAMW, layout="infinity", units=[nn.Linear])
+    engine = sf.Engine(model, optimizer=ADAMW, layout="infinity", init=sf.Init(units=[nn.Linear]))
     model.flats = [segment.flat for segment in engine.sharded.segments()]
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 32)))

@@ -335,7 +335,14 @@ def _branches(ways: list[tuple[str, str]]) -> tuple[list[str], list[bool]]:
     for overlap in (sf.Overlap(), AHEAD):
         torch.manual_seed(0)
         made.append(
-            sf.Engine(Branches(), optimizer=ADAMW, layout="zero2", offload=SUMS, units=[nn.Linear], overlap=overlap)
+            sf.Engine(
+                Branches(),
+                optimizer=ADAMW,
+                layout="zero2",
+                offload=SUMS,
+                init=sf.Init(units=[nn.Linear]),
+                overlap=overlap,
+            )
         )
     with verdicts() as found:
         wrong = _differences(made[0], made[1], run)

@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold.testing import Ranks
 from shardfold.tiers.disk import DiskRegion, DiskTier
 from tests.support import models
+from tests.support.options import grouped
 from tests.tiers.test_offload import ADAMW, make, states, train
 
 OPTIMIZER = {"optimizer": "disk"}
@@ -80,7 +81,9 @@ def _counted(accumulate: int) -> dict[str, tuple[float, float]]:
     DiskRegion.store = store_and_wait
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])  # shards of whole blocks
     options = {"precision": "bf16", "clip_norm": 0.05, "accumulate": accumulate}
-    engine = sf.Engine(model, optimizer=ADAMW, layout="infinity", offload="disk", units=[nn.Linear], **options)
+    engine = sf.Engine(
+        model, optimizer=ADAMW, **grouped(layout="infinity", units=[nn.Linear], **options), offload="disk"
+    )
     tier = engine.sharded.tiers.named("disk")
     assert isinstance(tier, DiskTier)
     before = 0, 0
@@ -122,7 +125,7 @@ def _half(options: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Half()
     groups = [{"params": model.one.parameters()}, {"params": model.two.parameters(), "weight_decay": 0.5}]
-    engine = sf.Engine(model, optimizer=torch.optim.AdamW(groups, lr=1e-2), **options)
+    engine = sf.Engine(model, optimizer=torch.optim.AdamW(groups, lr=1e-2), **grouped(**options))
     for whole in (True, False, True):
         engine.backward(engine(torch.ones(2, 8) * (engine.rank + 1), whole).square().mean())
         engine.step()
@@ -168,7 +171,7 @@ def _late(offload: Any) -> tuple[dict[str, Tensor], list[tuple[float, float, flo
     """Values, and of each step bytes that were read: of gradients and of all as the engine counts them, and by the
     tier."""
     torch.manual_seed(0)
-    engine = sf.Engine(Either(), optimizer=ADAMW, layout="zero2", offload=offload, units=[nn.Linear])
+    engine = sf.Engine(Either(), optimizer=ADAMW, layout="zero2", offload=offload, init=sf.Init(units=[nn.Linear]))
     tier = engine.sharded.tiers.named("disk")
     assert isinstance(tier, DiskTier)
     found: list[tuple[float, float, float]] = []

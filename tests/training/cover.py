@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from tests.parallel.models import ADAM, VOCAB
 from tests.pipeline.training import batches
+from tests.support.options import grouped
 
 __all__ = ["COLUMNS", "ROWS", "Row", "train"]
 
@@ -150,11 +151,15 @@ def _compute(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _engine(row: Row) -> sf.Engine:
     model, readers = _model(row), 4 if row.axis == "expert" or (len(row.mesh) == 2 and not row.axis) else 2
     return sf.Engine(
-        model if row.precision == "fp64" else model.float(), optimizer=ADAM, layout=row.layout, mesh=row.mesh,
-        precision="fp32" if row.precision == "fp64" else row.precision, offload=TIERS[row.tier],
+        model if row.precision == "fp64" else model.float(),
+        optimizer=ADAM,
+        **grouped(layout=row.layout, mesh=row.mesh, clip_norm=LIMIT, **AXES[row.axis]),
+        precision="fp32" if row.precision == "fp64" else row.precision,
+        offload=TIERS[row.tier],
         loss_scale=256.0 if row.precision == "fp16" else None,  # one that overflows in no step
-        overlap=ORDERS[row.order], clip_norm=LIMIT, accumulate=PARTS // readers, **AXES[row.axis],
-    )  # fmt: skip
+        overlap=ORDERS[row.order],
+        accumulate=PARTS // readers,
+    )
 
 
 def train(rows: list[Row]) -> list[str]:

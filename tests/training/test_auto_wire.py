@@ -21,9 +21,9 @@ REASON = why_not()
 def _chosen(wire: Any, layout: str = "zero3", width: int = 256, mesh: Any = MESH) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, wire=wire, mesh=mesh, units=["*"])
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, wire=wire, parallel=mesh, init=sf.Init(units=["*"]))
     first = engine.sharded.comm.agreement.sequence
-    again = sf.Engine(nn.Linear(width, width), optimizer=SGD, layout=layout, wire=wire, mesh=mesh)
+    again = sf.Engine(nn.Linear(width, width), optimizer=SGD, layout=layout, wire=wire, parallel=mesh)
     second = again.sharded.comm.agreement.sequence
     again.close()
     other = sf.Engine(nn.Linear(width, width), optimizer=SGD, layout=layout, wire=wire)  # all ranks are of one node

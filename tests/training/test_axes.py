@@ -50,7 +50,13 @@ def trains_like_the_whole(
     place = resolve_mesh(dist.get_world_size(), mesh)
     rank, slices = place.coords(dist.get_rank()).get("tensor", 0), place.get("tensor", 1)
     engine = sf.Engine(
-        build(rank, slices), optimizer=ADAM, layout=layout, mesh=mesh, clip=clip, accumulate=accumulate, debug=True
+        build(rank, slices),
+        optimizer=ADAM,
+        layout=layout,
+        parallel=mesh,
+        clip_norm=clip,
+        accumulate=accumulate,
+        runtime=sf.Runtime(debug=True),
     )
     if slices > 1:
         connect(engine)
@@ -95,7 +101,7 @@ def test_norms_count_slices_once(ranks: Ranks, p: float) -> None:
 
 def _clips_by(p: float) -> None:
     model = build(dist.get_rank() % 2, 2)
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero2", mesh=TENSOR, clip=sf.Clip(norm=1e9, p=p))
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero2", parallel=TENSOR, clip_norm=sf.Clip(norm=1e9, p=p))
     connect(engine)
     batch = batches()[0]
     engine.backward(engine(*[t.chunk(2)[engine.data_rank] for t in batch]))
@@ -118,7 +124,7 @@ def test_inter_axes_and_micro_batches(ranks: Ranks) -> None:
 
 def _replicas(layout: str) -> dict[str, bytes]:
     engine = sf.Engine(
-        build(dist.get_rank() % 2, 2, torch.float32), optimizer=ADAM, layout=layout, mesh=TENSOR, clip_norm=LIMIT
+        build(dist.get_rank() % 2, 2, torch.float32), optimizer=ADAM, layout=layout, parallel=TENSOR, clip_norm=LIMIT
     )
     connect(engine)
     for batch in batches(torch.float32):
@@ -141,7 +147,7 @@ def _initial(layout: str) -> tuple[dict[str, Tensor], int]:
     with sf.meta_init():
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     sf.mark_slice(model[0], "weight", axis="tensor")
-    engine = sf.Engine(model, layout=layout, mesh=TENSOR, seed=3)
+    engine = sf.Engine(model, layout=layout, parallel=TENSOR, init=sf.Init(seed=3))
     state = engine.state_dict()
     engine.close()
     return state, engine.data_rank
@@ -168,7 +174,7 @@ def _forgets_a_mark() -> str:
     model = nn.Linear(4, 4)
     with torch.no_grad():
         model.weight.fill_(dist.get_rank())
-    return _refused(lambda: sf.Engine(model, mesh=TENSOR), ModelError)
+    return _refused(lambda: sf.Engine(model, parallel=TENSOR), ModelError)
 
 
 def test_unmarked_parameters_must_be_equal(ranks: Ranks) -> None:
@@ -180,18 +186,18 @@ def test_unmarked_parameters_must_be_equal(ranks: Ranks) -> None:
 
 def _what_is_not_built() -> list[str]:
     texts = [
-        _refused(lambda: sf.Engine(nn.Linear(2, 2), mesh={"pipeline": 2}), ModelError),
-        _refused(lambda: sf.Engine(nn.Linear(2, 2), mesh={"expert": 2}), ConfigError),
+        _refused(lambda: sf.Engine(nn.Linear(2, 2), parallel={"pipeline": 2}), ModelError),
+        _refused(lambda: sf.Engine(nn.Linear(2, 2), parallel={"expert": 2}), ConfigError),
     ]
     lamb = partial(sf.optim.LAMB, lr=0.1)
     part = nn.Linear(4, 4)
     sf.mark_slice(part, "weight", axis="tensor")
-    texts.append(_refused(lambda: sf.Engine(part, optimizer=lamb, mesh=TENSOR), ConfigError))
+    texts.append(_refused(lambda: sf.Engine(part, optimizer=lamb, parallel=TENSOR), ConfigError))
     with sf.sharded_init():
         early = nn.Linear(4, 4)
     sf.mark_slice(early, "weight", axis="tensor", dim=0)
-    texts.append(_refused(lambda: sf.Engine(early, mesh=TENSOR), ModelError))
-    engine = sf.Engine(nn.Sequential(nn.LayerNorm(4)), optimizer=ADAM, mesh=TENSOR)
+    texts.append(_refused(lambda: sf.Engine(early, parallel=TENSOR), ModelError))
+    engine = sf.Engine(nn.Sequential(nn.LayerNorm(4)), optimizer=ADAM, parallel=TENSOR)
     sampler = sf.Sampler(range(8), batch_size=2)
     assert (sampler.rank, sampler.num_ranks) == (0, 1)
     engine.close()

@@ -65,7 +65,7 @@ def _difference(layout: str, way: str, when: str, backend: str, checkpointing: s
     if when == "before" and way != "called":
         model = compiled(model, way, how)
     call: Any = torch.compile(model, backend=how) if (way, when) == ("called", "before") else None
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, mesh=mesh)
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, parallel=mesh)
     if (way, when) == ("called", "after"):
         call = torch.compile(model, backend=how)
     elif when == "after":

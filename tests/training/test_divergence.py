@@ -65,7 +65,12 @@ def _compare(layout: str, choice: str, optimizer: str, equal_shapes: bool, accum
     reference = DistributedDataParallel(build(), find_unused_parameters=True)
     plain = OPTIMIZERS[optimizer](reference.parameters())
     engine = sf.Engine(
-        build(), optimizer=OPTIMIZERS[optimizer], layout=layout, mesh=mesh, units=["experts.*"], accumulate=accumulate
+        build(),
+        optimizer=OPTIMIZERS[optimizer],
+        layout=layout,
+        parallel=mesh,
+        init=sf.Init(units=["experts.*"]),
+        accumulate=accumulate,
     )
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -121,7 +126,7 @@ def _turns(layout: str) -> float:
             torch.manual_seed(seed)
             made.append(Experts((8, 5, 16, 3)))
         engines[seed] = sf.Engine(
-            engines[seed], optimizer=OPTIMIZERS["SGD"], layout=layout, mesh=mesh, units=["experts.*"]
+            engines[seed], optimizer=OPTIMIZERS["SGD"], layout=layout, parallel=mesh, init=sf.Init(units=["experts.*"])
         )
     updates = [OPTIMIZERS["SGD"](model.parameters()) for model in models]
     for step in range(4):

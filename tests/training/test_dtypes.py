@@ -98,7 +98,7 @@ def batches(steps: int = 6, dtype: torch.dtype = torch.float32) -> list[tuple[Te
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp64_parts_of_an_fp32_model_train_as_in_plain_pytorch(ranks: Ranks, layout: str, optimizer: Any) -> None:
     same_training(
-        partial(Mixed, torch.float32, torch.float64), batches(), layout=layout, world_size=2, mesh=mesh_for(layout),
+        partial(Mixed, torch.float32, torch.float64), batches(), layout=layout, world_size=2, parallel=mesh_for(layout),
         optimizer=optimizer, steps=6, tol=1e-6, parameter_tol=2e-6, clip_norm=0.5, accumulate=2, ranks=ranks,
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_an_fp64_model_trains_in_fp64_under_every_policy(
 ) -> None:
     same_training(
         partial(Mixed, torch.float64, torch.float64), batches(dtype=torch.float64), layout=layout, world_size=2,
-        mesh=mesh_for(layout), precision=precision, optimizer=optimizer, steps=6, tol=1e-12, parameter_tol=1e-12,
+        parallel=mesh_for(layout), precision=precision, optimizer=optimizer, steps=6, tol=1e-12, parameter_tol=1e-12,
         clip_norm=0.5, ranks=ranks,
     )  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_16_bit_parts_of_an_fp32_model_stay_so_and_train_as_in_plain_pytorch(
     ranks: Ranks, layout: str, narrow: torch.dtype
 ) -> None:
     same_training(
-        partial(Mixed, torch.float32, narrow), batches(), layout=layout, world_size=2, mesh=mesh_for(layout),
+        partial(Mixed, torch.float32, narrow), batches(), layout=layout, world_size=2, parallel=mesh_for(layout),
         optimizer=SGD, steps=6, tol=2e-3, parameter_tol=4e-2, ranks=ranks,
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_16_bit_parts_of_an_fp32_model_stay_so_and_train_as_in_plain_pytorch(
 def test_frozen_weights_of_one_byte_are_read_as_they_are(ranks: Ranks, layout: str) -> None:
     for precision, tol in (("fp32", 1e-6), ("bf16", 3e-2)):
         same_training(
-            Quantized, batches(), layout=layout, world_size=2, mesh=mesh_for(layout), precision=precision,
+            Quantized, batches(), layout=layout, world_size=2, parallel=mesh_for(layout), precision=precision,
             optimizer=SGD, steps=4, tol=tol, parameter_tol=tol, ranks=ranks,
         )  # fmt: skip
 
@@ -190,7 +190,7 @@ def _reports(layout: str, precision: str, world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Many()
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, precision=precision, mesh=mesh_for(layout, world))
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, precision=precision, parallel=mesh_for(layout, world))
     for x, y in batches(2):
         engine.backward(engine(*(t.chunk(world)[engine.rank] for t in (x, y))))
         engine.step()

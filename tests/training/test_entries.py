@@ -73,7 +73,7 @@ def _train(layout: str, programs: list[str], when: str = "before") -> tuple[floa
     if when == "before":
         sf.register_forward(model, "encode")
         sf.register_forward(model, "decode")
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, mesh=mesh)
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, parallel=mesh)
     if when == "after":
         sf.register_forward(model, "encode")
         sf.register_forward(model, "decode")

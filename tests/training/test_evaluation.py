@@ -40,7 +40,7 @@ def _evaluated_between_steps(layout: str, mode: str, evaluate: str, accumulate: 
     plain = Model()
     optimizer = SGD(plain.parameters())
     torch.manual_seed(0)
-    engine = sf.Engine(Model(), optimizer=SGD, layout=layout, mesh=mesh, accumulate=accumulate)
+    engine = sf.Engine(Model(), optimizer=SGD, layout=layout, parallel=mesh, accumulate=accumulate)
     rank, world = engine.rank, engine.world_size
     worst, transient, inference = 0.0, [], []
 

@@ -60,7 +60,9 @@ def _train(layout: str, wires: dict[str, str], near: bool = True, debug: bool = 
     add_blocks()
     torch.manual_seed(0)
     mesh = {"inter": 2, "intra": 2} if layout in ("hsdp", "hpz") else None
-    engine = sf.Engine(models.small(), optimizer=SGD, layout=_layout(layout, wires), mesh=mesh, debug=debug)
+    engine = sf.Engine(
+        models.small(), optimizer=SGD, layout=_layout(layout, wires), parallel=mesh, runtime=sf.Runtime(debug=debug)
+    )
     losses: list[float] = []
     for batch in models.batches(STEPS):
         loss = engine(*(t.chunk(engine.world_size)[engine.rank] for t in batch))
@@ -129,7 +131,7 @@ def _written() -> tuple[bool, bool]:
     model = torch.nn.Sequential(Writes(16, 16), Writes(16, 16))
     before = model[1].weight.detach().clone()
     layout = sf.PRESETS["zero3"].replace(gather="bf16")
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, units=["*"], debug=True)
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, init=sf.Init(units=["*"]), runtime=sf.Runtime(debug=True))
     engine.backward(engine(torch.ones(2, 16)).sum())
     with engine.gathered():
         after = model[1].weight.detach().clone()

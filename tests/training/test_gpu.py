@@ -17,6 +17,7 @@ from shardfold.testing import Ranks
 from tests.support import models
 from tests.support.gpu.setting import SIM, GivenDevice
 from tests.support.gpu.watched import waits
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,10 @@ def _losses(layout: Any, device: str, precision: str, steps: int, **options: Any
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     engine = sf.Engine(
-        models.small(), optimizer=ADAMW, layout=layout, device=device, precision=precision, clip_norm=1.0, **options
+        models.small(),
+        optimizer=ADAMW,
+        **grouped(layout=layout, device=device, clip_norm=1.0, **options),
+        precision=precision,
     )
     losses = []
     for tokens, targets in models.batches(steps):
@@ -81,7 +85,7 @@ def test_tf32_rounds_the_inputs_of_matrix_products(gpu: GivenDevice) -> None:
     exact = x.double() @ model.weight.double().t()
     errors = []
     for allow in (True, False):
-        engine = sf.Engine(model, precision=sf.Precision(tf32=allow), device=gpu.type)
+        engine = sf.Engine(model, precision=sf.Precision(tf32=allow), runtime=sf.Runtime(device=gpu.type))
         with torch.no_grad():
             errors.append(((engine(x) - exact).abs().max() / exact.abs().max()).item())
         engine.close()
@@ -94,7 +98,9 @@ def test_tf32_rounds_the_inputs_of_matrix_products(gpu: GivenDevice) -> None:
 def test_a_step_does_not_stop_the_host(gpu: GivenDevice, layout: str) -> None:
     """From the third on, forward, backward and step wait for nothing."""
     torch.manual_seed(0)
-    engine = sf.Engine(models.small(), optimizer=ADAMW, layout=layout, device=gpu.type, clip_norm=1.0)
+    engine = sf.Engine(
+        models.small(), optimizer=ADAMW, layout=layout, runtime=sf.Runtime(device=gpu.type), clip_norm=1.0
+    )
     batches = [[t.to(engine.device) for t in batch] for batch in models.batches(4)]
     for batch in batches[:2]:
         engine.backward(engine(*batch))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks, same_training
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.product
 
@@ -136,7 +137,7 @@ def batches(steps: int = 4) -> list[tuple[Tensor, Tensor]]:
 )
 def test_an_unusual_model_trains_as_in_plain_pytorch(ranks: Ranks, model: Any, layout: str) -> None:
     same_training(
-        model, batches(), layout=layout, world_size=4, mesh={"inter": 2, "intra": 2}, optimizer=SGD, steps=4,
+        model, batches(), layout=layout, world_size=4, parallel={"inter": 2, "intra": 2}, optimizer=SGD, steps=4,
         parameter_tol=1e-5, ranks=ranks, accumulate=2,
     )  # fmt: skip
 
@@ -145,7 +146,7 @@ def _whole_checkpoint(layout: str) -> float:
     """A re-entrant checkpoint around the engine's whole model: its only forward with gradients is in backward."""
     mesh = {"inter": 2, "intra": 2}
     torch.manual_seed(0)
-    engine = sf.Engine(Base(), optimizer=SGD, layout=layout, mesh=mesh)
+    engine = sf.Engine(Base(), optimizer=SGD, layout=layout, parallel=mesh)
     torch.manual_seed(0)
     plain = Base()
     optimizer = SGD(plain.parameters())
@@ -290,7 +291,7 @@ def _given_apart() -> dict[str, str]:
             else {k: v for k, v in other.items() if k in ("precision", "layout") and len(other) > 1}
         )
         try:
-            sf.Engine(nn.Linear(2, 2), **{**usual, **mine}).close()
+            sf.Engine(nn.Linear(2, 2), **grouped(**{**usual, **mine})).close()
             said[what] = "nothing was raised"
         except ConfigError as error:
             said[what] = str(error)

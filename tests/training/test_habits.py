@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardfold as sf
 from shardfold.errors import UsageError
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -31,7 +32,7 @@ def make_model() -> nn.Sequential:
 def make_engine(layout: str = "zero3", optimizer: Any = ADAMW, **options: Any) -> Any:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = {"inter": 1, "intra": ranks} if layout in ("hsdp", "hpz") else None
-    return sf.Engine(make_model(), optimizer=optimizer, layout=layout, mesh=mesh, **options)
+    return sf.Engine(make_model(), optimizer=optimizer, **grouped(layout=layout, mesh=mesh, **options))
 
 
 def rows(seed: int, engine: Any = None) -> Tensor:
@@ -347,7 +348,7 @@ def test_whole_gradients_are_there_in_whatever_order_a_backward_runs(ranks: Rank
 
 def _another_order(ways: Sequence[Sequence[int]]) -> None:
     plain = _Ways()
-    engine = sf.Engine(_Ways(), optimizer=SGD, layout="ddp", units=["blocks.*"])
+    engine = sf.Engine(_Ways(), optimizer=SGD, layout="ddp", init=sf.Init(units=["blocks.*"]))
     for several in ([(0, 1, 2)] * 2, ways, [(0, 1, 2)] * 2, ways):
         plain.zero_grad()
         engine.backward(engine(rows(0, engine), several[engine.rank]))
@@ -371,7 +372,7 @@ def test_a_gradient_that_came_behind_its_sum_says_so(ranks: Ranks) -> None:
 
 def _in_two_parts() -> None:
     plain = _Ways()
-    engine = sf.Engine(_Ways(), optimizer=SGD, layout="ddp", units=["blocks.*"])
+    engine = sf.Engine(_Ways(), optimizer=SGD, layout="ddp", init=sf.Init(units=["blocks.*"]))
     weight = engine.module.blocks[1].weight
     x = rows(0).requires_grad_()
     plain(x, (1, 0, 1), again=True).backward()
@@ -752,7 +753,7 @@ KEPT = {  # what a forward leaves whole for its backward
 def _forward_whose_backward_never_comes(kind: str) -> tuple[list[float], list[float]]:
     said: list[list[float]] = []
     for extra in (False, True):
-        engine = sf.Engine(make_model(), optimizer=partial(torch.optim.SGD, lr=0.3), **KEPT[kind])
+        engine = sf.Engine(make_model(), optimizer=partial(torch.optim.SGD, lr=0.3), **grouped(**KEPT[kind]))
         losses: list[float] = []
         for step in range(4):
             loss = engine(rows(step, engine)).square().mean()
@@ -766,7 +767,7 @@ def _forward_whose_backward_never_comes(kind: str) -> tuple[list[float], list[fl
                     left.backward()
                 engine.reset()
         left = engine(rows(9, engine)).square().mean() if extra else None
-        engine.synchronize()
+        engine.outer_step()
         with engine.gathered():
             losses += [p.sum().item() for p in engine.module.parameters()]
         losses.append(engine(rows(5, engine)).sum().item())
@@ -858,8 +859,8 @@ def _two_recomputed_forwards(kind: str) -> None:
     train(plain, lambda loss: (loss / 2).backward(), step, rows)
     options: dict[str, Any] = {"layout": "zero3"} if kind == "zero3" else KEPT[kind]
     engine = sf.Engine(
-        _ReadsAnother().double(), optimizer=partial(torch.optim.SGD, lr=0.1), units=["blocks.*"],
-        activations="recompute", **options,
+        _ReadsAnother().double(), optimizer=partial(torch.optim.SGD, lr=0.1), **grouped(units=["blocks.*"], **options),
+        activations="recompute",
     )  # fmt: skip
     train(engine, engine.backward, engine.step, lambda seed: rows(seed, engine))
     assert_weights(engine, plain)
@@ -887,7 +888,7 @@ class Either(nn.Module):
 def _off(plain: nn.Module, layout: str, optimizer: Any, calls: Sequence[Sequence[Any]]) -> float:
     """How far weights end from plain PyTorch's, behind a step for each call."""
     plain = plain.double()
-    engine = sf.Engine(copy.deepcopy(plain), optimizer=optimizer, layout=layout, units=[nn.Linear])
+    engine = sf.Engine(copy.deepcopy(plain), optimizer=optimizer, layout=layout, init=sf.Init(units=[nn.Linear]))
     update, x = optimizer(plain.parameters()), torch.ones(2, 4, dtype=torch.float64).requires_grad_()
     for given in calls:
         plain(x, *given).backward()

@@ -26,7 +26,7 @@ def _train(layout: str, wires: dict[str, str], near: bool, accumulate: int = 1, 
     torch.manual_seed(0)
     engine = sf.Engine(
         models.small(), optimizer=partial(torch.optim.SGD, lr=0.25), layout=named(layout).replace(**wires),
-        mesh=MESH, accumulate=accumulate, overlap=sf.Overlap(**overlap), debug=True,
+        parallel=MESH, accumulate=accumulate, overlap=sf.Overlap(**overlap), runtime=sf.Runtime(debug=True),
     )  # fmt: skip
     losses: list[float] = []
     for number, batch in enumerate(models.batches(4 * accumulate)):

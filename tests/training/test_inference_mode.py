@@ -17,6 +17,7 @@ from shardfold.parallel.split import SharedInput
 from shardfold.sharding.autograd import outside_inference
 from shardfold.testing import Ranks
 from tests.support import models
+from tests.support.options import grouped
 
 ADAM = partial(torch.optim.Adam, lr=0.1)
 
@@ -85,7 +86,7 @@ def over_axes(axis: str) -> None:
     found = []
     for mode in (torch.no_grad, torch.inference_mode):
         torch.manual_seed(0)
-        engine = sf.Engine(models.Small(), optimizer=partial(torch.optim.SGD, lr=0.1), **AXES[axis])
+        engine = sf.Engine(models.Small(), optimizer=partial(torch.optim.SGD, lr=0.1), **grouped(**AXES[axis]))
         engine.module.eval()
         with mode():
             before = engine(tokens, targets).item()

@@ -86,7 +86,7 @@ class Odd(Model):
 def test_empty_0d_and_noncontiguous_parameters_train_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     for optimizer in (SGD, ADAMW):
         same_training(
-            Odd, batches(), layout=layout, world_size=2, mesh=mesh_for(layout), optimizer=optimizer, steps=4,
+            Odd, batches(), layout=layout, world_size=2, parallel=mesh_for(layout), optimizer=optimizer, steps=4,
             parameter_tol=1e-5, clip_norm=1.0, ranks=ranks,
         )  # fmt: skip
 
@@ -109,7 +109,7 @@ class Empty(nn.Module):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_units_of_nothing_but_empty_parameters_train_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     same_training(
-        Empty, batches(), layout=layout, world_size=2, mesh=mesh_for(layout), optimizer=SGD, steps=3,
+        Empty, batches(), layout=layout, world_size=2, parallel=mesh_for(layout), optimizer=SGD, steps=3,
         parameter_tol=1e-5, ranks=ranks,
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ class Sparse(nn.Module):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sparse_gradients_train_as_dense_ones_do(ranks: Ranks, layout: str) -> None:
     same_training(
-        Sparse, batches(), layout=layout, world_size=2, mesh=mesh_for(layout), accumulate=2,
+        Sparse, batches(), layout=layout, world_size=2, parallel=mesh_for(layout), accumulate=2,
         optimizer=partial(torch.optim.SGD, lr=0.1), steps=4, parameter_tol=1e-5, ranks=ranks,
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ class BufferModel(nn.Module):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_buffers_of_all_kinds_are_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     same_training(  # buffers are compared with the parameters
-        BufferModel, batches(), layout=layout, world_size=2, mesh=mesh_for(layout), optimizer=SGD, steps=4,
+        BufferModel, batches(), layout=layout, world_size=2, parallel=mesh_for(layout), optimizer=SGD, steps=4,
         parameter_tol=1e-5, ranks=ranks,
     )  # fmt: skip
 
@@ -352,7 +352,7 @@ def test_containers_and_objects_as_inputs_and_outputs_train_as_in_plain_pytorch(
     ranks: Ranks, layout: str, kind: str
 ) -> None:
     same_training(
-        partial(Containers, kind), batches(), layout=layout, world_size=2, mesh=mesh_for(layout), optimizer=SGD,
+        partial(Containers, kind), batches(), layout=layout, world_size=2, parallel=mesh_for(layout), optimizer=SGD,
         steps=3, parameter_tol=1e-5, loss=_loss, ranks=ranks,
     )  # fmt: skip
 

@@ -74,9 +74,11 @@ def of_a_pipeline() -> None:
             return self.second(self.first(x, {"t": t}).to(self.second.weight.dtype))
 
     engine = sf.Engine(
-        Stage(), optimizer=torch.optim.SGD, precision=Precision(compute="bf16", inputs="own"), mesh={"pipeline": 2},
-        stages=["second"],
-    )  # fmt: skip
+        Stage(),
+        optimizer=torch.optim.SGD,
+        precision=Precision(compute="bf16", inputs="own"),
+        parallel=sf.Parallel(mesh={"pipeline": 2}, stages=["second"]),
+    )
     engine.train_batch(((torch.ones(2, 4), torch.tensor(TIME)), torch.zeros(2, 1)), lambda m, b: m(*b[0]).sum())
     engine.step()
     if engine.rank == 0:  # which has the first stage

@@ -232,7 +232,7 @@ def _run(loop: Callable[[Make], list[Any]], layout: str) -> list[dict[str, Tenso
     mesh = {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") else None
 
     def make(model: nn.Module, optimizer: Any = ADAMW) -> sf.Engine:
-        return sf.Engine(model, optimizer=optimizer, layout=layout, mesh=mesh, units=["blocks.*"])
+        return sf.Engine(model, optimizer=optimizer, layout=layout, parallel=mesh, init=sf.Init(units=["blocks.*"]))
 
     engines: Sequence[sf.Engine] = loop(make)
     for engine in engines:

@@ -37,7 +37,7 @@ def _gradients(step: int, rank: int) -> torch.Tensor:
 def _applied(layout: str, reduce: str, mesh: Any, steps: range, folder: str, load: bool) -> dict[str, Any]:
     """What updates have added up to, and on this rank what is kept, by element of the parameters."""
     table = sf.PRESETS[layout].replace(reduce=reduce)
-    engine = sf.Engine(Given(), optimizer=SGD, layout=table, precision=FP64, mesh=mesh)
+    engine = sf.Engine(Given(), optimizer=SGD, layout=table, precision=FP64, parallel=mesh)
     notes = engine.load(folder).notes if load else []
     for step in steps:
         engine.backward(engine(_gradients(step, engine.rank)))

@@ -100,7 +100,14 @@ def test_activations_move_on_a_device_that_was_given_without_a_number(mode: str)
     host does."""
     moved = sf.Activations(mode=mode, smallest=0)
     with simulated() as sim:
-        engine = sf.Engine(Gpt(), optimizer=AdamW, layout="ddp", device="sim", activations=moved, units=[Block])
+        engine = sf.Engine(
+            Gpt(),
+            optimizer=AdamW,
+            layout="ddp",
+            runtime=sf.Runtime(device="sim"),
+            activations=moved,
+            init=sf.Init(units=[Block]),
+        )
         try:
             assert str(engine.device) == "sim:0"
             ids = torch.ones(2, 8, dtype=torch.long, device="sim")
@@ -135,7 +142,9 @@ def test_a_save_beside_training_has_the_values_of_its_step() -> None:
     waits for these copies and not for the device."""
     with simulated("lazy", 3, 2000), tempfile.TemporaryDirectory() as folder:
         before, job.PINNED = job.PINNED, 2048
-        engine = sf.Engine(Gpt(), optimizer=AdamW, layout="zero2", device="sim", units=[Block])
+        engine = sf.Engine(
+            Gpt(), optimizer=AdamW, layout="zero2", runtime=sf.Runtime(device="sim"), init=sf.Init(units=[Block])
+        )
         try:
             ids = torch.ones(2, 8, dtype=torch.long, device="sim")
             for step in range(2):

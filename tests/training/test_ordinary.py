@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import UsageError
 from shardfold.testing import Ranks, same_training
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.product
 
@@ -71,7 +72,11 @@ def mesh_of(layout: str) -> dict[str, int] | None:
 def check(ranks: Ranks, build: Callable[[], nn.Module], layout: str, **options: Any) -> None:
     options = {"steps": 6, "tol": 1e-6, "parameter_tol": 2e-5, "optimizer": ADAMW, **options}
     same_training(
-        build, batches(), layout=layout, world_size=world_of(layout), mesh=mesh_of(layout), ranks=ranks, **options
+        build,
+        batches(),
+        **grouped(layout=layout, mesh=mesh_of(layout), **options),
+        world_size=world_of(layout),
+        ranks=ranks,
     )
 
 
@@ -132,7 +137,7 @@ def _regularized(layout: str | None) -> list[float]:
             optimizer.zero_grad()
             losses.append(loss.item())
         return losses
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, units=["blocks.*"], mesh=mesh_of(layout))
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, init=sf.Init(units=["blocks.*"]), parallel=mesh_of(layout))
     model.engine = engine
     for x, y in batches():
         rows = x.chunk(engine.world_size)[engine.rank], y.chunk(engine.world_size)[engine.rank]
@@ -271,7 +276,9 @@ def _loops(layout: str) -> float:
     reference = nn.parallel.DistributedDataParallel(Loops(), find_unused_parameters=True)
     plain = SGD(reference.parameters())
     torch.manual_seed(0)
-    engine = sf.Engine(Loops(), optimizer=SGD, layout=layout, units=["blocks.*"], mesh=mesh_of(layout))
+    engine = sf.Engine(
+        Loops(), optimizer=SGD, layout=layout, init=sf.Init(units=["blocks.*"]), parallel=mesh_of(layout)
+    )
     for x, y in batches(5):
         rows = x.chunk(engine.world_size)[engine.rank], y.chunk(engine.world_size)[engine.rank]
         reference(*rows).backward()
@@ -310,7 +317,13 @@ def test_a_forward_may_take_gradients_of_a_part_of_itself(ranks: Ranks, layout: 
 def _evaluated_forces() -> float:
     torch.manual_seed(0)
     plain = Forces()
-    engine = sf.Engine(copy.deepcopy(plain), optimizer=SGD, layout="hpz", mesh={"inter": 2, "intra": 2}, units=[Block])
+    engine = sf.Engine(
+        copy.deepcopy(plain),
+        optimizer=SGD,
+        layout="hpz",
+        parallel={"inter": 2, "intra": 2},
+        init=sf.Init(units=[Block]),
+    )
     step, off = SGD(plain.parameters()), 0.0
     for rows in batches(3):
         with torch.no_grad():
@@ -337,7 +350,9 @@ def _penalty(layout: str | None, gathered: bool) -> list[float] | str:
     if layout is None:
         optimizer = SGD(model.parameters())
     else:
-        engine = sf.Engine(model, optimizer=SGD, layout=layout, units=["blocks.*"], mesh=mesh_of(layout))
+        engine = sf.Engine(
+            model, optimizer=SGD, layout=layout, init=sf.Init(units=["blocks.*"]), parallel=mesh_of(layout)
+        )
     losses = []
 
     def run(x: Tensor, y: Tensor) -> Tensor:
@@ -408,7 +423,9 @@ def _norms(layout: str) -> tuple[float, float]:
     reference = nn.parallel.DistributedDataParallel(Norms())
     plain = SGD(reference.parameters())
     torch.manual_seed(0)
-    engine = sf.Engine(Norms(), optimizer=SGD, layout=layout, units=["blocks.*"], mesh=mesh_of(layout))
+    engine = sf.Engine(
+        Norms(), optimizer=SGD, layout=layout, init=sf.Init(units=["blocks.*"]), parallel=mesh_of(layout)
+    )
     worst = 0.0
     for x, y in batches(5):
         rows = x.chunk(engine.world_size)[engine.rank], y.chunk(engine.world_size)[engine.rank]
@@ -465,7 +482,7 @@ def _faults(layout: str, where: str, spread: bool, limit: int) -> tuple[int, flo
     """
     torch.manual_seed(0)
     model = Base()
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, units=["blocks.*"], mesh=mesh_of(layout))
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, init=sf.Init(units=["blocks.*"]), parallel=mesh_of(layout))
     torch.manual_seed(0)
     plain = Base()
     optimizer = SGD(plain.parameters())
@@ -492,7 +509,7 @@ def _faults(layout: str, where: str, spread: bool, limit: int) -> tuple[int, flo
             loss.backward()
     engine.zero_grad()
     thrown = 0
-    counts = engine.agree([whole.count])
+    counts = engine.max_over_ranks([whole.count])
     for at in _points(
         int(counts[0]), limit, 1 if where == "backward" else 0
     ):  # a backward begins with its first gradient

@@ -18,6 +18,7 @@ import shardfold as sf
 from shardfold.engine._vote import Vote
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, NonFiniteError
 from shardfold.testing import Ranks, RanksFailed, run_ranks
+from tests.support.options import grouped
 
 WIDTH, STEPS = 8, 9
 UNITS = [str(i) for i in range(4)]
@@ -87,9 +88,10 @@ class Reference:
 
 def engine_of(layout: str, outer: dict[str, Any], inner: Any, ranks: int = 4, **more: Any) -> sf.Engine:
     return sf.Engine(
-        model(), optimizer=inner, layout=layout, mesh={"inter": 2, "intra": ranks // 2}, units=UNITS,
-        outer=sf.Outer(**outer), **more,
-    )  # fmt: skip
+        model(),
+        optimizer=inner,
+        **grouped(layout=layout, mesh={"inter": 2, "intra": ranks // 2}, units=UNITS, outer=sf.Outer(**outer), **more),
+    )
 
 
 def train(engine: sf.Engine, steps: range) -> dict[str, Tensor]:
@@ -206,7 +208,11 @@ def _coded(outer: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[int, fl
     torch.manual_seed(0)
     wide = nn.Sequential(*(nn.Linear(64, 64) for _ in UNITS))
     engine = sf.Engine(
-        wide, optimizer=ADAMW, layout="zero2", mesh={"inter": 2, "intra": 1}, units=UNITS, outer=sf.Outer(**outer)
+        wide,
+        optimizer=ADAMW,
+        layout=sf.PRESETS["zero2"].replace(outer=sf.Outer(**outer)),
+        parallel={"inter": 2, "intra": 1},
+        init=sf.Init(units=UNITS),
     )
     for number in range(outer["every"]):
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * engine.rank + number))
@@ -281,9 +287,9 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
         LayoutError,
         match="the axis of outer= is 'inner', which is not an axis of data of the mesh; these are inter, intra",
     ):
-        sf.Engine(model(), optimizer=SGD, outer=sf.Outer(every=2, axis="inner"))
+        sf.Engine(model(), optimizer=SGD, layout=sf.PRESETS["zero3"].replace(outer=sf.Outer(every=2, axis="inner")))
     with pytest.raises(LayoutError, match=r"what outer steps send travels as 'bf17'.*Did you mean 'bf16'"):
-        sf.Engine(model(), optimizer=SGD, outer=sf.Outer(every=2, format="bf17"))
+        sf.Engine(model(), optimizer=SGD, layout=sf.PRESETS["zero3"].replace(outer=sf.Outer(every=2, format="bf17")))
 
 
 SAVED_AT = 5  # fragment 0 was sent behind step 4 and is to be taken in behind step 6
@@ -309,7 +315,7 @@ def _resume(folder: str, layout: str, ranks: int) -> dict[str, Tensor]:
 
 
 def _alone(folder: str) -> tuple[dict[str, Tensor], list[str]]:
-    engine = sf.Engine(model(), optimizer=ADAMW, layout="ddp", units=UNITS)
+    engine = sf.Engine(model(), optimizer=ADAMW, layout="ddp", init=sf.Init(units=UNITS))
     report = engine.load(folder)
     state = engine.state_dict()
     engine.close()
@@ -340,7 +346,7 @@ def test_a_round_goes_on_with_other_ranks_in_its_groups(ranks: Ranks, tmp_path: 
 def _meet(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine = engine_of("zero1", {**DILOCO, "every": 50}, ADAMW)
     apart = train(engine, range(steps))
-    engine.synchronize()
+    engine.outer_step()
     together = engine.state_dict()
     engine.close()
     return apart, together
@@ -358,7 +364,7 @@ def _meet_twice(outer: dict[str, Any], steps: int) -> list[Tensor]:
     engine = engine_of("zero1", outer, ADAMW)
     seen = [train(engine, range(steps))["0.weight"]]
     for _ in range(2):
-        engine.synchronize()
+        engine.outer_step()
         seen.append(engine.state_dict()["0.weight"])
     engine.close()
     return seen

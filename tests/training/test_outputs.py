@@ -366,7 +366,7 @@ def last_stage() -> None:
         logits = cast(plain(x.bfloat16()))
         losses = [F.cross_entropy(logits[i : i + 4], y[i : i + 4]).double().item() for i in (0, 4)]
         engine = sf.Engine(
-            made(Stages), optimizer=SGD, layout="zero1", precision=precision, mesh={"pipeline": 2}, accumulate=2
+            made(Stages), optimizer=SGD, layout="zero1", precision=precision, parallel={"pipeline": 2}, accumulate=2
         )
         with torch.no_grad():
             given = engine(x)

@@ -217,7 +217,7 @@ def starts_exactly(layout: str) -> None:
     engine.close()
     with sf.meta_init():
         empty = Net()
-    engine = sf.Engine(empty, optimizer=ADAMW, layout=layout, precision="bf16", weights=state)
+    engine = sf.Engine(empty, optimizer=ADAMW, layout=layout, precision="bf16", init=sf.Init(weights=state))
     again = engine.state_dict()
     engine.close()
     for name, dtype in rounded.items():
@@ -314,7 +314,7 @@ def moved(layout: str, rounding: str) -> Tensor:
         engine.backward(engine())
         engine.step()
     weight = engine.state_dict()["weight"].float()
-    same = engine.agree([weight.double().sum().item(), -weight.double().sum().item()])
+    same = engine.max_over_ranks([weight.double().sum().item(), -weight.double().sum().item()])
     assert same[0] == -same[1]  # on all ranks, also where each rounds all of it
     engine.close()
     return weight

@@ -31,7 +31,7 @@ def check(ranks: Ranks, layout: str, world: int, accumulate: int, clip: float | 
     for mesh in meshes(layout, world):
         same_training(
             models.small, models.batches(steps), layout=layout, world_size=world, accumulate=accumulate,
-            clip_norm=clip, optimizer=optimizer, steps=steps, mesh=mesh, ranks=ranks, tol=1e-6,
+            clip_norm=clip, optimizer=optimizer, steps=steps, parallel=mesh, ranks=ranks, tol=1e-6,
         )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_hard_models_train_as_in_plain_pytorch(ranks: Ranks, build: str, layout:
     for mesh in meshes(layout, 4):
         same_training(
             getattr(models, build), models.batches(5), layout=layout, world_size=4, accumulate=2, clip_norm=0.5,
-            optimizer=ADAMW, steps=5, mesh=mesh, ranks=ranks, parameter_tol=1e-3,
+            optimizer=ADAMW, steps=5, parallel=mesh, ranks=ranks, parameter_tol=1e-3,
         )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_the_schedule_moves_work_in_time_and_changes_nothing(ranks: Ranks, overl
 def _on_their_way(layout: str, in_flight: int) -> list[int]:
     """At each block's output in a backward: how many units' gradients are on their way."""
     engine = sf.Engine(
-        models.small(), optimizer=ADAMW, layout=layout, units=["blocks.*"],
+        models.small(), optimizer=ADAMW, layout=layout, init=sf.Init(units=["blocks.*"]),
         overlap=sf.Overlap(reduces_in_flight=in_flight),
     )  # fmt: skip
     seen: list[int] = []
@@ -118,5 +118,5 @@ def test_reductions_go_on_beside_the_next_units_backward_if_asked(ranks: Ranks, 
 def test_units_named_by_the_user(ranks: Ranks, units: Any) -> None:
     same_training(
         models.small, models.batches(4), layout="zero3", world_size=2, optimizer=ADAMW, steps=4, ranks=ranks,
-        units=units,
+        init=sf.Init(units=units),
     )  # fmt: skip

@@ -17,6 +17,7 @@ import shardfold as sf
 from shardfold.errors import ConfigError, UsageError
 from shardfold.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 WIDTH, STEPS, BLOCK = 16, 14, 32
 UNITS = ["first", "second", "side"]
@@ -198,7 +199,7 @@ def zero_one_adam(groups: int, steps: int = STEPS, later: int = 0, saves: bool =
 def engine_of(optimizer: Any, layout: str, groups: int, intra: int) -> sf.Engine:
     mesh = {"inter": groups, "intra": intra}
     return sf.Engine(
-        Model(), optimizer=optimizer, layout=layout, mesh=mesh, units=UNITS, outer=sf.Signs(block=BLOCK),
+        Model(), optimizer=optimizer, **grouped(layout=layout, mesh=mesh, units=UNITS, outer=sf.Signs(block=BLOCK)),
     )  # fmt: skip
 
 
@@ -345,9 +346,9 @@ def _apart() -> list[Any]:
             pass
     except UsageError as error:
         said.append(str(error))
-    engine.synchronize()
+    engine.outer_step()
     said += [engine.state_dict()["first.weight"], engine.state_dict()["side.weight"]]
-    engine.synchronize()
+    engine.outer_step()
     said.append(engine.state_dict()["first.weight"])
     said.append(loss_of(engine, batch(0), 0).item())
     engine.close()
@@ -357,7 +358,7 @@ def _apart() -> list[Any]:
 def test_ranks_that_are_apart_meet_when_asked_to(ranks: Ranks) -> None:
     first, second = ranks.run(_apart, world_size=2)
     assert not torch.equal(first[0], second[0])
-    assert "call engine.synchronize() before" in first[1]
+    assert "call engine.outer_step() before" in first[1]
     for mine, other in zip(first[2:5], second[2:5], strict=True):
         assert torch.equal(mine, other)
     assert torch.equal(first[2], first[4]) and first[5] == second[5]  # and forward has them

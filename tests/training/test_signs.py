@@ -18,6 +18,7 @@ from shardfold.optim import OneBitAdam
 from shardfold.plan import program
 from shardfold.plan.formats import FORMATS
 from shardfold.testing import Ranks, run_ranks
+from tests.support.options import grouped
 
 WIDTH, STEPS, FREEZE, BLOCK = 16, 9, 4, 32
 ADAM = partial(OneBitAdam, lr=0.01, freeze_step=FREEZE, betas=(0.9, 0.99), weight_decay=0.1)
@@ -97,9 +98,16 @@ def simulated(
 
 def engine_of(layout: str, ranks: int, error: bool = True, limit: float | None = None) -> sf.Engine:
     return sf.Engine(
-        Model(), optimizer=ADAM, layout=layout, mesh={"inter": 2, "intra": ranks // 2},
-        units=["layers.0", "layers.1"], outer=sf.Signs(block=BLOCK, error=error), clip_norm=limit,
-    )  # fmt: skip
+        Model(),
+        optimizer=ADAM,
+        **grouped(
+            layout=layout,
+            mesh={"inter": 2, "intra": ranks // 2},
+            units=["layers.0", "layers.1"],
+            outer=sf.Signs(block=BLOCK, error=error),
+            clip_norm=limit,
+        ),
+    )
 
 
 def train(engine: sf.Engine, steps: range) -> list[Tensor]:
@@ -186,9 +194,12 @@ def test_a_step_by_signs_sends_a_bit_and_scales(ranks: Ranks) -> None:
 def _telescopes(folder: str, ranks: int, steps: range) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
     """The sum of the momenta that were applied, and of those without loss, in a run from or to a checkpoint."""
     engine = sf.Engine(
-        Model(), optimizer=ADAM, layout="ddp", mesh={"inter": ranks, "intra": 1}, units=["layers.0", "layers.1"],
-        outer=sf.Signs(block=BLOCK),
-    )  # fmt: skip
+        Model(),
+        optimizer=ADAM,
+        layout=sf.PRESETS["ddp"].replace(signs=sf.Signs(block=BLOCK)),
+        parallel={"inter": ranks, "intra": 1},
+        init=sf.Init(units=["layers.0", "layers.1"]),
+    )
     if steps.start:
         engine.load(f"{folder}/middle")
     applied, exact = ([torch.zeros(WIDTH, WIDTH) for _ in range(2)] for _ in range(2))
@@ -233,7 +244,9 @@ def test_what_is_lost_is_sent_later(tmp_path: Path) -> None:
 
 def test_signs_want_an_optimizer_that_freezes() -> None:
     with pytest.raises(ConfigError, match=r"give shardfold.optim.OneBitAdam, OneBitLamb or ZeroOneAdam, not SGD"):
-        sf.Engine(Model(), optimizer=partial(torch.optim.SGD, lr=0.1), outer=sf.Signs())
+        sf.Engine(
+            Model(), optimizer=partial(torch.optim.SGD, lr=0.1), layout=sf.PRESETS["zero3"].replace(signs=sf.Signs())
+        )
     with pytest.raises(ConfigError, match="block is 20"):
         sf.Signs(block=20)
 
@@ -276,9 +289,13 @@ def test_without_errors_training_departs() -> None:
 def _strict(bad: int) -> tuple[str, list[Tensor]]:
     """Rank 3, of the second group, has NaN in one step."""
     engine = sf.Engine(
-        Model(), optimizer=ADAM, layout="zero2", mesh={"inter": 2, "intra": 2}, units=["layers.0", "layers.1"],
-        outer=sf.Signs(block=BLOCK), clip=sf.Clip(norm=1e9, error_if_nonfinite=True),
-    )  # fmt: skip
+        Model(),
+        optimizer=ADAM,
+        layout=sf.PRESETS["zero2"].replace(signs=sf.Signs(block=BLOCK)),
+        parallel={"inter": 2, "intra": 2},
+        init=sf.Init(units=["layers.0", "layers.1"]),
+        clip_norm=sf.Clip(norm=1e9, error_if_nonfinite=True),
+    )
     said = ""
     for step in range(STEPS):
         loss = loss_of(engine, batch(step).chunk(engine.data_ranks)[engine.data_rank])
@@ -323,4 +340,4 @@ def test_who_sends_no_signs_is_told(ranks: Ranks) -> None:
     """Once, of all ranks: an optimizer of signs without outer= is as any other until its variance stays."""
     (first, second) = ranks.run(_without_outer, world_size=2)
     assert not second and len(first) == 1
-    assert first[0].startswith("OneBitAdam without outer=: gradients travel as the layout says")
+    assert first[0].startswith("OneBitAdam without Signs: gradients travel as the layout says")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.testing import Ranks, same_training
+from tests.support.options import grouped
 
 pytestmark = pytest.mark.product
 
@@ -86,9 +87,16 @@ def loss_of(build: Any) -> Any:
 def check(ranks: Ranks, build: Any, layout: str, world: int, steps: int, **options: Any) -> None:
     mesh = {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") and world % 2 == 0 else None
     same_training(
-        build, batches(build), layout=layout, world_size=world, clip_norm=1.0, optimizer=ADAMW, steps=steps, mesh=mesh,
-        ranks=ranks, loss=loss_of(build), tol=1e-6, **options,
-    )  # fmt: skip
+        build,
+        batches(build),
+        **grouped(layout=layout, clip_norm=1.0, mesh=mesh, **options),
+        world_size=world,
+        optimizer=ADAMW,
+        steps=steps,
+        ranks=ranks,
+        loss=loss_of(build),
+        tol=1e-6,
+    )
 
 
 MODELS = [llama, gpt2, bert, vit, Seq2Seq]

@@ -148,7 +148,9 @@ def _trained(kind: str, layout: str, precision: str = "fp32") -> tuple[list[floa
             losses.append(float(loss.detach()))
         return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
     mesh = {"inter": 2, "intra": 1} if layout == "hsdp" else None
-    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, precision=precision, mesh=mesh, units=["first", "last"])
+    engine = sf.Engine(
+        model, optimizer=ADAMW, layout=layout, precision=precision, parallel=mesh, init=sf.Init(units=["first", "last"])
+    )
     for x in data:
         loss = engine(x).square().mean()
         engine.backward(loss)
@@ -214,7 +216,9 @@ def _behind_a_forward(how: str) -> list[float]:
     """A layout that keeps parameters whole from forward to backward: a forward, no backward, and then other values."""
     torch.manual_seed(0)
     layout = sf.PRESETS["fsdp2"].replace(held=sf.Cell(dtype="compute", over=()))
-    engine = sf.Engine(_Clamped(), optimizer=partial(torch.optim.SGD, lr=0.0), layout=layout, units=["first", "last"])
+    engine = sf.Engine(
+        _Clamped(), optimizer=partial(torch.optim.SGD, lr=0.0), layout=layout, init=sf.Init(units=["first", "last"])
+    )
     x = torch.ones(2, 6)
     engine.backward(engine(x).sum())
     engine.step()
@@ -259,7 +263,11 @@ class _Block(nn.Module):
 
 def _recomputed_block(activations: Any) -> str:
     engine = sf.Engine(
-        nn.Sequential(_Block(), _Block()), optimizer=ADAMW, layout="zero3", activations=activations, units=["0", "1"]
+        nn.Sequential(_Block(), _Block()),
+        optimizer=ADAMW,
+        layout="zero3",
+        activations=activations,
+        init=sf.Init(units=["0", "1"]),
     )
     try:
         engine.backward(engine(torch.ones(2, 6)).sum())
@@ -282,7 +290,9 @@ def test_a_forward_that_writes_is_not_recomputed(ranks: Ranks) -> None:
 
 
 def _as_numpy() -> list[float]:
-    engine = sf.Engine(_Clamped(), optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", units=["first", "last"])
+    engine = sf.Engine(
+        _Clamped(), optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", init=sf.Init(units=["first", "last"])
+    )
     with engine.gathered("last.weight") as weight:
         array = weight.detach().numpy()
     kept = array.copy()
@@ -308,7 +318,13 @@ class _Unseen(_Clamped):
 
 def _debugged() -> str:
     torch.manual_seed(0)
-    engine = sf.Engine(_Unseen(), optimizer=ADAMW, layout="zero3", debug=True, units=["first", "last"])
+    engine = sf.Engine(
+        _Unseen(),
+        optimizer=ADAMW,
+        layout="zero3",
+        runtime=sf.Runtime(debug=True),
+        init=sf.Init(units=["first", "last"]),
+    )
     try:
         engine(torch.ones(2, 6))
     except sf.ShardfoldError as error:
@@ -359,7 +375,9 @@ class _Replaced(_Clamped):
 def _replaced(layout: str, precision: str) -> list[list[float]]:
     torch.manual_seed(0)
     model = _Replaced()
-    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, precision=precision, units=["first", "last"])
+    engine = sf.Engine(
+        model, optimizer=ADAMW, layout=layout, precision=precision, init=sf.Init(units=["first", "last"])
+    )
     data = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1)).chunk(engine.world_size)[engine.rank]
     engine.backward(engine(data.flatten(0, 1)).float().square().mean())
     with pytest.raises(UsageError, match=r"memory of 'last\.weight' was replaced by Tensor\.set_, .* copy_\(\)"):

@@ -65,7 +65,7 @@ def paired(names: list[str], settings: list[Setting]) -> list[Any]:
 def check_losses(ranks: Ranks, name: str, setting: Setting) -> None:
     layout, world, mesh = setting
     same_training(
-        partial(zoo.build, name), zoo.batches(name), layout=layout, world_size=world, mesh=mesh, clip_norm=1.0,
+        partial(zoo.build, name), zoo.batches(name), layout=layout, world_size=world, parallel=mesh, clip_norm=1.0,
         optimizer=partial(torch.optim.AdamW, lr=zoo.ZOO[name].lr, weight_decay=0.1), steps=STEPS, ranks=ranks,
         loss=partial(zoo.loss, name), tol=1e-6,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def _sharded_gradients(name: str, layout: str, mesh: Mapping[str, int] | None) -
     torch.manual_seed(0)
     model, (batch,) = zoo.build(name), zoo.batches(name, 1)
     before = {key: p.detach().clone() for key, p in model.named_parameters() if p.requires_grad}
-    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=LR), layout=layout, mesh=mesh)
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=LR), layout=layout, parallel=mesh)
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
         part = {key: value.chunk(world)[rank] for key, value in batch.items()}

@@ -170,7 +170,7 @@ class Replacements:
             asked = next(value.mode for value in self._values if value.mode != "keep")
             raise ModelError(
                 f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "
-                "found: name its blocks with units=, or leave it out."
+                "found: name its blocks with Init(units=...), or leave it out."
             )
         return places
 

@@ -56,7 +56,8 @@ def tensor_axis(over: str, mesh: Mesh) -> str:
     if len(named) != 1:
         raise LayoutError(
             f"activations= splits inputs over {over!r}, and mesh= has {' x '.join(f'{n}={s}' for n, s in mesh.items())}"
-            f": name {'one' if named else 'its'} axis of role tensor, as in mesh={{'tensor': 2}}, or leave over= out."
+            f": name {'one' if named else 'its'} axis of role tensor, as in parallel={{'tensor': 2}}, or leave over= "
+            "out."
         )
     if named[0].role is not Role.TENSOR:
         raise LayoutError(

@@ -14,6 +14,7 @@
     meter              bytes handed to collectives and moved between tiers
     peers              the ranks of one program, and the small messages of all of them
     polling            waiting for keys of the shared store, so that it can end
+    runtime            the device of a rank, how long ranks wait for each other, and checks that cost time
     transport          plain collectives of ``torch.distributed``
     _boards            what ranks of one host tell each other in memory
     _encoded           collectives of values that are encoded on the link

@@ -472,7 +472,7 @@ class Agreement:
         raise self._give_up(
             f"before {what} the ranks are at different micro-batches: rank {dropped} went on behind an exception that "
             f"it caught, or called engine.reset(), and others did not (in training, since the last step: {places}). If "
-            "one rank leaves a micro-batch out, all have to: tell the others, as by engine.agree([failed])."
+            "one rank leaves a micro-batch out, all have to: tell the others, as by engine.max_over_ranks([failed])."
         )
 
     def refuse(self, what: str, error: ShardfoldError | None) -> NoReturn:

@@ -157,7 +157,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     if lacks := accelerator.lacking(there):
         LOG.warning(
             "the model is trained on the CPU, although this machine has a device of the type %s: its module in PyTorch "
-            "has no %s; device='cpu' says that you know.",
+            "has no %s; Runtime(device='cpu') says that you know.",
             there.type,
             ", ".join(lacks),
         )
@@ -316,8 +316,8 @@ class DataMesh:
             if other != asks:
                 here, there = (each or "not given" for each in (asks, other))
                 raise LayoutError(
-                    f"sample= is {here} on rank {self.rank} and {there} on rank {first}: give every rank the same "
-                    "layout=, activations= and a sample=, or none."
+                    f"Auto(sample=...) is {here} on rank {self.rank} and {there} on rank {first}: give every rank the "
+                    "same layout= and activations=."
                 )
             if theirs != mine:
                 here, there = (" x ".join(_axis_text(*axis) for axis in each) for each in (mine, theirs))

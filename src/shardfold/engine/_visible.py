@@ -137,7 +137,8 @@ class VisibleGradients:
                     raise UsageError(
                         f"{what}: rank {who} {verb} {name if name == EVERY else f'the gradient of {name!r}'} "
                         f"behind backward {behind} of this step, and rank {rank} did not: do the same on every rank, "
-                        "e.g. by what engine.agree() says. Nothing was updated; engine.zero_grad() drops all there is."
+                        "e.g. by what engine.max_over_ranks() says. Nothing was updated; engine.zero_grad() drops all "
+                        "there is."
                     )
         missing = [change for change in every if change not in self._by_hand]
         for unit in units:

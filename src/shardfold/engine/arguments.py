@@ -5,19 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Container, Sequence, Set
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardfold.comm.runtime import Runtime
 from shardfold.errors import ConfigError, ModelError, UsageError, nearest
+from shardfold.parallel.parallel import Parallel
 from shardfold.parallel.pipeline.stages import check_stages
 from shardfold.parallel.sequence import check_choice
 from shardfold.plan.checks import check_flags, check_times, described, is_integer
-from shardfold.plan.known_arguments import keywords, meant
+from shardfold.plan.known_arguments import keywords, meant, regrouped
 from shardfold.plan.program_passes import Overlap
+from shardfold.sharding.init import Init
 
 __all__ = [
     "check_accumulate",
@@ -32,6 +35,7 @@ __all__ = [
     "check_schedule",
     "check_settings",
     "check_weight",
+    "given_or",
     "make_schedule",
     "missing",
 ]
@@ -41,6 +45,11 @@ SPREAD = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
 
 SETTINGS = ("lr", "learning_rate", "weight_decay", "betas", "momentum", "eps")
 """Of optimizers of torch, by group."""
+
+RENAMED = {"agree": "max_over_ranks", "synchronize": "outer_step", "activations": "count_saved"}
+"""Names that methods of an engine are looked for by, and their own."""
+
+Kind = TypeVar("Kind")
 
 
 # -- a new engine
@@ -87,23 +96,24 @@ def _of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
 
-def check_settings(
-    *,
-    units: Any,
-    overlap: Any,
-    seed: Any,
-    desync_timeout: Any,
-    timeout: Any,
-    debug: Any,
-    sequence_parallel: Any,
-    accumulate: Any,
-    attention: Any,
-    stages: Any,
-) -> None:
+def given_or(given: Any, kind: type[Kind]) -> Kind:
+    """What an engine's argument of this ``kind`` is: itself, or one with its defaults where None is given.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
+    if given is not None and not isinstance(given, kind):
+        name, field = kind.__name__, next(iter(getattr(kind, "__dataclass_fields__", ())), "")
+        raise ConfigError(f"{name.lower()}= is {described(given)}: give sf.{name}({field}=...), or None.")
+    return kind() if given is None else given
+
+
+def check_settings(parallel: Parallel, runtime: Runtime, init: Init, overlap: Any, accumulate: Any) -> None:
     """
     Raises:
         ConfigError: one of these arguments of an engine is of a wrong type or value.
     """
+    units = init.units
     if isinstance(units, (str, type)):
         one = repr(units) if isinstance(units, str) else units.__name__
         raise ConfigError(f"units= is one pattern: give a list, units=[{one}].")
@@ -113,13 +123,14 @@ def check_settings(
         raise ConfigError(f"units= is {described(units)}: it is a list of path patterns and classes, or None.")
     if overlap is not None and not isinstance(overlap, Overlap):
         raise ConfigError(f"overlap= is {described(overlap)}: it is an Overlap, as in Overlap(prefetch=2), or None.")
-    if not is_integer(seed):
-        raise ConfigError(f"seed= is {described(seed)}: it is an integer.")
-    check_times("Engine", desync_timeout=desync_timeout, timeout=timeout)
-    check_flags("Engine", debug=debug, sequence_parallel=sequence_parallel)
+    if not is_integer(init.seed):
+        raise ConfigError(f"seed= is {described(init.seed)}: it is an integer.")
+    check_times("Runtime", desync_timeout=runtime.desync_timeout, timeout=runtime.timeout)
+    check_flags("Runtime", debug=runtime.debug)
+    check_flags("Parallel", sequence_parallel=parallel.sequence_parallel)
     check_accumulate(accumulate)
-    check_choice(attention)
-    check_stages(stages)
+    check_choice(parallel.attention)
+    check_stages(parallel.stages)
 
 
 def check_accumulate(accumulate: Any) -> None:
@@ -151,8 +162,8 @@ def check_assigned(engine: object, name: str, value: Any, own: Container[str], *
     if _is_settable(there) or (callable(value) and inspect.isfunction(there)):
         return
     options = keywords(kind) or []
-    if name in options:
-        hint = f" An engine takes {name}= when it is made."
+    if name in options or regrouped([name], options):
+        hint = f" An engine takes {regrouped([name], options) or f'{name}='} when it is made."
     elif name in SETTINGS:
         hint = " The optimizer's settings are in engine.optimizer.param_groups."
     elif name in own:
@@ -297,6 +308,8 @@ def missing(engine: object, name: str, model: nn.Module | None, optimizer: objec
     plain = f"{type(engine).__name__!r} object has no attribute {name!r}"
     if name.startswith("_"):
         return AttributeError(plain)
+    if name in RENAMED:
+        return AttributeError(f"{plain}. Did you mean {RENAMED[name]!r}?")
     for place, other in (("engine.module", model), ("engine.optimizer", optimizer)):
         if other is not None and hasattr(other, name):
             return AttributeError(f"{plain}: an engine is not a module, and has one: use {place}.{name}.")

@@ -82,7 +82,7 @@ class Backward:
             raise RuntimeError(
                 f"{error} Under a layout that splits parameters this also happens when backward reaches a unit by a "
                 "tensor that its forward did not return (kept on the side, or made under engine.gathered()): return "
-                "it from the unit's forward, or choose units= so that the unit contains its use."
+                "it from the unit's forward, or choose Init(units=...) so that the unit contains its use."
             ) from error
 
     def scale(self, loss: Tensor) -> Tensor:

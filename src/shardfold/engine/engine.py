@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from math import nan
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +44,7 @@ from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
 from shardfold.comm.device_mesh import named_sizes
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
+from shardfold.comm.runtime import Runtime
 from shardfold.engine._parts import PartOptions, make_parts
 from shardfold.engine._tf32 import hold_tf32
 from shardfold.engine._wires import chosen as chosen_wires
@@ -59,6 +59,7 @@ from shardfold.engine.arguments import (
     check_schedule,
     check_settings,
     check_weight,
+    given_or,
     make_schedule,
     missing,
 )
@@ -79,11 +80,11 @@ from shardfold.optim.sign_exchange import SignExchange
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.expert_parallel import connect_routers, rebalance, share_out
 from shardfold.parallel.link import MeshLink, bind_links
-from shardfold.parallel.pipeline.costs import PieceCosts
+from shardfold.parallel.parallel import Parallel
 from shardfold.parallel.pipeline.open import check_together, open_stages
 from shardfold.parallel.pipeline.stage_order import OrderChoice, choose_order
 from shardfold.parallel.pipeline.stages import Stages
-from shardfold.parallel.plan import Traced, split_model
+from shardfold.parallel.plan import split_model
 from shardfold.parallel.sequence import SequenceAxis
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan.auto_wire import AutoWire
@@ -91,19 +92,19 @@ from shardfold.plan.axes import Axis, Mesh, Role
 from shardfold.plan.checks import check_flags
 from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import Layout, Precision
-from shardfold.plan.outer import Outer
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import Program
 from shardfold.plan.program_passes import Overlap
 from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
 from shardfold.plan.rules import Rules
-from shardfold.plan.signs import Signs
+from shardfold.planner.sample import Auto
 from shardfold.sharding import ownership
 from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.dtensor_load import check_dtensors, unpack
 from shardfold.sharding.dtensors import check_sharded, sharded_state
 from shardfold.sharding.gathered import gathered
+from shardfold.sharding.init import Init
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.materialize import Weights, buffer_dtypes, make_units, move_buffers
 from shardfold.sharding.model import ShardedModel
@@ -146,62 +147,35 @@ class Engine:
             engine only runs forward.
         layout: a preset's name, a :class:`Layout`, or ``"auto"``: the one that sends the least of those whose states
             leave 40 % of the memory to activations; the log says which, and what was assumed (see ``planner.auto``).
-            With ``sample=`` the fastest with which a step fits (see ``planner.auto``).
-        sample: with ``layout="auto"`` or ``activations="auto"``: a micro-batch as the model takes it (a dict of
-            arguments by name, a tuple of them, or the only one), whose shapes and dtypes a plan of the model goes by;
-            with an axis of sequence, of whole sequences. Where the model does not give its loss itself, a pair of it
-            and what does, ``(batch, lambda model, batch: ...)``. Rank 0 plans, and all ranks take the same.
+            With an :class:`Auto`, which has a micro-batch, the fastest with which a step fits. Ranks along an axis come
+            together every so many steps only where the layout has an ``outer``, as in
+            ``PRESETS["zero3"].replace(outer=Outer(every=500))``.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"bf16-pure"`` or a :class:`Precision`, for parameters of the
             floating dtype that most elements have; those of others, and of fp64, keep their own dtype in every state.
             Or ordered rules of these, ``{path pattern or class: policy, ..., "*": policy}``, of which the first that
             matches a module holds for it and all inside.
         activations: short for the cell of ``layout``, what happens to what autograd saves in each unit: a mode, an
-            :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says, and with
-            ``layout="auto"`` and ``sample=``, as with ``"auto"``, the mode that the plan takes.
+            :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says, and with an
+            :class:`Auto`, as with ``"auto"``, the mode that its plan takes.
         offload: short for the tiers of ``layout``: ``"host"`` lets gradients and the optimizer's states rest in host
             memory, where they are updated, and ``{state: tier}`` says it of ``params``, ``grads`` and ``optimizer``
             each; with ``"host:0.7"`` the optimizer's states of some units stay on the device. ``folder`` beside the
             states, or as in ``"disk,folder=/mnt/a"``, says where files are. None: as the layout says.
-        outer: short for ``outer`` of ``layout``: the ranks along an axis come together every so many steps only, as
-            :class:`Outer` says, or send signs of momentum (:class:`Signs`); None: as the layout says.
-        accumulate: micro-batches per optimizer step.
-        clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
-        clip: by another norm, or by value; see :class:`Clip`.
-        loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
-            fp16, else none.
-        lr_schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
-        mesh: sizes of ``inter``, ``intra``, ``expert``, ``sequence``, ``tensor`` and ``pipeline``, e.g. ``{"intra":
-            8}``, a list of :class:`Axis`, or a ``DeviceMesh`` of PyTorch's with all ranks and these names of dimensions
-            (its process groups stay yours: the engine makes its own); None: ``intra`` is the ranks of one node. Along
-            ``expert`` ranks read other samples and have other experts (see ``parallel.experts``).
-        tensor: how modules are cut along the axis of tensor: ``"auto"``, by the model's own plan, or words by patterns
-            of module paths, as ``{"*.q_proj": "column", "*.o_proj": "row"}``; see ``parallel.plan``. A model without a
-            plan is traced by ``"auto"``, on inputs that are guessed, or on those of ``Traced(tokens)``. None: not at
-            all.
-        sequence_parallel: what flows between the layers that ``tensor=`` cuts is divided along its sequence, over the
-            same ranks: norms, dropout, residuals (arXiv 2205.05198).
-        attention: how it crosses an axis of sequence: ``"ulysses"`` (by heads), ``"ring"`` (keys travel), or
-            ``"auto"``, which None is too: by heads where ranks divide them. See :func:`shardfold.sequence_shard`.
-        pipeline: on a mesh with an axis of pipeline, in which order its stages run the micro-batches of
-            :meth:`train_batch`: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, or, with two stages on each rank,
-            ``"interleaved:2"``, ``"looped-bfs:2"``, ``"zbv"`` or ``"v-half"`` (see ``parallel.pipeline.order``);
-            ``"pipedream"`` and ``"2bw"``, which train with weights of steps before; or an order of your own, as text or
-            the path of a file (see ``parallel.pipeline.text``).
-        stages: paths of the modules with which stages begin, but the first; None cuts the model such that the stage
-            with most parameters, tables of embeddings not counted, has as few as it can; what
-            :func:`shardfold.measure_pieces` gives cuts it such that the slowest stage is as fast as it can be.
-        units: which modules are units, by path pattern or class; None finds them.
-        weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
-        overlap: how far ahead units are gathered.
-        device: None: this local rank's GPU, or other accelerator, if there is one, else the CPU. One without a number,
-            as ``"cuda"``, is this local rank's. It becomes the current one.
-        seed: of the initial values of a model built under ``meta_init``.
-        desync_timeout: seconds until ranks that run parts of the model in contradicting orders raise.
-        timeout: seconds until a collective that does not finish raises.
         wire: ``"auto"``, or an :class:`AutoWire`: as what parameters and gradients travel is chosen for links that are
             measured when the engine is made, and for this layout; nothing is rounded that is not allowed to be, as by
             ``"auto:0.01"`` or ``"auto:int8,int4"``. None: as the layout says.
-        debug: freed memory is filled with NaN instead, so that stale aliases show.
+        parallel: the mesh and how ranks share the model along its axes, a :class:`Parallel`; a mesh alone, as
+            ``{"intra": 8}``, is short for ``Parallel(mesh=...)``. None: a plain mesh of data, ``intra`` being the ranks
+            of one node.
+        accumulate: micro-batches per optimizer step.
+        clip_norm: the largest norm of all gradients, short for ``Clip(norm=...)``, or a :class:`Clip`, by another norm
+            or by value; None does not clip.
+        loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
+            fp16, else none.
+        lr_schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
+        overlap: how far ahead units are gathered.
+        init: where the values come from, and how the model is cut into units, an :class:`Init`; None: ``Init()``.
+        runtime: the device, how long ranks wait, and checks, a :class:`Runtime`; None: ``Runtime()``.
 
     Raises:
         ConfigError, LayoutError, ModelError: the arguments contradict each other or the model.
@@ -221,76 +195,66 @@ class Engine:
         model: nn.Module,
         *,
         optimizer: Any = None,
-        layout: str | Layout = "zero3",
-        sample: Any = None,
+        layout: str | Layout | Auto = "zero3",
         precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
         activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] | None = None,
         offload: str | Mapping[str, Any] | None = None,
-        outer: Outer | Signs | None = None,
         wire: str | AutoWire | None = None,
+        parallel: Parallel | Mapping[str, int] | Sequence[Axis] | DeviceMesh | None = None,
         accumulate: int = 1,
-        clip_norm: float | None = None,
-        clip: Clip | None = None,
+        clip_norm: float | Clip | None = None,
         loss_scale: float | LossScale | None = None,
         lr_schedule: Any = None,
-        mesh: Mapping[str, int] | Sequence[Axis] | DeviceMesh | None = None,
-        tensor: str | Traced | Mapping[str, str | tuple[str, int]] | None = None,
-        sequence_parallel: bool = False,
-        attention: str | None = None,
-        pipeline: str | PathLike[str] = "1f1b",
-        stages: Sequence[str] | PieceCosts | None = None,
-        units: Sequence[str | type[nn.Module]] | None = None,
-        weights: Any = None,
         overlap: Overlap | None = None,
-        device: str | torch.device | None = None,
-        seed: int = 0,
-        desync_timeout: float = 10.0,
-        timeout: float = 1800.0,
-        debug: bool = False,
+        init: Init | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         check_model(model)
-        check_settings(
-            units=units, overlap=overlap, seed=seed, desync_timeout=desync_timeout, timeout=timeout, debug=debug,
-            sequence_parallel=sequence_parallel, accumulate=accumulate, attention=attention, stages=stages,
-        )  # fmt: skip
-        choice, auto, mesh = choose_order(pipeline), AutoWire.named(wire), named_sizes(mesh)
+        parallel, runtime, init = Parallel.of(parallel), given_or(runtime, Runtime), given_or(init, Init)
+        check_settings(parallel, runtime, init, overlap, accumulate)
+        choice, auto, mesh = choose_order(parallel.pipeline), AutoWire.named(wire), named_sizes(parallel.mesh)
         check_schedule(lr_schedule, optimizer)
-        self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
+        self.clip, self.overlap = one_clip(clip_norm), overlap or Overlap()
         planned = sampled(
-            sample, layout, activations, offload=offload, outer=outer, optimizer=optimizer, precision=precision,
-            wire=wire, accumulate=accumulate, clips=self.clip is not None, tensor=tensor, attention=attention,
-            sequence_parallel=sequence_parallel, order=str(pipeline), stages=stages, units=units, overlap=self.overlap,
+            layout, activations, offload=offload, optimizer=optimizer, precision=precision, wire=wire,
+            accumulate=accumulate, clips=self.clip is not None, parallel=parallel, units=init.units,
+            overlap=self.overlap,
         )  # fmt: skip
-        table = planned.first if planned else table_of(layout, offload, outer, model, precision, mesh, device)
-        (table, activations), place = in_table(table, None if planned else activations), pick_device(device)
+        table = planned.first if planned else table_of(layout, offload, model, precision, mesh, runtime.device)
+        (table, activations), place = in_table(table, None if planned else activations), pick_device(runtime.device)
         announce(model.parameters(), "an engine of their model")
+        waits = runtime.desync_timeout, runtime.timeout
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
-            data_mesh, job = joined(self, mesh, place, desync_timeout, timeout, held, table.rare, bool(table.signs),
+            data_mesh, job = joined(self, mesh, place, *waits, held, table.rare, bool(table.signs),
                                     "given" if planned else "")  # fmt: skip
-            agreement = program_agreement(job, data_mesh, desync_timeout, timeout, held)
+            agreement = program_agreement(job, data_mesh, *waits, held)
             held.push(self._forget_failed)
             ownership.claim(model, job)
             with job.told("making an engine"):
                 sizes, why = data_mesh.sizes, list[str]()
                 if planned is not None:
                     table, activations, why = planned.choose(model, data_mesh, job)
-                staged = open_stages(model, optimizer, data_mesh, stages, choice, job)
-                self._divide(model, tensor, data_mesh, sequence_parallel, staged, held)
+                staged = open_stages(model, optimizer, data_mesh, parallel.stages, choice, job)
+                self._divide(model, parallel.tensor, data_mesh, parallel.sequence_parallel, staged, held)
                 rules = self._read_rules(model, precision, table, data_mesh, held)
-                tiers = Tiers(DeviceTier(place, debug=debug))
+                tiers = Tiers(DeviceTier(place, debug=runtime.debug))
                 held.callback(tiers.close)
                 self._replaced = Replacements(model, activations, tiers, data_mesh.sizes)
-                versions = self._check_stages(choice, sizes, data_mesh, accumulate, sequence_parallel)
+                versions = self._check_stages(choice, sizes, data_mesh, accumulate, parallel.sequence_parallel)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 made = self._share(model, optimizer, lr_schedule, rules, data_mesh, agreement, tiers, staged, held)
                 #: The axis of sequence, or None.
-                self.sequence: SequenceAxis | None = self._link(model, attention, tensor is not None, held)
-                self._changes = Changes(self.sharded, units, seed, made_here=made is None or made is not optimizer)
+                self.sequence: SequenceAxis | None = self._link(
+                    model, parallel.attention, parallel.tensor is not None, held
+                )
+                self._changes = Changes(
+                    self.sharded, init.units, init.seed, made_here=made is None or made is not optimizer
+                )
                 held.callback(self._changes.close)
                 table, said = self._choose_wires(auto, table, precision, accumulate)
                 self._said = [*why, *said]
-                self._make_units(weights, accumulate, seed, staged, held)
-                self._updater = self._make_updater(seed, held)
+                self._make_units(init.weights, accumulate, init.seed, staged, held)
+                self._updater = self._make_updater(init.seed, held)
                 self._make_parts(table, accumulate, staged, choice, versions, held)
                 self._changes.renew()
             self._names, self._held = {*vars(self), *dir(Engine)}, held.pop_all()
@@ -419,8 +383,8 @@ class Engine:
         held.callback(updater.close)
         if self.overlap.delayed_update and sharded.layout.outer is not None:
             raise ConfigError(
-                "Overlap(delayed_update=True) with outer=: an outer step needs the weights that the last update made; "
-                "leave one of the two out."
+                "Overlap(delayed_update=True) with outer= in the layout: an outer step needs the weights that the last "
+                "update made; leave one of the two out."
             )
         if self.overlap.delayed_update:
             check_delayed(sharded.optimizer, sharded.layout, sharded.units)
@@ -535,7 +499,12 @@ class Engine:
         return self.sharded.run.steps
 
     @property
-    def closed(self) -> str:
+    def closed(self) -> bool:
+        """Whether it is: nothing runs any more."""
+        return bool(self.sharded.closed)
+
+    @property
+    def close_reason(self) -> str:
         """Why the engine is closed; empty while it is not."""
         return self.sharded.closed
 
@@ -614,7 +583,7 @@ class Engine:
 
     def train_batch(self, batch: Any, compute: Callable[[nn.Module, Any], Tensor] | None = None) -> Tensor:
         """Forward and backward of all micro-batches of a step; with an axis of pipeline, through its stages, in the
-        order of ``pipeline=``. :meth:`step` follows.
+        order of ``Parallel(pipeline=)``. :meth:`step` follows.
 
         Args:
             batch: the same on all stages: tensors in a mapping, a tuple or alone, that are cut into ``accumulate``
@@ -759,7 +728,7 @@ class Engine:
         if write and self._freeze is not None and self._freeze.apart:
             raise UsageError(
                 "engine.gathered(write=True) where ranks have gone their own ways since they sent signs: call "
-                "engine.synchronize() before."
+                "engine.outer_step() before."
             )
         if not self._runner.under_way:
             self._gate.follow()
@@ -794,7 +763,7 @@ class Engine:
             ConfigError: ``frozen`` is none of its words.
             ModelError: a hook writes into a parameter, or needs values that are left out or of other stages; with
                 ``sharded=True`` on all ranks: slices of a parameter are no chunks along one dimension.
-            UsageError: ``sharded=True`` where groups of ranks have weights of their own (``outer=``).
+            UsageError: ``sharded=True`` where groups of ranks have weights of their own (:class:`Outer`).
         """
 
         def check() -> None:
@@ -1018,9 +987,9 @@ class Engine:
         return report
 
     @outside_inference()
-    def synchronize(self) -> None:
+    def outer_step(self) -> None:
         """Brings all groups of ranks together now, whatever of a round of outer steps is over: behind it the model is
-        the same everywhere, as at the end of a run it is to be. Nothing without ``outer=``.
+        the same everywhere, as at the end of a run it is to be. Nothing where the layout has no ``outer``.
 
         Raises:
             UsageError: between the micro-batches of a step.
@@ -1028,9 +997,9 @@ class Engine:
 
         def check() -> None:
             if self.micro_batch:
-                raise UsageError("engine.synchronize() between the micro-batches of a step: call it behind step().")
+                raise UsageError("engine.outer_step() between the micro-batches of a step: call it behind step().")
 
-        self._gate.meet("engine.synchronize()", check=check, settle=True)
+        self._gate.meet("engine.outer_step()", check=check, settle=True)
         if self._rounds is not None:
             self._gate.secure()
             self._rounds.end_now()
@@ -1042,7 +1011,7 @@ class Engine:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""
         return self._reports.memory()
 
-    def activations(self) -> AbstractContextManager[SavedReport]:
+    def count_saved(self) -> AbstractContextManager[SavedReport]:
         """Inside, bytes that autograd saves in each unit are counted; the report is complete at the end."""
         return self._replaced.counted()
 
@@ -1086,14 +1055,17 @@ class Engine:
         total, weights = self.sharded.comm.control([float(value) * share if share else 0.0, share], dist.ReduceOp.SUM)
         return total / weights if weights else nan
 
-    def agree(self, values: Sequence[float]) -> list[float]:
+    def max_over_ranks(self, values: Sequence[float]) -> list[float]:
         """The largest of each number over all ranks; a control message.
 
         Raises:
             ConfigError: on all ranks: it is no list of numbers on one of them.
         """
         count = len(values) if hasattr(values, "__len__") else 0
-        self._gate.meet(f"engine.agree() of {count} numbers", check=lambda: check_numbers("engine.agree()", values))
+        self._gate.meet(
+            f"engine.max_over_ranks() of {count} numbers",
+            check=lambda: check_numbers("engine.max_over_ranks()", values),
+        )
         return self.sharded.comm.control([float(value) for value in values], dist.ReduceOp.MAX)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from shardfold.comm.agreement import Agreement
 from shardfold.comm.mesh import DataMesh, pick_device
 from shardfold.errors import ConfigError, LayoutError, ModelError, ShardfoldError, did_you_mean
 from shardfold.optim.fused import num_moments
+from shardfold.parallel.parallel import Parallel
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh, Role
 from shardfold.plan.checks import described
@@ -42,6 +43,7 @@ from shardfold.planner.hardware import RESERVE, Cluster, known_device
 from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.ranking import BY_NODES, LAYOUTS
 from shardfold.planner.ranking import MODES as SEARCHED
+from shardfold.planner.sample import Auto
 from shardfold.planner.setting import Subject, mesh_of
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
@@ -54,9 +56,8 @@ SHARED = (Role.TENSOR, Role.SEQUENCE, Role.EXPERT, Role.PIPELINE)
 
 
 def table_of(
-    layout: str | Layout,
+    layout: Any,
     offload: Any,
-    outer: Any,
     model: nn.Module,
     precision: Any,
     mesh: Mapping[str, int] | Sequence[Axis] | None,
@@ -73,7 +74,7 @@ def table_of(
         if others := [axis.name for axis in sizes.axes if axis.role is not Role.DATA and axis.size > 1]:
             raise ConfigError(
                 f"layout='auto' chooses for ranks that read other samples, but mesh= has {' and '.join(others)}, "
-                "whose ranks have parts of the model: name a layout, or give a micro-batch as sample=."
+                "whose ranks have parts of the model: name a layout, or give a micro-batch, layout=sf.Auto(sample=...)."
             )
         found = choose_layout(model, precision, sizes, memory_of(pick_device(device)))
         if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
@@ -81,7 +82,7 @@ def table_of(
         layout = found.layout
     elif isinstance(layout, str) and layout not in presets.NAMES:
         raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, (*presets.NAMES, AUTO))}")
-    return offloaded(presets.named(layout), offload).with_outer(outer)
+    return offloaded(presets.named(layout), offload)
 
 
 def warn_of_memory(
@@ -148,69 +149,64 @@ class Sampled:
 
     Attributes:
         clips: gradients are clipped.
-        order: of stages.
 
     Raises:
         ConfigError: one of them is none that a plan follows.
     """
 
-    sample: Any
-    layout: str | Layout
+    auto: Auto
     activations: Any
     offload: Any
-    outer: Any
     optimizer: Any
     precision: Any
     wire: Any
     accumulate: int
     clips: bool
-    tensor: Any
-    sequence_parallel: bool
-    attention: str | None
-    order: str
-    stages: Any
+    parallel: Parallel
     units: Any
     overlap: Overlap
 
     def __post_init__(self) -> None:
         if self.optimizer is None:
-            raise ConfigError("sample= is a micro-batch of training: give optimizer=, too, or leave sample= out.")
+            raise ConfigError("Auto(sample=...) is a micro-batch of training: give optimizer=, too, or name a layout.")
         for name, given, follows in (
             ("precision", self.precision, isinstance(self.precision, (str, Precision))),
             ("activations", self.activations, self.activations is None or self.activations in (AUTO, *MODES)),
             ("wire", self.wire, self.wire is None),
-            ("stages", self.stages, self.stages is None),
+            ("stages", self.parallel.stages, self.parallel.stages is None),
         ):
             if not follows:
                 known = {"precision": "one policy", "activations": f"auto, {', '.join(MODES)}"}.get(name, "None")
                 raise ConfigError(
-                    f"{name}={described(given)} with sample=: a plan of an engine follows {known} there; say that, or "
-                    "leave sample= out and name a layout and a mode."
+                    f"{name}={described(given)} with Auto(sample=...): a plan of an engine follows {known} there; say "
+                    "that, or name a layout and a mode."
                 )
 
     @property
     def first(self) -> Layout:
         """A table with which ranks meet: what they meet for is in all that may be taken."""
-        return presets.named(ORDER[0] if self.layout == AUTO else self.layout).with_outer(self.outer)
+        return presets.named(ORDER[0] if self.layout == AUTO else self.layout)
+
+    @property
+    def layout(self) -> str | Layout:
+        """The one that is given, or ``"auto"``."""
+        return self.auto.layout
 
     @property
     def tables(self) -> dict[str, Layout]:
         """Layouts that may be taken, by name, what sends the least first."""
         if self.layout != AUTO:
             table = presets.named(self.layout)
-            return {str(self.layout) if isinstance(self.layout, str) else "layout": self._whole(table)}
+            return {str(self.layout) if isinstance(self.layout, str) else "layout": offloaded(table, self.offload)}
         found, refused = dict[str, Layout](), list[LayoutError]()
         for name in (*ORDER, *(name for name in LAYOUTS if name not in ORDER)):
             try:
-                found[name] = self._whole(presets.named(name))
+                found[name] = offloaded(presets.named(name), self.offload)
             except LayoutError as error:  # where it divides nothing that offload= names, for one
                 refused.append(error)
         if not found:
             raise refused[0]
         return found
-
-    def _whole(self, table: Layout) -> Layout:
-        return offloaded(table, self.offload).with_outer(self.outer)
 
     def choose(self, model: nn.Module, mesh: DataMesh, job: Agreement) -> tuple[Layout, str, list[str]]:
         """The table with its mode of activations, the mode, and why, in lines; all ranks call it.
@@ -257,9 +253,7 @@ class Sampled:
 
     def _parts(self) -> tuple[Any, Callable[[Any, Any], Any]]:
         """The micro-batch, and what gives its loss."""
-        if isinstance(self.sample, tuple) and len(self.sample) == 2 and callable(self.sample[1]):
-            return self.sample  # pyright: ignore[reportReturnType]
-        return self.sample, loss_of
+        return self.auto.sample, self.auto.loss or loss_of
 
     def _subject(self, model: nn.Module, mesh: DataMesh) -> Subject:
         """The model as it is planned."""
@@ -268,16 +262,16 @@ class Sampled:
             for name in mesh.sizes.of_role(role):
                 if name != role.value:
                     raise ConfigError(
-                        f"mesh= has an axis {name!r} of {role}, which a plan for sample= finds by its name: call it "
-                        f"{role.value!r}."
+                        f"mesh= has an axis {name!r} of {role}, which a plan for Auto(sample=...) finds by its name: "
+                        f"call it {role.value!r}."
                     )
                 sizes[name] = mesh.sizes[name]
         division = Division(
             **sizes,
-            sequence_parallel=self.sequence_parallel,
-            plan=self.tensor,
-            attention=self.attention,
-            order=self.order,
+            sequence_parallel=self.parallel.sequence_parallel,
+            plan=self.parallel.tensor,
+            attention=self.parallel.attention,
+            order=str(self.parallel.pipeline),
             micro_batches=self.accumulate if sizes.get("pipeline", 1) > 1 else 1,
             streams=accelerator.has_streams(mesh.device),
         )
@@ -303,27 +297,20 @@ class Sampled:
         )
 
 
-def sampled(sample: Any, layout: Any, activations: Any, **more: Any) -> Sampled | None:
+def sampled(layout: Any, activations: Any, **more: Any) -> Sampled | None:
     """What an engine with these arguments is planned with before it is made; None: nothing is planned.
 
     Raises:
-        ConfigError: a sample is given that nothing is to be chosen by, or there is none where there has to be one; or
-            as of :class:`Sampled`.
+        ConfigError: the mode of activations is left to a plan, and there is no micro-batch; or as of :class:`Sampled`.
     """
-    asks = isinstance(activations, str) and activations == AUTO
-    if asks and sample is None:
+    if isinstance(layout, Auto):
+        return Sampled(auto=layout, activations=activations, **more)
+    if isinstance(activations, str) and activations == AUTO:
         raise ConfigError(
-            "activations='auto' takes what a plan of the model with a micro-batch finds: give one as sample=, or name "
-            "a mode."
+            "activations='auto' takes what a plan of the model with a micro-batch finds: give one, as in "
+            "layout=sf.Auto(sample=...), or name a mode."
         )
-    if sample is None:
-        return None
-    if not asks and not (isinstance(layout, str) and layout == AUTO):
-        raise ConfigError(
-            "sample= is the micro-batch that layout='auto' and activations='auto' plan with, and neither is given: "
-            "leave it out, or give one of them."
-        )
-    return Sampled(sample=sample, layout=layout, activations=activations, **more)
+    return None
 
 
 def moments_of(optimizer: Any) -> int:

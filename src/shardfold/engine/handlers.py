@@ -577,8 +577,8 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
             )
     if layout.outer is not None and mesh.stages:
         raise ConfigError(
-            "outer= on a mesh with an axis of pipeline: this version takes outer steps without one; leave one of the "
-            "two out."
+            "outer= of the layout on a mesh with an axis of pipeline: this version takes outer steps without one; "
+            "leave one of the two out."
         )
     if layout.moments.dtype != layout.master.dtype:
         raise ConfigError(

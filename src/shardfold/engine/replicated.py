@@ -1,7 +1,7 @@
 """What ranks along an axis of tensor have to have alike: batches, and gradients of parameters that they all have.
 
 Nothing is sent for these, so nothing makes them equal but that the ranks compute the same. The first forward and the
-first steps are looked at, before a wrong number is in a weight; under ``Engine(debug=True)`` all of them.
+first steps are looked at, before a wrong number is in a weight; under ``Runtime(debug=True)`` all of them.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Clip:
         ConfigError: both or neither of ``norm`` and ``value``, or a number out of its range.
 
     Examples:
-        >>> clipped = sf.Engine(nn.Linear(8, 8), optimizer=adam, clip=sf.Clip(norm=1.0, p=float("inf")))
+        >>> clipped = sf.Engine(nn.Linear(8, 8), optimizer=adam, clip_norm=sf.Clip(norm=1.0, p=float("inf")))
         >>> clipped.backward(clipped(x).square().mean())
         >>> clipped.step().updated
         True
@@ -59,19 +59,20 @@ class Clip:
             )
 
 
-def one_clip(norm: Any, clip: Any) -> Clip | None:
-    """What an engine's ``clip_norm=`` and ``clip=`` say together.
+def one_clip(given: Any) -> Clip | None:
+    """What an engine's ``clip_norm=`` says.
 
     Raises:
-        ConfigError: both are given, or one is of another kind.
+        ConfigError: it is neither a norm nor a :class:`Clip`.
     """
-    if norm is not None and not _positive(norm):
-        raise ConfigError(f"clip_norm= is {described(norm)}: it is the largest gradient norm, a number > 0, or None.")
-    if clip is not None and not isinstance(clip, Clip):
-        raise ConfigError(f"clip= is {described(clip)}: it takes a Clip, as in Clip(norm=1.0).")
-    if clip is not None and norm is not None:
-        raise ConfigError(f"clip={clip!r} beside clip_norm={norm!r}: give one of them.")
-    return Clip(norm=norm) if norm is not None else clip
+    if given is None or isinstance(given, Clip):
+        return given
+    if not _positive(given):
+        raise ConfigError(
+            f"clip_norm= is {described(given)}: it is the largest gradient norm, a number > 0, a Clip, as in "
+            "Clip(value=1.0), or None."
+        )
+    return Clip(norm=given)
 
 
 def _positive(number: object) -> bool:

@@ -219,16 +219,16 @@ def sign_exchange(
     if signs is None:
         if isinstance(optimizer, SignOptimizer) and model.comm.mesh.world > 1 and model.rank == 0:
             LOG.warning(
-                "%s without outer=: gradients travel as the layout says, and no signs of momentum are sent; only the "
-                "variance is frozen. Give outer=Signs(axis=...) to send signs over an axis of the mesh.",
+                "%s without Signs: gradients travel as the layout says, and no signs of momentum are sent; only the "
+                "variance is frozen. Give layout.replace(signs=Signs(axis=...)) to send signs over an axis.",
                 type(optimizer).__name__,
             )
         return None
     if not isinstance(optimizer, SignOptimizer):
         raise ConfigError(
-            "outer=Signs(...) is for an optimizer that freezes its variance: give shardfold.optim.OneBitAdam, "
+            "signs=Signs(...) is for an optimizer that freezes its variance: give shardfold.optim.OneBitAdam, "
             f"OneBitLamb or ZeroOneAdam, not {type(optimizer).__name__}."
         )
     if model.layout.updates_on is not Tier.DEVICE:
-        raise ConfigError("outer=Signs(...) with master in a slower tier: let master and moments rest on the device.")
+        raise ConfigError("signs=Signs(...) with master in a slower tier: let master and moments rest on the device.")
     return SignExchange(signs, model, optimizer, coefficient, used)

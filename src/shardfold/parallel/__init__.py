@@ -16,6 +16,7 @@ lengths          what a module has in place of a whole: a part of a parameter, a
 link             what layers ask of the ranks along one axis, or along all axes of data
 model_trace      what a model does, operation by operation, without memory: a run of a copy of it on the meta device
 numbers          the whole numbers among the arguments of a call: sizes of views, lengths of pieces, edges of slices
+parallel         how ranks share a model: the axes of their mesh, and what is cut along which
 pipeline         stages of layers
 plan             which modules are cut along an axis of tensor, by words
 ring             ring attention: keys and values travel from rank to rank, queries stay

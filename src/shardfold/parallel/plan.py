@@ -297,8 +297,8 @@ def split_model(
 
     Args:
         model: whole, with values or built under ``meta_init``; or cut like this before.
-        given: as ``Engine(tensor=...)``; None: nothing is cut. By ``"auto"`` experts that an axis of experts shares out
-            stay whole.
+        given: as ``Parallel(tensor=...)``; None: nothing is cut. By ``"auto"`` experts that an axis of experts shares
+            out stay whole.
         mesh: its axes of role tensor; on one rank the plan is only checked.
         coords: this rank's place.
         sequence_parallel: see :class:`TensorPlan`.

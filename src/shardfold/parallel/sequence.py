@@ -359,7 +359,7 @@ def sequence_shard(
 
     Examples:
         >>> tokens = torch.arange(16).view(2, 8)
-        >>> long = sf.Engine(nn.Embedding(16, 8), optimizer=adam, mesh={"sequence": 1})
+        >>> long = sf.Engine(nn.Embedding(16, 8), optimizer=adam, parallel={"sequence": 1})
         >>> part = sf.sequence_shard({"input_ids": tokens, "labels": tokens}, engine=long)  # one rank: all of it
         >>> part["input_ids"].shape
         torch.Size([2, 8])
@@ -369,6 +369,6 @@ def sequence_shard(
         several = "several engines have one: give engine=" if len(axes) > 1 else "no engine has one"
         raise UsageError(
             f"sequence_shard() cuts for an axis of sequence, but {several}"
-            + ("." if len(axes) > 1 else ": make it with mesh={'sequence': 2}.")
+            + ("." if len(axes) > 1 else ": make it with parallel={'sequence': 2}.")
         )
     return axes[0].shard(batch, shift, also, whole)

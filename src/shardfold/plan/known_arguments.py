@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
-from shardfold.errors import ConfigError, did_you_mean
+from shardfold.errors import ConfigError, did_you_mean, nearest
 
-__all__ = ["keywords", "known_arguments", "meant", "unknown"]
+__all__ = ["keywords", "known_arguments", "meant", "regrouped", "unknown"]
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -67,6 +67,16 @@ ELSEWHERE: Mapping[str, Collection[str]] = {
 """What DeepSpeed, FSDP, Accelerate and Megatron-LM call what is an argument, or a word of one, here. Of those that a
 call knows the first is meant."""
 
+GROUPS: Mapping[str, tuple[str, Collection[str]]] = {
+    "parallel": ("sf.Parallel(", ("mesh", "tensor", "sequence_parallel", "attention", "pipeline", "stages")),
+    "runtime": ("sf.Runtime(", ("device", "timeout", "desync_timeout", "debug")),
+    "init": ("sf.Init(", ("weights", "seed", "units")),
+    "clip_norm": ("sf.Clip(", ("clip",)),
+    "layout": ("sf.PRESETS['zero3'].replace(outer=sf.Outer(", ("outer",)),
+}
+"""Arguments of an engine that are values, how such a value is made, and what is in it."""
+AUTO = "layout=sf.Auto(sample=...)"
+
 
 def known_arguments(target: Target) -> Target:
     """Decorates a public function, or a class and its public methods: a call with a keyword that they do not have
@@ -97,17 +107,43 @@ def keywords(target: Callable[..., Any]) -> list[str] | None:
 
 def unknown(call: str, given: Iterable[str], known: Sequence[str]) -> str:
     """The sentence about the first name that was ``given`` to a ``call`` and is none of the ``known``, or nothing."""
-    for name in given:
-        if name not in known:
-            return f"{call} has no argument {name!r}.{meant(name, known)}"
+    strange = [name for name in given if name not in known]
+    if not strange:
+        return ""
+    if spelled := regrouped(strange, known):
+        return f"{call} has no argument {strange[0]!r}: give {spelled}."
+    return f"{call} has no argument {strange[0]!r}.{meant(strange[0], known)}"
+
+
+def regrouped(names: Sequence[str], known: Collection[str]) -> str:
+    """How the first of these ``names`` is given to an engine, and with it those in the same value; empty: it is in
+    none, or the ``known`` are no engine's arguments.
+
+    Examples:
+        >>> sf.plan.known_arguments.regrouped(["mesh", "seed", "tensor"], ["parallel", "runtime", "init"])
+        'parallel=sf.Parallel(mesh=..., tensor=...)'
+    """
+    if not {"parallel", "runtime", "init"} <= {*known}:
+        return ""
+    if names[0] == "sample":
+        return AUTO
+    for holder, (makes, inside) in GROUPS.items():
+        if names[0] in inside:
+            fields = [f"{name}=..." for name in names if name in inside] if len(inside) > 1 else ["..."]
+            return f"{holder}={makes}{', '.join(fields)}{')' * makes.count('(')}"
     return ""
 
 
 def meant(name: str, known: Sequence[str]) -> str:
     """The one of the ``known`` that others call ``name`` or that is nearest to it, as a question; else all of them."""
-    ours = next((ours for ours, names in ELSEWHERE.items() if ours in known and name in names), None)
-    if ours is not None:
-        return f" Did you mean {ours!r}?"
+    ours = [ours for ours, names in ELSEWHERE.items() if name in names]
+    for each in ours:
+        if each in known:
+            return f" Did you mean {each!r}?"
+    inside = [each for _, names in GROUPS.values() for each in names]
+    for each in ours or [nearest(name, [*known, *inside]) or name]:
+        if each not in known and (spelled := regrouped([each], known)):
+            return f" Did you mean {spelled}?"
     return did_you_mean(name, known) if known else ""
 
 

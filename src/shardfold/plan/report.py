@@ -52,7 +52,7 @@ class MemoryReport(NamedTuple):
     what autograd holds, of units for which it holds anything.
 
     What rests outside, and what is back from there, is always known. What stays on the device is known inside of
-    ``with engine.activations():``, of forwards since it was entered, because knowing takes a hook on each tensor that
+    ``with engine.count_saved():``, of forwards since it was entered, because knowing takes a hook on each tensor that
     autograd saves.
 
     Examples:

@@ -17,6 +17,7 @@
     planned_rank   a rank that is planned for, and how a model is planned on it
     ranking        which ways to train fit, ranked
     repeats        models of many blocks that are alike are traced with a few of them; what the others do is repeated
+    sample         a layout that is chosen for the user's own model and a micro-batch of it
     seconds        the time of a step
     setting        what a rank's engine would bind: units, orders, program
     staged         stages of a rank on paper, by an order of actions

@@ -192,7 +192,7 @@ def _told(looked: Searched[Option], left: int) -> str:
     if taken.cost and where is not None:
         seconds = f", and takes {1000 * taken.cost:.4g} ms by the rates of {where.device.name}"
     said = [
-        f"layout={taken.layout!r} with activations={taken.mode!r} is taken for sample=: a step peaks at "
+        f"layout={taken.layout!r} with activations={taken.mode!r} is taken for Auto(sample=...): a step peaks at "
         f"{human(taken.needed)} of the {human(taken.rank.budget)} of each rank ({taken.plan.top.where}){seconds}."
     ]
     if quicker := [each for each in looked.others if not taken.cost or each.cost < taken.cost]:
@@ -202,7 +202,9 @@ def _told(looked: Searched[Option], left: int) -> str:
     if left:
         said.append("Others were not planned: they send, move or compute more.")
     if taken.loss:
-        said.append(f"The model gives no loss, so {taken.loss} is taken for it: sample=(batch, loss) gives its own.")
+        said.append(
+            f"The model gives no loss, so {taken.loss} is taken for it: Auto(sample=..., loss=...) gives its own."
+        )
     return " ".join(said)
 
 
@@ -230,7 +232,7 @@ def _refusal(subjects: Sequence[Subject], table: Layout, least: Option) -> str:
     if host is not None and least.host > host:
         held = f" and {human(least.host)} of the {human(host)} of host memory"
     return (
-        f"sample=: no layout fits a step of this micro-batch into {human(budget)} for each rank; the least, "
+        f"Auto(sample=...): no layout fits a step of this micro-batch into {human(budget)} for each rank; the least, "
         f"{human(least.needed)}{held} ({least.plan.top.where}), is taken by layout={least.layout!r} with "
         f"activations={least.mode!r}: {would}."
     )

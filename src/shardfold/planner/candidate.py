@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from shardfold.errors import ConfigError
+from shardfold.parallel.parallel import Parallel
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout
 from shardfold.plan.program_passes import Overlap
@@ -65,13 +66,12 @@ class Candidate:
     @property
     def engine(self) -> dict[str, Any]:
         """Arguments of :class:`shardfold.Engine`."""
-        axes, more = self.division.axes, dict[str, Any]()
-        if axes:
-            more["mesh"] = axes
+        axes, how = self.division.axes, dict[str, Any]()
         if "pipeline" in axes:
-            more["pipeline"] = self.division.order
+            how["pipeline"] = self.division.order
         if "tensor" in axes:
-            more |= {"tensor": self.division.plan, "sequence_parallel": self.division.sequence_parallel}
+            how |= {"tensor": self.division.plan, "sequence_parallel": self.division.sequence_parallel}
+        more = {"parallel": Parallel(mesh=axes, **how) if how else axes} if axes else {}
         return {
             "layout": self.table if self.wires else self.layout,
             "precision": self.precision,
@@ -133,12 +133,12 @@ class Candidate:
         if self.division.pipeline > 1:
             stages, order = self.division.pipeline, self.division.ordered
             plain = order in ("1f1b", "gpipe")
-            where = f"PipelineModule(num_stages={stages})" if plain else "the order is of Engine(pipeline=)"
+            where = f"PipelineModule(num_stages={stages})" if plain else "the order is of sf.Parallel(pipeline=)"
             said.append(f"pipeline={stages} in order {order} ({where})")
         if self.division.expert > 1:
             said.append(f"expert={self.division.expert} (MoE(ep_size={self.division.expert}))")
         if self.division.sequence_parallel:
-            said.append("sequence parallelism (Engine(sequence_parallel=True))")
+            said.append("sequence parallelism (sf.Parallel(sequence_parallel=True))")
         if self.wires:
             said.append(f"{self.wired} (the layout of Engine)")
         return f"a DeepSpeed config has no words for {'; '.join(said)}." if said else ""

@@ -45,9 +45,9 @@ class Division:
         sequence: ranks that have parts of the same sequences.
         expert: ranks among which experts are shared out, with other samples each.
         pipeline: ranks among which stages are.
-        plan: as ``Engine(tensor=)`` takes it.
-        attention: as ``Engine(attention=)`` takes it; None: by heads where they divide.
-        order: as ``Engine(pipeline=)`` takes it.
+        plan: as ``Parallel(tensor=)`` takes it.
+        attention: as ``Parallel(attention=)`` takes it; None: by heads where they divide.
+        order: as ``Parallel(pipeline=)`` takes it.
         micro_batches: of a step, which go through the stages.
         stage: the place along the axis of stages of the rank that is planned for.
         streams: the device has streams, and kernels as a GPU.

@@ -88,7 +88,7 @@ def stages_of(
     begins: Sequence[str] | None = None,
     own: Sequence[int] | None = None,
 ) -> Stages:
-    """The stages of a model; ``begins``: as ``Engine(stages=)`` takes them; ``own``: those that are here, None: those
+    """The stages of a model; ``begins``: as ``Parallel(stages=)`` takes them; ``own``: those that are here, None: those
     of the rank.
 
     Raises:

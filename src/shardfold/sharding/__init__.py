@@ -13,6 +13,7 @@
     gradient_buffer  the flat that gradients are copied into and sent from
     gradients        the gradients of one unit since the last step: where they lie, and how far they are summed
     groups           what an optimizer says of how units are cut
+    init             what a new engine begins with: values, and the cut of the model into units
     loans            while whole values are lent to the user, some things must not happen to them
     lost             what the formats of reductions have lost and keep, over all ranks
     materialize      models constructed without memory, made real unit by unit

@@ -278,7 +278,7 @@ class Changes:
             raise UsageError(
                 f"{refused[0]!r}{f' and {len(refused) - 1} more' if len(refused) > 1 else ''} got .data of another "
                 "dtype or device than the engine keeps parameters in, and has its old values again: choose precision= "
-                "and device= when making the engine."
+                "and Runtime(device=...) when making the engine."
             )
 
     # -- what they are to be made of

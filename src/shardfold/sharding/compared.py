@@ -16,7 +16,7 @@ PARTS = "the model's parameters, the units or the optimizer's groups"
 SLICES = "the slices of parameters"
 HINT = (
     "ranks that differ on axes of data have the same slice of a parameter, and only ranks along an axis of role "
-    "tensor or expert, as in mesh={'tensor': 2}, may have others"
+    "tensor or expert, as in parallel={'tensor': 2}, may have others"
 )
 
 UNEQUAL = (

@@ -69,7 +69,7 @@ def check_sharded(model: ShardedModel, frozen: str, *, apart: bool) -> None:
     if apart:
         raise UsageError(
             f"{WHAT}: groups of ranks have weights of their own, as their outer steps are some steps apart: use "
-            "engine.save(), or call engine.synchronize() and take rank 0's engine.state_dict()."
+            "engine.save(), or call engine.outer_step() and take rank 0's engine.state_dict()."
         )
     Placing(model).check(chosen(model, frozen))
 

@@ -52,8 +52,8 @@ FIRST = "the broadcast of the first values of {}"
 
 
 LOST = (
-    "which has no memory inside of meta_init(), so they would be lost: pass them as weights= (a state dict or a path) "
-    "when making the engine, or build and load the model inside of sf.sharded_init()."
+    "which has no memory inside of meta_init(), so they would be lost: pass them as Init(weights=...) (a state dict or "
+    "a path) when making the engine, or build and load the model inside of sf.sharded_init()."
 )
 
 
@@ -205,7 +205,7 @@ def move_buffers(
     if left := [name for name, buffer in buffers.values() if buffer.is_meta]:
         raise ModelError(
             f"nothing gives values to the buffer{'s' * (len(left) > 1)} {', '.join(left)}, made from parameters that "
-            "had no memory yet: pass weights= that have them, or make them from shapes in the constructor."
+            "had no memory yet: pass Init(weights=...) that have them, or make them from shapes in the constructor."
         )
     for module in modules.values():
         dtype = dtypes.get(id(module))
@@ -295,7 +295,7 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
     if left:
         raise ModelError(
             f"nothing initializes {', '.join(left)}: give the module that owns it a reset_parameters() method that "
-            "sets every parameter, or pass weights=."
+            "sets every parameter, or pass Init(weights=...)."
         )
 
 

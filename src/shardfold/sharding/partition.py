@@ -408,7 +408,7 @@ def _lay_out(
     if len(summed) > 1:
         raise LayoutError(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
-            "distinct on one or follow another layout: choose units= so that those are a unit of their own."
+            "distinct on one or follow another layout: choose Init(units=...) so that those are a unit of their own."
         )
     unit = UnitSpec(c.name, tuple(specs), root=c.name in (ROOT, SMALL), inside=c.inside)
     return unit, [list(members.values()) for members in segments.values()]

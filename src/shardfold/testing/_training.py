@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shardfold.errors import UsageError
 from shardfold.plan.known_arguments import known_arguments
+from shardfold.sharding.init import Init
 from shardfold.testing.ranks import Ranks
 
 Batch: TypeAlias = "Tensor | tuple[Any, ...] | Mapping[str, Any]"
@@ -96,7 +97,8 @@ def same_training(
     precision: Any = "fp32",
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     steps: int = 30,
-    mesh: Mapping[str, int] | None = None,
+    parallel: Any = None,
+    init: Init | None = None,
     tol: float = 1e-6,
     parameter_tol: float | None = None,
     way_tol: float | None = None,
@@ -119,7 +121,8 @@ def same_training(
     relative to the norm of what training has changed in the parameter: 1 for one that was never updated. With
     ``reference="parts"`` the plain training takes the loss of each slice by itself and adds the gradients up, as the
     ranks do: for optimizers that turn rounding into steps of full size (a sign, a division by the root of a second
-    moment near its eps). ``ranks`` is a pool to run in; further options go to the engine.
+    moment near its eps). ``ranks`` is a pool to run in; ``seed`` is of both trainings; further options go to the
+    engine.
 
     Raises `AssertionError` where the trainings differ, `RanksFailed` if one of them fails, and `UsageError` for
     batches that cannot be cut evenly and an unknown ``reference``.
@@ -146,8 +149,8 @@ def same_training(
         parts=(world_size, accumulate) if reference == "parts" else None,
     )
     _check_batches(job.batches, world_size * accumulate)
-    options = dict(layout=layout, precision=precision, accumulate=accumulate, clip_norm=clip_norm, mesh=mesh, seed=seed)
-    options = {**options, **engine_options}
+    options = dict(layout=layout, precision=precision, accumulate=accumulate, clip_norm=clip_norm, parallel=parallel)
+    options = {**options, "init": replace(init or Init(), seed=seed), **engine_options}
     if ranks is None:
         with Ranks(world_size) as pool:
             plain, sharded = _train_both(pool, job, options, world_size, timeout)

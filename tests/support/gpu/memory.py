@@ -17,6 +17,7 @@ from tests.support.gpu.ranks import Field, Here, how_many
 from tests.support.gpu.section import Asked, Notes, Outcome
 from tests.support.gpu.setting import Setting, rank_settings
 from tests.support.gpu.watched import give_back, reserved_peak
+from tests.support.options import grouped
 
 __all__ = ["CASES", "Measured", "Size", "difference", "run"]
 
@@ -148,9 +149,11 @@ def _trained(here: Here, layout: str, precision: str, size: Size) -> sf.Engine:
     with sf.meta_init():
         model = Model(size)
     engine = sf.Engine(
-        model, optimizer=partial(torch.optim.AdamW, lr=1e-3), layout=layout, precision=precision, units=["blocks.*"],
-        device=here.device, **mesh,
-    )  # fmt: skip
+        model,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        **grouped(layout=layout, units=["blocks.*"], device=here.device, **mesh),
+        precision=precision,
+    )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     x = torch.randn(size.rows, size.width, dtype=dtype).to(here.device)
     for _ in range(STEPS):

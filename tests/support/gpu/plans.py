@@ -134,7 +134,7 @@ def _engine(here: Here, case: tuple[str, ...], size: Size) -> sf.Engine:
     torch.manual_seed(0)
     return sf.Engine(
         model_of(name, size), optimizer=partial(torch.optim.AdamW, lr=1e-4), layout=layout, precision=precision,
-        activations=mode, device=here.device,
+        activations=mode, runtime=sf.Runtime(device=here.device),
     )  # fmt: skip
 
 

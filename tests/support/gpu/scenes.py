@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.optim import AdamW8bit
 from tests.support.gpu.ranks import Here
+from tests.support.options import grouped
 
 __all__ = ["SCENES", "Scene", "losses_of"]
 
@@ -128,9 +129,10 @@ def losses_of(here: Here, scene: Scene, *, steps: int, width: int = WIDTH) -> li
     torch.manual_seed(7)
     with ExitStack() as held:
         engine = sf.Engine(
-            Model(width, **scene.model), layout=scene.layout, device=here.device, accumulate=scene.accumulate,
-            units=[Block], **{"optimizer": SGD, **scene.engine},
-        )  # fmt: skip
+            Model(width, **scene.model),
+            **grouped(layout=scene.layout, device=here.device, units=[Block], **{"optimizer": SGD, **scene.engine}),
+            accumulate=scene.accumulate,
+        )
         held.callback(engine.close)
         drawn = torch.Generator().manual_seed(100 + engine.rank)
         texts = [torch.randint(VOCAB, (ROWS, TOKENS + 1), generator=drawn) for _ in range(steps * scene.accumulate)]

@@ -14,6 +14,7 @@ from tests.support.gpu.scenes import ADAMW, SCENES, SGD, TOKENS, VOCAB, Block, M
 from tests.support.gpu.section import Asked, Notes, Outcome
 from tests.support.gpu.setting import Setting, rank_settings
 from tests.support.gpu.watched import waits
+from tests.support.options import grouped
 
 __all__ = ["run"]
 
@@ -84,9 +85,10 @@ def _steps(here: Here, scene: Scene) -> Counter[str]:
     """The waits of this rank in the steps from ``FIRST`` on."""
     torch.manual_seed(7)
     engine = sf.Engine(
-        Model(32, **scene.model), layout=scene.layout, device=here.device, accumulate=scene.accumulate, units=[Block],
-        **{"optimizer": SGD, **scene.engine},
-    )  # fmt: skip
+        Model(32, **scene.model),
+        **grouped(layout=scene.layout, device=here.device, units=[Block], **{"optimizer": SGD, **scene.engine}),
+        accumulate=scene.accumulate,
+    )
     try:
         text = torch.randint(VOCAB, (4, TOKENS + 1)).to(engine.device)
 

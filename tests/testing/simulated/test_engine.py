@@ -162,7 +162,13 @@ def test_a_model_that_reads_its_weights_too_early_is_told(waits: bool) -> None:
     """A weight that is gathered for the computation is not there yet for a stream of the user's: the report names the
     model's line, the engine's, and what to do."""
     with simulated() as sim:
-        engine = sf.Engine(HastyGpt(waits), optimizer=AdamW, layout="zero3", device="sim", units=[Block, Hasty])
+        engine = sf.Engine(
+            HastyGpt(waits),
+            optimizer=AdamW,
+            layout="zero3",
+            runtime=sf.Runtime(device="sim"),
+            init=sf.Init(units=[Block, Hasty]),
+        )
         try:
             for _ in range(2):
                 ids = torch.ones(2, 8, dtype=torch.long, device="sim")
@@ -186,7 +192,9 @@ def _raises_in_backward() -> Any:
     """Rank 1's backward raises in a hook of the model's."""
     with simulated():
         model = Gpt()
-        engine = sf.Engine(model, optimizer=AdamW, layout="zero3", device="sim", units=[Block])
+        engine = sf.Engine(
+            model, optimizer=AdamW, layout="zero3", runtime=sf.Runtime(device="sim"), init=sf.Init(units=[Block])
+        )
         try:
             ids = torch.ones(2, 8, dtype=torch.long, device="sim")
             out = engine(ids)

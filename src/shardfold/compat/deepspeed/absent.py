@@ -19,7 +19,7 @@ _COMPRESSION = "compression is not here; use torch.ao.quantization or torch.nn.u
 _TUNING = "the autotuner is not here; shardfold explain shows what a configuration holds and sends"
 _ONEBIT = (
     "the config's optimizer types OneBitAdam, OneBitLamb and ZeroOneAdam act; the classes are those of "
-    "shardfold.optim, with outer=shardfold.Signs()"
+    "shardfold.optim, with signs=shardfold.Signs() in the layout"
 )
 _HYBRID = "the hybrid engine is not here; gather with deepspeed.zero.GatheredParameters and call generate()"
 _CHECKPOINT = "parts of a checkpoint are not shown here; read it whole with deepspeed.utils.zero_to_fp32"

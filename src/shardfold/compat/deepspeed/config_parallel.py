@@ -134,7 +134,7 @@ def mesh_of(sizes: Sizes, mesh: dict[str, int] | None) -> dict[str, int] | None:
 
 
 def plan_words(section: Mapping[str, Any], weights: Iterable[str], kind: str | None) -> dict[str, Any]:
-    """The words of ``shardfold.Engine(tensor=...)`` for modules whose weights ``partition_config`` names.
+    """The words of ``shardfold.Parallel(tensor=...)`` for modules whose weights ``partition_config`` names.
 
     Args:
         section: ``tensor_parallel.partition_config``.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardfold.comm.runtime import Runtime
 from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.config_files import check_files
@@ -33,7 +34,8 @@ from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from shardfold.engine.engine import Engine
-from shardfold.numerics.clipping import Clip
+from shardfold.parallel.parallel import Parallel
+from shardfold.sharding.init import Init
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -116,14 +118,12 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             precision=settings.precision,
             activations=self._activations(model),
             accumulate=settings.accumulate,
-            clip=Clip(norm=limit) if limit is not None else None,
+            clip_norm=limit,
             loss_scale=settings.loss_scale if optimizer is not None else None,
-            mesh=with_experts(settings.mesh, model),
-            tensor=tensor,
+            parallel=Parallel(mesh=with_experts(settings.mesh, model), tensor=tensor, stages=self._stages(model)),
             overlap=settings.overlap,
-            device=_device(args),
-            stages=self._stages(model),
-            units=self._units(model),
+            init=Init(units=self._units(model)),
+            runtime=Runtime(device=_device(args)),
         )
         self._cross(model)
         self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it

@@ -141,7 +141,7 @@ class PipelineEngine(DeepSpeedEngine):
 
         core = self._core
         core.sharded.gate.meet(call, check=read)
-        if self.num_stages <= 2 or not core.agree([float(not found)])[0]:
+        if self.num_stages <= 2 or not core.max_over_ranks([float(not found)])[0]:
             return found
         said = core.sharded.comm.job.exchange(f"{call} {core.attempt}", json.dumps([describe(p[0]) for p in found]))
         if not found:  # as the first stage of the same copy of the model

@@ -89,7 +89,7 @@ def check_dtype(model: nn.Module, settings: Settings) -> None:
 
 
 def plan_of(model: nn.Module, settings: Settings) -> Any:
-    """``Engine(tensor=...)`` for a model that is cut by itself."""
+    """``Parallel(tensor=...)`` for a model that is cut by itself."""
     section: Mapping[str, Any] = settings["tensor_parallel.partition_config"]
     kind = getattr(getattr(model, "config", None), "model_type", None)
     words = plan_words(section, [name for name, _ in model.named_parameters()], kind) if section else {}

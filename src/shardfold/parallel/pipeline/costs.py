@@ -53,8 +53,8 @@ class PieceCost:
 
 @dataclass(frozen=True)
 class PieceCosts:
-    """Of all pieces of a model, in its order; ``Engine(stages=...)`` takes it, and cuts such that the slowest stage is
-    as fast as it can be."""
+    """Of all pieces of a model, in its order; ``Parallel(stages=...)`` takes it, and cuts such that the slowest stage
+    is as fast as it can be."""
 
     pieces: tuple[PieceCost, ...]
 

@@ -232,6 +232,7 @@ def _own_optimizer(settings: Settings) -> dict[str, Any]:
 
 
 def engine(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
+    from shardfold.comm.runtime import Runtime
     from shardfold.engine.engine import Engine
 
     nodes = contender.nodes if settings.link is None else NODES
@@ -241,8 +242,8 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
         optimizer=optimizer_of(settings),
         layout=contender.option,
         precision=settings.precision,
-        mesh=mesh,
-        device=device,
+        parallel=mesh,
+        runtime=Runtime(device=device),
         offload=contender.offload or None,
         clip_norm=settings.clip_norm or None,
     )

@@ -296,5 +296,5 @@ def advice(option: Option) -> list[str]:
         split = "zero1 and up split these over ranks; " * (option.layout == "ddp")
         found.append(f"less: {split}offload='host' lets them rest in host memory")
     if shares.get("gradients", 0) + shares.get("gathered", 0) > 0.3:
-        found.append("less: smaller units (units=), as the largest are whole while they run")
+        found.append("less: smaller units (Init(units=...)), as the largest are whole while they run")
     return found

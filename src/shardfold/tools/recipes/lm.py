@@ -194,16 +194,18 @@ class Run:
             optimizer=_optimizer(config, self.model),
             layout=config.table(),
             activations=None if config.activations == "keep" else config.activations,
-            mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
-            tensor="auto" if config.tensor > 1 else None,
-            sequence_parallel=config.sequence_parallel,
-            attention=config.attention if config.sequence > 1 else None,
-            pipeline=config.order,
+            parallel=sf.Parallel(
+                mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
+                tensor="auto" if config.tensor > 1 else None,
+                sequence_parallel=config.sequence_parallel,
+                attention=config.attention if config.sequence > 1 else None,
+                pipeline=config.order,
+            ),
             precision=config.precision,
             accumulate=config.accumulate,
-            clip=_clip(config),
+            clip_norm=_clip(config),
             lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
-            seed=config.seed,
+            init=sf.Init(seed=config.seed),
         )
         if not config.micro_batch:
             config = self.config = with_most_samples(config, self.engine, len(self.text))
@@ -236,7 +238,7 @@ class Run:
             return folder or self.config.out
         words = [] if folder is None else folder.name.split("-")
         numbers = [float(word) for word in (words[0][:4], words[0][4:], *words[1:])] if words else []
-        year, day, moment, number = self.engine.agree([*numbers, *[0.0] * (4 - len(numbers))])
+        year, day, moment, number = self.engine.max_over_ranks([*numbers, *[0.0] * (4 - len(numbers))])
         name = f"{year:04.0f}{day:04.0f}-{moment:06.0f}"
         return Path("runs", f"{name}-{number:.0f}" if number else name)
 
@@ -244,7 +246,7 @@ class Run:
         """Refuse to train on different text on different machines, where batches would not be what they claim."""
         digest = self.corpus.digest
         parts = [float(digest >> 16), float(digest & 0xFFFF)]  # 16 bits each are exact in any float that is reduced
-        if self.engine.agree([*parts, *(-part for part in parts)]) != [*parts, *(-part for part in parts)]:
+        if self.engine.max_over_ranks([*parts, *(-part for part in parts)]) != [*parts, *(-part for part in parts)]:
             raise ConfigError(
                 f"the ranks read different text from {self.corpus.source}: give --data one folder that all of them see."
             )
@@ -404,7 +406,7 @@ class Run:
                 if self.config.save_every and self.done % self.config.save_every == 0 and self.done < self.config.steps:
                     self.save(out)
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
-                if self.engine.agree([float(stop.received)])[0] > 0:
+                if self.engine.max_over_ranks([float(stop.received)])[0] > 0:
                     self.interrupted = True
                     self.windows = self.windows[:: -(-len(self.windows) // HASTY_WINDOWS)]
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")

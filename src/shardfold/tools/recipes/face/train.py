@@ -83,7 +83,7 @@ class FaceRun:
             else config.precision,
             clip_norm=config.clip_norm or None,
             lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.02),
-            seed=config.seed,
+            init=sf.Init(seed=config.seed),
         )
         self.sampler = EpochSampler(
             len(self.images.labels),
@@ -285,7 +285,7 @@ def steps(run: FaceRun, out: Path, console: Console) -> bool:
                 )
             if config.save_every and run.done % config.save_every == 0 and run.done < config.steps:
                 run.save(out)
-            if run.engine.agree([float(stop.received)])[0] > 0:
+            if run.engine.max_over_ranks([float(stop.received)])[0] > 0:
                 if run.leads:
                     console.print(f"Stopping after step {run.done} of {config.steps}; {stop.then}.", highlight=False)
                 break

@@ -1,0 +1,35 @@
+"""What a run is carried by: the device of a rank, how long ranks wait for each other, and checks that cost time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardfold.plan.known_arguments import known_arguments
+
+__all__ = ["Runtime"]
+
+
+@known_arguments
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """Where an engine runs and how it watches over its ranks; no number of a training depends on it.
+
+    Attributes:
+        device: None: this local rank's GPU, or other accelerator, if there is one, else the CPU. One without a number,
+            as ``"cuda"``, is this local rank's. It becomes the current one.
+        timeout: seconds until a collective that does not finish raises.
+        desync_timeout: seconds until ranks that run parts of the model in contradicting orders raise.
+        debug: freed memory is filled with NaN instead, so that stale aliases show.
+
+    Examples:
+        >>> on_the_cpu = sf.Engine(nn.Linear(8, 8), optimizer=adam, runtime=sf.Runtime(device="cpu", timeout=60.0))
+        >>> on_the_cpu.device
+        device(type='cpu')
+    """
+
+    device: str | torch.device | None = None
+    timeout: float = 1800.0
+    desync_timeout: float = 10.0
+    debug: bool = False

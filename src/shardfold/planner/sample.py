@@ -1,0 +1,37 @@
+"""A layout that is chosen for the user's own model and a micro-batch of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.layout import Layout
+from shardfold.planner.auto import AUTO
+
+__all__ = ["Auto"]
+
+
+@known_arguments
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """``layout=`` of an engine: the fastest with which a step of this model fits, by a plan of it with a micro-batch
+    (see ``planner.sampled``). Rank 0 plans, and all ranks take the same; the log says what, and why.
+
+    Attributes:
+        sample: a micro-batch as the model takes it (a dict of arguments by name, a tuple of them, or the only one),
+            whose shapes and dtypes the plan goes by; with an axis of sequence, of whole sequences.
+        loss: where the model does not give its loss itself, what does, as ``lambda model, batch: ...``.
+        layout: one that is given, a preset's name or a :class:`Layout`: only what happens to activations is chosen.
+            ``"auto"``: both are.
+
+    Examples:
+        >>> squares = sf.Auto(sample=x, loss=lambda model, batch: model(batch).square().mean())
+        >>> sf.Engine(nn.Linear(8, 8), optimizer=adam, layout=squares).layout == sf.PRESETS["zero3"]
+        False
+    """
+
+    sample: Any = field(repr=False)
+    loss: Callable[[Any, Any], Any] | None = None
+    layout: str | Layout = AUTO
