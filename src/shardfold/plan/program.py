@@ -385,7 +385,7 @@ class Program:
     def render(self, mark: tuple[str, int] | None = None, remark: Remark | None = None) -> str:
         """The text form; ``mark = (section, index)`` points at the operation that failed, ``remark`` says what stands
         behind an operation. A section whose operations are another's is one line that names it."""
-        say = remark or (lambda section, op: "")
+        say = remark or _nothing
         texts: list[str] = []
         for name in (*SECTIONS, *OTHERS):
             ops = self.section(name)
@@ -417,6 +417,10 @@ class Program:
                 fewer = len(left_out) <= len(verbs)
                 return f"as {base} {'without' if fewer else 'only'} {', '.join(left_out if fewer else verbs)}"
         return ""
+
+
+def _nothing(section: str, op: Op) -> str:
+    return ""
 
 
 def _behind(words: str) -> str:
@@ -853,7 +857,8 @@ def parse(text: str) -> Program:
                 f"line {number} of the program, {line.strip()!r}, is neither a section nor an operation in one."
             )
     made = {name: tuple(sections.pop(name)) for name in MADE if name in sections}
-    program = Program(**{name: tuple(ops) for name, ops in sections.items()}, also=tuple(made))
+    fields: dict[str, Any] = {name: tuple(ops) for name, ops in sections.items()}
+    program = Program(**fields, also=tuple(made))
     for name, ops in made.items():
         if ops != program.section(name):
             raise ConfigError(f"the section {name!r} of the program is not what follows from the others.")
