@@ -533,6 +533,7 @@ def lower(
         stashes: what is about to be updated is kept, for micro-batches that are under way.
     """
     lowering = _Lowering(layout, units, mesh, forward, backward, speculated, meets=meets, stashes=stashes)
+    rounds: dict[str, Any] = {name: tuple(lowering.outer(name)) for name in ROUND if layout.outer is not None}
     return Program(
         first=tuple(lowering.one_pass(True, False, first=True)) if lowering.keeps else (),
         forward=tuple(lowering.one_pass(True, False)),
@@ -543,7 +544,7 @@ def lower(
         arrive=tuple(lowering.updates(behind=True)) if delayed else (),
         shared=tuple(lowering.shared()),
         together=tuple(lowering.together()) if apart else (),
-        **{name: tuple(lowering.outer(name)) for name in ROUND if layout.outer is not None},
+        **rounds,
     )
 
 
