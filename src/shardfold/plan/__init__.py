@@ -1,6 +1,5 @@
 """WHAT is kept where, and WHEN what runs: values that can be made, checked and printed where there is no process group.
 
-    _needless        what is to be said of operations that do less than their words in a setting
     auto_wire        which wires a table may have, and which of them is the fastest over links that were measured
     axes             WHO: the axes of the ranks, and what follows from their roles
     bind             the one compiler: a table, the units of a model and a mesh, bound to the program that runs
@@ -34,6 +33,7 @@
     stay             which units keep the optimizer's states on the device
     version          the version, in one place
     walk             which operations of a section are due when something happens in a pass
+    _needless        what is to be said of operations that do less than their words in a setting
 
 It imports ``errors`` only.
 """

@@ -423,6 +423,10 @@ class Program:
         return ""
 
 
+def _nothing(section: str, op: Op) -> str:
+    return ""
+
+
 def _behind(words: str) -> str:
     """A remark at the end of a line."""
     return f"  # {words}" if words else ""
@@ -858,7 +862,8 @@ def parse(text: str) -> Program:
                 f"line {number} of the program, {line.strip()!r}, is neither a section nor an operation in one."
             )
     made = {name: tuple(sections.pop(name)) for name in MADE if name in sections}
-    program = Program(**{name: tuple(ops) for name, ops in sections.items()}, also=tuple(made))
+    fields: dict[str, Any] = {name: tuple(ops) for name, ops in sections.items()}
+    program = Program(**fields, also=tuple(made))
     for name, ops in made.items():
         if ops != program.section(name):
             raise ConfigError(f"the section {name!r} of the program is not what follows from the others.")
