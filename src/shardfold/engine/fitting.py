@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -266,12 +266,13 @@ class Sampled:
                         f"call it {role.value!r}."
                     )
                 sizes[name] = mesh.sizes[name]
+        how, plan = self.parallel, cast("Any", self.parallel.tensor)
         division = Division(
             **sizes,
-            sequence_parallel=self.parallel.sequence_parallel,
-            plan=self.parallel.tensor,
-            attention=self.parallel.attention,
-            order=str(self.parallel.pipeline),
+            sequence_parallel=how.sequence_parallel,
+            plan=plan,
+            attention=how.attention,
+            order=str(how.pipeline),
             micro_batches=self.accumulate if sizes.get("pipeline", 1) > 1 else 1,
             streams=accelerator.has_streams(mesh.device),
         )
