@@ -17,7 +17,8 @@ from functools import partial
 import torch
 import shardfold as sf
 
-engine = sf.Engine(torch.nn.Linear(4, 4), optimizer=partial(torch.optim.AdamW, lr=0.1), parallel={"inter": 2, "intra": 1})
+adamw = partial(torch.optim.AdamW, lr=0.1)
+engine = sf.Engine(torch.nn.Linear(4, 4), optimizer=adamw, parallel={"inter": 2, "intra": 1})
 engine.backward(engine(torch.ones(2, 4)).sum())
 engine.step()
 during = len(os.listdir("/proc/self/task"))

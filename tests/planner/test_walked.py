@@ -124,7 +124,7 @@ def test_the_operations_of_a_plan_are_those_of_the_run(ranks: Ranks, setting: st
 def _evaluates(options: dict[str, Any]) -> tuple[list[str], list[str], str]:
     """Of an evaluation whose order is known, where the model runs in another order than in training."""
     torch.manual_seed(0)
-    engine = sf.Engine(model := Turned(), optimizer=ADAMW, units=["blocks.*"], **options)
+    engine = sf.Engine(model := Turned(), optimizer=ADAMW, **grouped(units=["blocks.*"], **options))
     batch = torch.ones(4, 8)
     for _ in range(2):
         engine.backward(engine(batch).mean())
@@ -201,7 +201,7 @@ def _late(engine: Any, batch: Tensor) -> list[str]:
 
 def _steps(options: dict[str, Any], step: Callable[[Any, Tensor], list[str]]) -> tuple[list[str], list[str]]:
     torch.manual_seed(0)
-    engine = sf.Engine(Turned(), optimizer=ADAMW, units=["blocks.*"], accumulate=2, **options)
+    engine = sf.Engine(Turned(), optimizer=ADAMW, **grouped(units=["blocks.*"], **options), accumulate=2)
     batch = torch.ones(4, 8)
     for _ in range(4):
         engine.backward(engine(batch).mean())
@@ -235,11 +235,9 @@ def _in_two_parts() -> tuple[Counter[str], Counter[str], list[str], str]:
         nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
         optimizer=ADAMW,
         layout="zero2",
-        units=["0", "1", "2", "3"],
-        mesh={"pipeline": 2, "intra": 2},
+        init=sf.Init(units=["0", "1", "2", "3"]),
+        parallel=sf.Parallel(mesh={"pipeline": 2, "intra": 2}, pipeline="zb-h1", stages=["2"]),
         accumulate=2,
-        pipeline="zb-h1",
-        stages=["2"],
     )
     batch = torch.ones(8, 8)
     for _ in range(2):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardfold as sf
 from shardfold.errors import ModelError, ShardfoldError, UsageError
 from shardfold.testing import Ranks
+from tests.support.options import grouped
 
 KINDS: dict[str, Any] = {
     "adamw": partial(torch.optim.AdamW, betas=(0.8, 0.95), weight_decay=0.1),
@@ -49,7 +50,7 @@ def made(seed: int) -> Net:
     return Net()
 
 
-def grouped(kind: str, model: nn.Module) -> Any:
+def in_two_groups(kind: str, model: nn.Module) -> Any:
     """Two groups of other options."""
     inner = [p for name, p in model.named_parameters() if name.startswith("inter") or name.startswith("inner")]
     rest = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("inner")]
@@ -58,7 +59,7 @@ def grouped(kind: str, model: nn.Module) -> Any:
 
 def engine_of(kind: str, seed: int = 0, **options: Any) -> sf.Engine:
     model = made(seed)
-    return sf.Engine(model, optimizer=grouped(kind, model), **options)
+    return sf.Engine(model, optimizer=in_two_groups(kind, model), **grouped(**options))
 
 
 def fsdp2(kind: str, seed: int) -> tuple[Any, Any]:
@@ -67,7 +68,7 @@ def fsdp2(kind: str, seed: int) -> tuple[Any, Any]:
     for module in (model.inner, model.still):
         fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, grouped(kind, model)
+    return model, in_two_groups(kind, model)
 
 
 def batches(start: int, count: int) -> list[Tensor]:
@@ -271,7 +272,7 @@ def _refused(folder: Path) -> list[str]:
         (None, {}),
     ]
     for optimizer, options in cases:
-        engine = sf.Engine(nn.Linear(4, 4, bias=False), optimizer=optimizer, **options)
+        engine = sf.Engine(nn.Linear(4, 4, bias=False), optimizer=optimizer, **grouped(**options))
         said.append(_raised(UsageError, engine.optimizer_state_dict))
         loads = _raised(UsageError, lambda engine=engine: engine.load_optimizer_state_dict({}))
         assert loads == said[-1].replace("engine.optimizer_state_dict()", "engine.load_optimizer_state_dict()")

@@ -322,10 +322,6 @@ def _words(op: Op, name: str, value: Any) -> list[str]:
     return ["->", value] if name == "target" and op.source else [value]
 
 
-def _nothing(section: str, op: Op) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Program:
     """The operations of one optimizer step, by section; see the module's docstring.
