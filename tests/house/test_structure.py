@@ -22,8 +22,8 @@ CEILINGS = {
     "class_names": 0,
     "file_names": 0,
     "single_modules": 13,
-    "skipped": 22,
-    "arguments": 28,
+    "skipped": 18,
+    "arguments": 15,
 }
 """What the script counts at most. Who makes one of them smaller writes the new number here; nobody makes one larger."""
 

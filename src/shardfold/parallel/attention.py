@@ -115,7 +115,7 @@ def open_sequence(
         if attention is not None:
             raise ConfigError(
                 f"attention={attention!r} says how attention crosses an axis of sequence, which mesh= does not have: "
-                "add it, as in mesh={'sequence': 2}, or leave attention= out."
+                "add it, as in parallel={'sequence': 2}, or leave attention= out."
             )
         return None
     if len(axes) > 1:
