@@ -85,7 +85,6 @@ __all__ = [
     "negative_view",
     "no_functions",
     "no_subclass_functions",
-    "own_step_pre_hooks",
     "packs_seen",
     "pop_saved_hooks",
     "profiler_config",
@@ -361,13 +360,6 @@ check(missing())
 
 step_pre_hooks: Any = _get("torch.optim.optimizer._global_optimizer_pre_hooks")
 """What is called before the step of every optimizer."""
-
-
-def own_step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any] | None:
-    """What is called before this optimizer's step; None for one that wraps another and has not initialized its base
-    class, as Accelerate's ``AcceleratedOptimizer``: it takes no hooks of its own."""
-    return getattr(optimizer, "_optimizer_step_pre_hooks", None)
-
 
 # -- autograd
 

@@ -18,7 +18,8 @@ import pytest
 from shardfold import launch
 from shardfold.launch import local
 
-FOREVER = "import signal\nwhile True: signal.pause()\n"
+# `signal.pause()` would miss a signal that comes just before it, and wait for another one.
+FOREVER = "import time\nwhile True: time.sleep(0.05)\n"
 
 
 def run(script: str, num_procs: int = 2) -> int:

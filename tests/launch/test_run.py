@@ -410,9 +410,9 @@ class Running:
         os.mkfifo("ready")
         path = write(
             "wait.py",
-            f"import os, signal\n{script}\n"
+            f"import os, signal, time\n{script}\n"
             "with open('ready', 'w') as f: f.write(f'{os.getpid()}\\n')\n"
-            "while True: signal.pause()\n",
+            "while True: time.sleep(0.05)\n",  # pause() misses what comes just before it
         )
         self.process = subprocess.Popen(
             command(*words, path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

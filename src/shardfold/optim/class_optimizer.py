@@ -17,7 +17,6 @@ from shardfold.sharding.groups import PerElement
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
-from shardfold.torch_internals import own_step_pre_hooks
 
 __all__ = ["ClassOptimizer"]
 
@@ -57,7 +56,7 @@ class ClassOptimizer(ShardedOptimizer):
         drop_grads(stranger for _, stranger in self.strangers())
         # An optimizer that wraps another may take no hooks: those of the one inside then run behind `begun`.
         hook = None
-        if own_step_pre_hooks(self.torch_optimizer) is None:
+        if self._own_hooks() is None:
             begun()
         else:
             hook = self.torch_optimizer.register_step_pre_hook(lambda *_: begun())  # the last of them

@@ -36,7 +36,7 @@ from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
-from shardfold.torch_internals import own_step_pre_hooks, step_pre_hooks
+from shardfold.torch_internals import step_pre_hooks
 
 __all__ = ["MasterPiece", "ShardedOptimizer", "factor_of"]
 
@@ -150,7 +150,12 @@ class ShardedOptimizer(Updater):
 
     def has_pre_hooks(self) -> bool:
         """Whether something of the user's is called before each step."""
-        return bool(step_pre_hooks or own_step_pre_hooks(self.torch_optimizer))
+        return bool(step_pre_hooks or self._own_hooks())
+
+    def _own_hooks(self) -> dict[int, Any] | None:
+        """What is called before each step of this optimizer; None for one that wraps another and has not initialized
+        its base class, as Accelerate's: it takes no hooks of its own."""
+        return getattr(self.torch_optimizer, "_optimizer_step_pre_hooks", None)
 
     def update(self, unit: Unit, used: Sequence[Sequence[bool]], coefficient: Tensor | None) -> None:
         """The step for one unit's master ranges; the compute copy of what changed is written too.
