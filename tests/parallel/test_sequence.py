@@ -388,7 +388,7 @@ def test_misuse_is_told(ranks: Ranks) -> None:
     """What would train on something else is refused on every rank, with one sentence."""
     said = ranks.run(_misused, world_size=2)
     words = (
-        "add it, as in mesh={'sequence': 2}", "mean 'ring'", "no attention that can cross it", "3 heads are not",
+        "add it, as in parallel={'sequence': 2}", "mean 'ring'", "no attention that can cross it", "3 heads are not",
         "call batch = sf.sequence_shard(batch)", "have different batches", "cut each batch right before its forward",
         "call that instead of loss.backward()", "batches went forward since the last backward", "no engine has one",
     )  # fmt: skip
