@@ -292,6 +292,12 @@ def test_a_mesh_alone_and_what_is_left_out_say_the_same():
     assert repr(sf.Parallel(mesh={"tensor": 2}, pipeline="1f1b")) == "Parallel(mesh={'tensor': 2})"
 
 
+@pytest.mark.parametrize("given", ["tensor", sf.Parallel])
+def test_what_is_neither_a_mesh_nor_a_value_is_told_by_the_name_that_was_written(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^parallel= is .*: give a mesh, as in \{'intra': 8\}, or sf.Parallel"):
+        sf.Engine(model(), parallel=given)
+
+
 def wrapped() -> str:
     if not dist.is_initialized():
         dist.init_process_group("gloo")

@@ -192,7 +192,7 @@ class FusedOptimizer(ShardedOptimizer):
     def take_updated(self) -> None:
         self._held.clear()
         for segment in self._segments():
-            segment.take_updated()
+            segment.write_updated()
 
     def updated_row(self) -> MemoryRow:
         copies = sum(s.shard_numel * s.dtype.itemsize for s in self._segments() if s.keeps_copy)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shardfold.optim.sharded import MasterPiece, ShardedOptimizer, factor_of
 from shardfold.plan.layout import Tier
-from shardfold.sharding.attributes import drop_grads, point, show_grads
 from shardfold.sharding.groups import PerElement
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
@@ -31,7 +30,7 @@ class ClassOptimizer(ShardedOptimizer):
             for value in self.torch_optimizer.state.get(piece.tensor, {}).values():
                 if isinstance(value, Tensor) and value.dim():
                     region = self._tiers.moved(self._tiers.over(str(before), value.data), tier)
-                    point(value, region.get() if tier is Tier.DEVICE else region.values().view(value.shape))
+                    value.data = region.get() if tier is Tier.DEVICE else region.values().view(value.shape)
 
     # -- the update
 
@@ -51,9 +50,10 @@ class ClassOptimizer(ShardedOptimizer):
             for piece in pieces:
                 if flags[id(segment)][piece.slot]:
                     grad = grads[piece.range].to(device, piece.tensor.dtype)
-                    show_grads([piece.tensor], [grad if factor is None else grad * factor.to(device)])
+                    piece.tensor.grad = grad if factor is None else grad * factor.to(device)
         # What users put there is trained from the next forward on; its gradient here is this rank's own.
-        drop_grads(stranger for _, stranger in self.strangers())
+        for _, stranger in self.strangers():
+            stranger.grad = None
         # An optimizer that wraps another may take no hooks: those of the one inside then run behind `begun`.
         hook = None
         if self._own_hooks() is None:
@@ -66,7 +66,8 @@ class ClassOptimizer(ShardedOptimizer):
         finally:
             if hook is not None:
                 hook.remove()
-            drop_grads(piece.tensor for piece in self._every_piece())
+            for piece in self._every_piece():
+                piece.tensor.grad = None
 
     def _update(self, segment: Segment, used: Sequence[bool], coefficient: Tensor | None) -> None:
         if segment.compute_range is not None and segment.keeps_copy:

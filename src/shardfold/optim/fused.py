@@ -172,11 +172,11 @@ class FusedShard:
     ) -> None:
         """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients. One that
         raises is not counted. What was done of it before stands, if it is the same. ``aside``: memory of the host in
-        which the compute-dtype copy waits until it is asked for (:meth:`Segment.take_updated`)."""
+        which the compute-dtype copy waits until it is asked for (:meth:`Segment.write_updated`)."""
         segment = self.segment
         if isinstance(before := segment.under_way, Speculation):
             if before.stands(terms_of(group, used, coefficient)):
-                segment.take_updated()
+                segment.write_updated()
                 return
             before.settle()
         if not any(used):  # of a unit of which others were: what was fetched goes back as it is

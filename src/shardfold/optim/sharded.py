@@ -30,7 +30,6 @@ from shardfold.plan.cost import Sent
 from shardfold.plan.layout import Tier
 from shardfold.plan.placement import SegmentSpec
 from shardfold.plan.report import MemoryRow
-from shardfold.sharding.attributes import point
 from shardfold.sharding.model import Updater
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
@@ -227,7 +226,7 @@ class ShardedOptimizer(Updater):
         """The pieces of a segment whose master lies elsewhere now are views of that."""
         if (master := segment.master) is not None:
             for piece in self._pieces[id(segment)]:
-                point(piece.tensor, master[piece.range])
+                piece.tensor.data = master[piece.range]
 
     def point_groups(self, units: Sequence[Unit]) -> None:
         """Gives every group this rank's pieces of its parameters; the groups themselves stay the same dicts.

@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.plan import Given
 from shardfold.plan.axes import Axis
+from shardfold.plan.checks import described
 from shardfold.plan.known_arguments import known_arguments
 
 if TYPE_CHECKING:
@@ -63,5 +65,14 @@ class Parallel:
 
     @staticmethod
     def of(given: Any) -> Parallel:
-        """What an engine's ``parallel=`` says: itself, a mesh alone, or None."""
+        """What an engine's ``parallel=`` says: itself, a mesh alone, or None.
+
+        Raises:
+            ConfigError: it is a text or a class, which is none of these.
+        """
+        if isinstance(given, str | type):
+            raise ConfigError(
+                f"parallel= is {described(given)}: give a mesh, as in {{'intra': 8}}, or "
+                "sf.Parallel(mesh={'tensor': 2}, tensor='auto')."
+            )
         return given if isinstance(given, Parallel) else Parallel(mesh=given)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -222,7 +221,7 @@ def _refusal(subjects: Sequence[Subject], table: Layout, least: Option) -> str:
     """What would fit, in a sentence; ``least``: the way that needs the least."""
     samples, largest, budget, host = subjects[0].samples, 0, least.rank.budget, least.rank.host
     if samples > 1 and least.needed > budget:
-        rank = replace(least.rank, where=None, host=None if host is None else inf)  # of the device alone
+        rank = replace(least.rank, where=None)
         largest = min(option(subjects, rank, table, least.mode, LINE[0]).largest, samples - 1)
     would = (
         f"a micro-batch of {largest} samples fits so, in place of {samples}"

@@ -1,6 +1,5 @@
 """A model that is split over ranks: :class:`shardfold.sharding.model.ShardedModel` is what all else works on.
 
-    attributes       what PyTorch has to be told by assigning it: a tensor's memory, and a parameter's gradient
     autograd         what autograd is doing at this moment, and what it could save of a value
     buffers          buffers are rank 0's on every rank, as under DDP
     changes          whether a model still is what its units were made of

@@ -21,7 +21,6 @@ from torch.nn.modules import module as torch_modules
 from shardfold.errors import ConfigError, UsageError
 from shardfold.plan.rules import Rules
 from shardfold.sharding._added_groups import look_at_added
-from shardfold.sharding.attributes import point
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.groups import alignment, group_numbers
 from shardfold.sharding.loans import Loan
@@ -272,7 +271,7 @@ class Changes:
             if isinstance(p, FreedParameter) or p.is_meta or id(p) in known:
                 continue
             if storage_key(p.untyped_storage()) in flats:
-                point(p, p.detach().clone())
+                p.data = p.detach().clone()
         self._places = list(map(Tensor.data_ptr, self._whole))
         if refused:
             raise UsageError(
@@ -355,13 +354,13 @@ def _take_values(segments: Sequence[Segment], loans: Sequence[Loan]) -> tuple[in
                 continue  # another shape is another structure
             if p.dtype != view.dtype or p.device != view.device:
                 refused.append(slot.name)
-                point(p, view)
+                p.data = view
             else:  # a copy, and written when all are read: two parameters may have been swapped
                 moved[id(p)] = (p, view, p.detach().clone())
     with torch.no_grad():
         for p, view, value in moved.values():
             view.copy_(value)
-            point(p, view)
+            p.data = view
         if moved:
             torch.autograd.graph.increment_version([p for p, _, _ in moved.values()])
         if any(loan.writes for loan in loans):

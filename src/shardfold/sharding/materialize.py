@@ -34,7 +34,6 @@ from shardfold.plan.box import Box
 from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
-from shardfold.sharding.attributes import point
 from shardfold.sharding.buffers import take_first_rank
 from shardfold.sharding.model import StagedNames
 from shardfold.sharding.partition import Cut
@@ -249,7 +248,7 @@ def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
             else:
                 view.copy_(parameter.detach())
             # Through .data the parameter keeps a version counter of its own: filling the flat again is no change.
-            point(parameter, view)
+            parameter.data = view
         for start, stop in segment.gaps:
             flat[start:stop].zero_()
     return empty

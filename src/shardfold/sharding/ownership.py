@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
 from shardfold.errors import ConfigError, UsageError, did_you_mean
-from shardfold.sharding.attributes import point
 from shardfold.sharding.freed import FreedParameter, apart, unseal
 from shardfold.sharding.gathered import gathered, listed
 from shardfold.sharding.loans import refuse_during
@@ -88,7 +87,7 @@ def release(model: ShardedModel, of: str, close: Callable[[str], None]) -> nn.Mo
     for p in members:
         unseal(p)
         forget_alone(p)
-        point(p, values.pop(id(p)))
+        p.data = values.pop(id(p))
     for unit in model.units:
         forget(model, unit)
     model.take_units([])
@@ -118,7 +117,7 @@ def close_split(model: ShardedModel, close: Callable[[str], None]) -> None:
                 for (name, p), copy in zip(members, copies, strict=True):
                     if isinstance(p, FreedParameter):
                         unseal(p)
-                    point(p, copy)
+                    p.data = copy
                     EarlyShard(p, name, ranks, None, same=True)
         ranks.complete()
     close("")

@@ -26,7 +26,6 @@ from shardfold.comm.transport import GlooTransport, StreamTransport
 from shardfold.errors import OrderError
 from shardfold.plan.layout import DATA_AXES
 from shardfold.plan.placement import shard_index
-from shardfold.sharding.attributes import point
 from shardfold.sharding.freed import FreedParameter, apart, outline, seal, unseal
 from shardfold.tiers.device import DeviceTier
 
@@ -193,7 +192,7 @@ class EarlyShard:
         return None if TOUCHED else outline(parameter, self.name, _Outline(self))
 
     def seal(self, parameter: nn.Parameter) -> None:
-        point(parameter, self._hollow)
+        parameter.data = self._hollow
         seal(parameter, self.name, self)
 
     def padded(self) -> Tensor:
@@ -205,7 +204,7 @@ class EarlyShard:
 
     def open(self, parameter: nn.Parameter, flat: Tensor) -> None:
         unseal(parameter)
-        point(parameter, flat[: self.numel].view(self.shape))
+        parameter.data = flat[: self.numel].view(self.shape)
 
     def pin(self) -> None:
         """The parameter, which is whole, stays so until :meth:`unpin`."""
@@ -311,7 +310,7 @@ def _write_back(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int,
         wholes = [p.detach().to(ranks.device).contiguous() for p in members]
         spread(ranks.comm, [whole for whole in wholes if whole.numel()], what, source)
         for p, whole in zip(members, wholes, strict=True):
-            point(p, whole)
+            p.data = whole
             _shard(p).take(p, whole)
 
 
@@ -355,7 +354,7 @@ def keep_mine(parameters: Iterable[nn.Parameter], mine: Container[int], comm: Co
             if id(parameter) in mine:
                 EarlyShard(parameter, early.name, ranks, None, same=True)
             else:
-                point(parameter, early.nothing)
+                parameter.data = early.nothing
                 seal(parameter, early.name, _OnAnotherStage())
             before.handed_over()
     ranks.complete()

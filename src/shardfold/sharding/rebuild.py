@@ -30,7 +30,6 @@ from torch import Tensor
 from shardfold.comm.agreement import Claim
 from shardfold.errors import ConfigError, UsageError, by_rank
 from shardfold.plan.layout import Axes
-from shardfold.sharding.attributes import drop_grads, point
 from shardfold.sharding.changes import Changes, Plan
 from shardfold.sharding.compared import SLICES, parts, slices
 from shardfold.sharding.freed import unseal
@@ -153,7 +152,8 @@ def _make(changes: Changes, plan: Plan, homes: Homes) -> list[Unit]:
             if id(old) not in dissolved:
                 dissolved.add(id(old))
                 _dissolve(model, old, homes, staying)
-        drop_grads(c.parameters.values())  # what autograd left there while nobody trained it: not of this step
+        for parameter in c.parameters.values():  # what autograd left there while nobody trained it: not of this step
+            parameter.grad = None
         unit = make_units(model.module, [c], model.layout, model.comm, model.tiers, None, changes.seed)[0]
         if unit.split and unit.life is Life.GATHERED:
             unit.release()
@@ -190,7 +190,7 @@ def _dissolve(model: ShardedModel, unit: Unit, homes: Homes, staying: set[int]) 
             unseal(p)
             if id(p) in homes.place:
                 # What leaves gets memory of its own, or the user's reference to it would keep all of the flat.
-                point(p, view if id(p) in staying else view.clone())
+                p.data = view if id(p) in staying else view.clone()
 
 
 def forget(model: ShardedModel, unit: Unit) -> None:

@@ -37,7 +37,6 @@ from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import DATA_AXES, ITEMSIZE, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
-from shardfold.sharding.attributes import point, show_grads
 from shardfold.sharding.shard import Shard
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
@@ -404,7 +403,7 @@ class Segment:
         """What the update makes of ``params``, ``(length / parts,)`` on the host, waits there (see :meth:`leave`)."""
         self.updated = copy
 
-    def take_updated(self) -> None:
+    def write_updated(self) -> None:
         """What waits is written to ``params``, where these rest in memory of the host and no operation of the program
         brings it there."""
         if self.updated is not None and self.table.params is not None and self.table.params.tier is not Tier.DEVICE:
@@ -449,7 +448,7 @@ class Segment:
                 for slot, grad in self.adopted.items():
                     views[slot].copy_(grad)
                     if self.parameters[slot].grad is grad:
-                        show_grads([self.parameters[slot]], [views[slot]])
+                        self.parameters[slot].grad = views[slot]
             self.adopted.clear()
         return self.gradient_flat
 
@@ -533,7 +532,7 @@ class Segment:
     def _point(self) -> None:
         """The parameters are views of the flat."""
         for parameter, view in zip(self.parameters, self.views_of(self.flat), strict=True):
-            point(parameter, view)
+            parameter.data = view
 
     def own_copy(self, source: str) -> Tensor | None:
         """What this rank gives to a gather of ``source``, as it rests outside of the flat; None if it is nowhere

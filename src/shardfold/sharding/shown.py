@@ -20,7 +20,6 @@ from torch import Tensor
 
 from shardfold.errors import UsageError
 from shardfold.sharding._hidden import HiddenGradient
-from shardfold.sharding.attributes import drop_grads, show_grads
 from shardfold.sharding.autograd import is_heard
 from shardfold.sharding.gradient_buffer import GradientBuffer
 from shardfold.sharding.gradients import Gradients, SlotNumbers
@@ -73,7 +72,9 @@ class ShownGradients:
         self._lying.clear()
         self._shown = [self._to_show(i, where) for i in range(len(trainable))]
         for segment, grads in zip(trainable, self._shown, strict=True):
-            show_grads(segment.parameters, grads)
+            for parameter, grad in zip(segment.parameters, grads, strict=True):
+                if grad is not None:
+                    parameter.grad = grad
 
     def _to_show(self, i: int, where: str | None) -> Sequence[Tensor | None]:
         """What the parameters of a segment are to show, by slot; in most steps a list that was made before."""
@@ -148,7 +149,9 @@ class ShownGradients:
     def forget(self) -> None:
         """Nothing is shown any more."""
         for segment, grads in zip(self._gradients.segments, self._shown, strict=False):
-            drop_grads([p for p, grad in zip(segment.parameters, grads, strict=True) if grad is not None])
+            for parameter, grad in zip(segment.parameters, grads, strict=True):
+                if grad is not None:
+                    parameter.grad = None
         self._shown = []
         self._lying.clear()
         self._zeroed.clear()
@@ -194,7 +197,7 @@ class ShownGradients:
                     continue
                 shown = self._shown[i][slot] if self._shown else None
                 if storage_key(found.untyped_storage()) in own and not self._is_still((i, slot), shown, found):
-                    show_grads([parameter], [found.detach().clone()])
+                    parameter.grad = found.detach().clone()
 
     def _follow(self) -> list[Change]:
         """What users did to what is shown is done to the gradients; says what that was."""
@@ -238,7 +241,7 @@ class ShownGradients:
                     self._refuse((i, slot))
                 with torch.no_grad():
                     buffer.put(i, slot, given)
-                drop_grads([parameter])
+                parameter.grad = None
                 self._gradients.used[i][slot] = True
                 changes.append(("set", self._name((i, slot))))
         return changes

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from shardfold.comm.transport import Pending, Waiter
 from shardfold.errors import UsageError
 from shardfold.plan.placement import UnitSpec
-from shardfold.sharding.attributes import drop_grads, point
 from shardfold.sharding.freed import seal, unseal
 from shardfold.sharding.gradients import Gradients
 from shardfold.sharding.segment import Segment
@@ -209,7 +208,7 @@ class Unit:
                         )
                     with torch.no_grad():
                         view.copy_(parameter.detach())
-                    point(parameter, view)
+                    parameter.data = view
                 segment.take(slot, view, exact=False)
             if self._store.debug and (unseen := segment.unseen_writes(written)):
                 raise UsageError(
@@ -233,7 +232,8 @@ class Unit:
     def close(self) -> None:
         """Its engine is closed: what is split stays so, and no step will come."""
         self.closed = True
-        drop_grads(parameter for _, parameter in self.parameters())  # views of the engine's memory
+        for _, parameter in self.parameters():
+            parameter.grad = None  # a view of the engine's memory
 
     def use(self, modules: list[nn.Module]) -> None:
         """These are its modules from now on."""

@@ -12,7 +12,6 @@ from torch import nn
 from shardfold.errors import ConfigError, UsageError
 from shardfold.plan.checks import check_flags, described, is_integer
 from shardfold.plan.known_arguments import known_arguments
-from shardfold.sharding.attributes import point
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partitioned import early_shard, gather, release
@@ -115,4 +114,4 @@ def _put_back(model: ShardedModel, names: Sequence[str]) -> None:
             views = segment.views_of(segment.flat)
             for slot, p, view in zip(segment.spec.slots, segment.parameters, views, strict=True):
                 if slot.name in wanted and p.shape == view.shape and p.data_ptr() != view.data_ptr():
-                    point(p, view)
+                    p.data = view

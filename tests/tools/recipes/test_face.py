@@ -36,7 +36,7 @@ from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.images import Batches, EpochSampler, sources, unchanged
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
-from shardfold.tools.recipes.face.remarks import here, remarks
+from shardfold.tools.recipes.face.remarks import head_share, here, remarks
 from shardfold.tools.recipes.face.row import StudyRow
 from shardfold.tools.recipes.face.train import FaceRun, pca, report, steps, train
 from shardfold.tools.recipes.face.vit import FaceModel
@@ -660,11 +660,10 @@ def _study(out: Path, resume: Path | None, **options: Any) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     """All settings under both budgets, as Markdown, JSON and one page without links to anything. Where it was stopped
     it goes on: what is there is not trained again; with other settings it is refused."""
-    ranks.run(_study, tmp_path / "study", None, world_size=2, timeout=500)
+    ranks.run(_study, tmp_path / "study", None, world_size=2)
     text = (tmp_path / "study" / "study.json").read_text()
     rows = json.loads(text)["rows"]
     assert len(rows) == 2 * 2 * len(SETTINGS) and all(row["used"] <= row["allowed"] for row in rows)
@@ -674,11 +673,24 @@ def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> No
     kept = json.loads(text)
     kept["rows"] = kept["rows"][:18]
     (tmp_path / "study" / "study.json").write_text(json.dumps(kept))
-    ranks.run(_study, tmp_path / "again", tmp_path / "study", world_size=2, timeout=500)
+    ranks.run(_study, tmp_path / "again", tmp_path / "study", world_size=2)
     again = json.loads((tmp_path / "again" / "study.json").read_text())["rows"]
     assert again[:18] == rows[:18] and again[18]["seconds"] != rows[18]["seconds"]
     with pytest.raises(ConfigError, match=r"has procs 2, so it cannot go on with 1"):
         study.earlier_rows(config(resume=tmp_path / "study", steps=2, batch=16))
+
+
+def _measured_by_one() -> float | None:
+    import torch.distributed as dist
+
+    return head_share(config(), 30, 4) if dist.get_rank() == 0 else None
+
+
+def test_one_rank_measures_the_head_while_the_others_go_on(ranks: Ranks) -> None:
+    """Its batch normalization over all ranks waited for ranks that had nothing to do with it, to the end of the group's
+    time limit."""
+    share, other = ranks.run(_measured_by_one, world_size=2)
+    assert share is not None and 0 <= share < 1 and other is None
 
 
 @pytest.mark.soak

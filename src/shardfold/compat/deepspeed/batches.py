@@ -39,7 +39,8 @@ class Batches:
         """So many micro-batches are in a step, or losses come divided by their number."""
         self._core.accumulate = accumulate
         if self._settings["gradient_allreduce_op"] == "sum":
-            self._core._runner.handlers.scale *= self._core.mesh.data_ranks
+            handlers = self._core._runner.handlers
+            handlers.set_scale(handlers.scale * self._core.mesh.data_ranks)
             self._core._runner.handlers.set_factors()
 
     def train_batch_size(self) -> int:

@@ -99,7 +99,8 @@ class Neck(nn.Module):
 
     def __init__(self, width: int, embedding: int) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(width, embedding, bias=False), SyncBatchNorm(embedding, affine=False)
+        self.linear = nn.Linear(width, embedding, bias=False)
+        self.norm: nn.Module = SyncBatchNorm(embedding, affine=False)
 
     def forward(self, features: Tensor) -> Tensor:
         return self.norm(self.linear(features))
