@@ -215,22 +215,23 @@ def test_an_engine_goes_on_where_fsdp2_was(
 
 
 def _placed() -> list[Any]:
-    """Moments of 3 rows on 2 ranks: where they lie, and that any placements are read."""
+    """Moments of 3 rows on 2 ranks, whose masters end inside of a row: where they lie, and that any placements are
+    read."""
     engine = sf.Engine(
-        nn.Linear(4, 3, bias=False), optimizer=partial(torch.optim.Adam, lr=0.1), layout="zero1", precision="bf16"
+        nn.Linear(100, 3, bias=False), optimizer=partial(torch.optim.Adam, lr=0.1), layout="zero1", precision="bf16"
     )
-    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean())
+    engine.backward(engine(torch.ones(2, 100, dtype=torch.bfloat16)).square().mean())
     engine.step()
     state = engine.optimizer_state_dict()
     kept = state["state"]["weight"]
     found: list[Any] = [
         kept["exp_avg"].placements == (Shard(0),),
-        tuple(kept["exp_avg"].to_local().shape) == ((2, 4), (1, 4))[dist.get_rank()],
+        tuple(kept["exp_avg"].to_local().shape) == ((2, 100), (1, 100))[dist.get_rank()],
         kept["exp_avg"].dtype == torch.float32 and kept["step"].item() == 1.0,
         engine.state_dict(sharded=True)["weight"].placements == (Replicate(),),
         state["param_groups"][0]["params"] == ["weight"],
     ]
-    mesh, want = init_device_mesh("cpu", (2,)), torch.arange(12.0).view(3, 4)
+    mesh, want = init_device_mesh("cpu", (2,)), torch.arange(300.0).view(3, 100)
     for one in (
         distribute_tensor(want, mesh, [Shard(0)]),
         distribute_tensor(want, mesh, [Shard(1)]),
