@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 import shardfold as sf
 from shardfold.checkpoint import draft as drafts
-from shardfold.checkpoint import folders, holder, messages, opened
+from shardfold.checkpoint import folders, messages, opened, run_lock
 from shardfold.checkpoint.folders import resolve
-from shardfold.checkpoint.holder import Holder
-from shardfold.checkpoint.run_lock import LOCK
+from shardfold.checkpoint.run_lock import LOCK, Holder
 from shardfold.errors import CheckpointError, CollectiveError, ConfigError, UsageError
 from shardfold.testing import Ranks, RanksFailed
 from tests.support.saving import Disk, die, engine, expect, failing, left_over, train, whole
@@ -411,7 +410,7 @@ def one_engine(root: Path, *names: str) -> sf.Engine:
 
 def owner(draft: Path, pid: int, **other: Any) -> None:
     draft.mkdir()
-    said = Holder.here().to_json() | {"pid": pid, "started": holder._started(pid)} | other
+    said = Holder.here().to_json() | {"pid": pid, "started": run_lock._started(pid)} | other
     (draft / drafts.OWNER).write_text(json.dumps(said))
 
 

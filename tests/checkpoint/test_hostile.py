@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from shardfold.checkpoint import Checkpoint, Writer
-from shardfold.checkpoint.index import FORMAT, INDEX, VERSION, _compact, checksum
+from shardfold.checkpoint.folders import INDEX
+from shardfold.checkpoint.index import FORMAT, VERSION, _compact, checksum
 from shardfold.checkpoint.trees import encode
 from shardfold.checkpoint.verify import read_index, verify
 from shardfold.errors import CheckpointError

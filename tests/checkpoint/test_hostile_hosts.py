@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardfold.checkpoint.elsewhere import Elsewhere
-from shardfold.checkpoint.index import INDEX
+from shardfold.checkpoint.folders import INDEX
 from shardfold.errors import CheckpointError
 from shardfold.testing import Ranks
 from tests.checkpoint.test_hostile import rewrite

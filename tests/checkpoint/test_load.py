@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardfold as sf
-from shardfold.checkpoint import job
+from shardfold.checkpoint import save
 from shardfold.errors import CheckpointError, ShardfoldError, UsageError
 from shardfold.testing import Ranks
 from tests.support import saving
@@ -288,7 +288,7 @@ def _while_saving(folder: str) -> None:
     engine = sf.Engine(nn.Linear(4, 4), optimizer=partial(torch.optim.SGD, lr=0.1), layout="zero2")
     engine.backward(engine(torch.ones(2, 4)).mean())
     engine.step()
-    waited, write, finish = threading.Event(), job.write_file, engine.saver.finish
+    waited, write, finish = threading.Event(), save.write_file, engine.saver.finish
 
     def held(*args: Any) -> Any:
         waited.wait()
@@ -298,14 +298,14 @@ def _while_saving(folder: str) -> None:
         waited.set()
         finish()
 
-    job.write_file = held
+    save.write_file = held
     try:
         saving = engine.save(f"{folder}/a")
         engine.saver.finish = waits
         assert engine.load(f"{folder}/a").step == 1
         assert saving is not None and saving.done
     finally:
-        job.write_file, engine.saver.finish = write, finish
+        save.write_file, engine.saver.finish = write, finish
         waited.set()
     engine.close()
 

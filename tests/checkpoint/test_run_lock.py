@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import shardfold as sf
-from shardfold.checkpoint import holder, run_lock
+from shardfold.checkpoint import run_lock
 from shardfold.checkpoint.folders import listed
-from shardfold.checkpoint.holder import Holder
-from shardfold.checkpoint.run_lock import LOCK
+from shardfold.checkpoint.run_lock import LOCK, Holder
 from shardfold.errors import CheckpointError
 from tests.support.saving import engine, failing, train
 
@@ -34,7 +33,7 @@ def names(root: Path) -> list[str]:
 
 
 def lock_of(root: Path, pid: int, **other: str) -> None:
-    said = {"run": "a", "token": "0" * 12, **Holder.here().to_json(), "pid": pid, "started": holder._started(pid)}
+    said = {"run": "a", "token": "0" * 12, **Holder.here().to_json(), "pid": pid, "started": run_lock._started(pid)}
     (root / LOCK).write_text(json.dumps(said | other))
 
 
@@ -123,14 +122,14 @@ def test_a_restart_on_another_host_goes_on_and_the_old_one_is_refused(
 ) -> None:
     """As a job in a new container does that cannot see whether the old one is gone."""
     root = tmp_path / "run"
-    old, here = begun(root), holder._host()
-    monkeypatch.setattr(holder, "_host", lambda: f"elsewhere {here}")
+    old, here = begun(root), run_lock._host()
+    monkeypatch.setattr(run_lock, "_host", lambda: f"elsewhere {here}")
     new = engine("ddp")
     new.load(root)
     train(new)
     new.save(root / "step-2", wait=True)
     assert "last saved to by process" in caplog.text
-    monkeypatch.setattr(holder, "_host", lambda: here)
+    monkeypatch.setattr(run_lock, "_host", lambda: here)
     train(old)
     with pytest.raises(CheckpointError, match="no longer this run's"):
         old.save(root / "step-2", wait=True)

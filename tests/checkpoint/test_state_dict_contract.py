@@ -319,7 +319,8 @@ def test_extra_state_is_found_missing_unexpected_and_renamed(tmp_path: Path) -> 
 
 def test_checkpoints_of_before_have_no_extra_state(tmp_path: Path) -> None:
     """The module's own stays, and a note says so."""
-    from shardfold.checkpoint.index import INDEX, Index
+    from shardfold.checkpoint.folders import INDEX
+    from shardfold.checkpoint.index import Index
 
     engine = sf.Engine(Counting(), optimizer=SGD)
     engine.save(tmp_path / "a", wait=True)

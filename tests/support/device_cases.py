@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardfold as sf
-from shardfold.checkpoint import job
+from shardfold.checkpoint import save
 from shardfold.checkpoint.files import UnwrittenPiece
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import Pending, drain
@@ -247,7 +247,7 @@ def _copies(device: torch.device) -> torch.Tensor:
     """What a save reads at once of values that were queued just now."""
     values = _computed(device)
     piece: Any = SimpleNamespace(dtype="F32", nbytes=values.nbytes)
-    [part], _ = job._copied([UnwrittenPiece(piece, values)], [])
+    [part], _ = save._copied([UnwrittenPiece(piece, values)], [])
     assert isinstance(part.values, torch.Tensor)
     return part.values.double().mean()
 
@@ -566,7 +566,7 @@ KNOWN = (
         "sharding/shown.py",
         "whether other ranks have a gradient where this one has none decides what .grad shows",
     ),
-    (lambda case: case.also == "copies", "checkpoint/job.py", "what a save copies is there before it is hashed"),
+    (lambda case: case.also == "copies", "checkpoint/save.py", "what a save copies is there before it is hashed"),
     (
         lambda case: case.axis in ("ring", "ulysses"),
         "parallel/",

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 import shardfold as sf
-from shardfold.checkpoint import holder
+from shardfold.checkpoint import run_lock
 from shardfold.checkpoint.folders import listed, origin
 from shardfold.checkpoint.verify import verify
 from shardfold.errors import ShardfoldError
@@ -238,8 +238,8 @@ def _live(life: Life, root: Path, out: int, go: int) -> int:
             os.read(go, 1)
 
     if life.elsewhere:
-        here = holder._host()
-        holder._host = lambda: f"elsewhere {here}"
+        here = run_lock._host()
+        run_lock._host = lambda: f"elsewhere {here}"
     try:
         trained = engine("ddp")
         with Disk(root, at).watched():

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import shardfold as sf
-from shardfold.checkpoint.index import INDEX, SUM_BYTES, Index, Parameter, Piece
+from shardfold.checkpoint.folders import INDEX
+from shardfold.checkpoint.index import SUM_BYTES, Index, Parameter, Piece
 from shardfold.checkpoint.inspect import _count, inspect
 from shardfold.checkpoint.verify import Verification, gaps, read_index, verify
 from shardfold.errors import CheckpointError

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardfold as sf
-from shardfold.checkpoint import job
+from shardfold.checkpoint import save
 from shardfold.optim.adamw8bit import AdamW8bit
 from shardfold.testing import Ranks
 from shardfold.testing.simulated import is_supported, simulated
@@ -141,7 +141,7 @@ def test_a_save_beside_training_has_the_values_of_its_step() -> None:
     """What is saved while training goes on is copied to pinned memory first, in blocks of bounded size, and the host
     waits for these copies and not for the device."""
     with simulated("lazy", 3, 2000), tempfile.TemporaryDirectory() as folder:
-        before, job.PINNED = job.PINNED, 2048
+        before, save.PINNED = save.PINNED, 2048
         engine = sf.Engine(
             Gpt(), optimizer=AdamW, layout="zero2", runtime=sf.Runtime(device="sim"), init=sf.Init(units=[Block])
         )
@@ -158,7 +158,7 @@ def test_a_save_beside_training_has_the_values_of_its_step() -> None:
             for name, value in engine.state_dict().items():
                 assert torch.equal(value.cpu(), expected[name]), name
         finally:
-            job.PINNED = before
+            save.PINNED = before
             engine.close()
 
 
@@ -168,7 +168,7 @@ def test_a_save_beside_training_has_the_values_of_its_step() -> None:
 )
 def test_blocks_of_a_save_are_bounded(sizes: list[int], most: int | None, blocks: list[int]) -> None:
     """No block is larger than allowed but for one part that is, and parts do not overlap."""
-    places, found = job._placed(sizes, most)
+    places, found = save._placed(sizes, most)
     assert found == blocks
     ends: dict[int, int] = {}
     for (number, at), size in zip(places, sizes, strict=True):

@@ -1,33 +1,25 @@
 """Checkpoints that any layout writes and any layout reads.
 
-apart            states of groups of ranks that train apart between outer steps
-base             frozen parameters that a checkpoint leaves out, known by checksums
-checked          what the text of an index may say: types and bounds
-collect          what of an engine a checkpoint keeps
+collect          what of an engine a checkpoint keeps, and what it leaves out
 dcp              folders of ``torch.distributed.checkpoint``, written and read
 deepspeed        folders that DeepSpeed wrote, as a checkpoint
 deepspeed_ranks  which elements a rank of DeepSpeed's has
-draft            the folder in which a checkpoint is written, until it takes its place
+draft            the folder in which a checkpoint is written, on each host, until it takes its place
 elsewhere        files that lie on other hosts, read over the network
 files            safetensors files, written and read a few MiB at a time
-folders          folders of checkpoints: which are complete, which is the latest, which are removed
-given            what users give a save or a load, checked first
-holder           the process that writes into a folder, and whether it still lives
-hosts            which ranks see the same folder
+folders          folders of checkpoints: what may be named in them, which are complete, which are removed
 imports          others' files as a checkpoint
-index           what the index says, as values: pieces and where their elements are
+index           what the index says, as values: pieces and where their elements are; what its text may say
 inspect          what is in a checkpoint, by its index alone; no torch
-job              one save, as one rank sees it
 load             loading into an engine of any layout
 messages         what ranks tell each other during a save, through the key-value store
 names            names that differ from the model's
 opened           the same checkpoint on all ranks, wherever its parts are
 optimizer_dtensors  the optimizer's state as DTensors, as PyTorch's own calls give it
-paths            what a checkpoint's own files may name
 pickled          files of ``torch.save``, read without running any code of theirs
 reader           a checkpoint on disk, read in pieces, without an engine
 rng              states of random generators, as values
-run_lock         which run a folder belongs to; one process at a time saves there
+run_lock         which run a folder belongs to, and which process saves there: one at a time
 save             saving: every rank writes what it owns, one makes it a checkpoint
 stored           tensors by name that are read when they are asked for
 trees            the run's own state as JSON
@@ -50,9 +42,9 @@ if TYPE_CHECKING:
     from shardfold.checkpoint._load_model import load_model
     from shardfold.checkpoint.imports import ImportReport, import_from
     from shardfold.checkpoint.inspect import Contents
-    from shardfold.checkpoint.job import SaveReport, Saving
     from shardfold.checkpoint.load import LoadReport
     from shardfold.checkpoint.reader import Checkpoint
+    from shardfold.checkpoint.save import SaveReport, Saving
     from shardfold.checkpoint.trust import trusted
     from shardfold.checkpoint.verify import Damage, Verification
     from shardfold.checkpoint.writer import Writer
@@ -79,8 +71,8 @@ _HOMES = {
     "Damage": "verify",
     "ImportReport": "imports",
     "LoadReport": "load",
-    "SaveReport": "job",
-    "Saving": "job",
+    "SaveReport": "save",
+    "Saving": "save",
     "Verification": "verify",
     "Writer": "writer",
     "export_to": "_export",

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 
 from shardfold.checkpoint.files import NAMES, UnwrittenPiece, divided, write_file
-from shardfold.checkpoint.folders import sync_folder, write_synced
+from shardfold.checkpoint.folders import check_apart, sync_folder, write_synced
 from shardfold.checkpoint.index import Piece
 from shardfold.checkpoint.names import Rename, renamer
-from shardfold.checkpoint.paths import check_apart
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.stored import HF_INDEX, Stored, weights_of
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardfold.checkpoint.given import check_place
+from shardfold.checkpoint.folders import check_place
 from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.stored import Later, Stored, open_weights
 from shardfold.comm.mesh import parse_device

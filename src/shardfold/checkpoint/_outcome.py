@@ -20,10 +20,9 @@ from contextlib import suppress
 from dataclasses import replace
 from logging import getLogger
 
-from shardfold.checkpoint.draft import Draft
-from shardfold.checkpoint.folders import older, remove
-from shardfold.checkpoint.hosts import Host
-from shardfold.checkpoint.index import INDEX, Index
+from shardfold.checkpoint.draft import Draft, Host
+from shardfold.checkpoint.folders import INDEX, older, remove
+from shardfold.checkpoint.index import Index
 from shardfold.checkpoint.messages import Messages, words
 from shardfold.checkpoint.verify import gaps, missing_files
 from shardfold.errors import CheckpointError, by_rank

@@ -1,32 +1,158 @@
-"""What an engine has that a checkpoint keeps: this rank's part of each state, as it lies in memory, and the run."""
+"""What of an engine a checkpoint keeps: this rank's part of each state, as it lies in memory, and the run.
+
+Groups of ranks that train apart between outer steps. The states of the first group have the names that they always
+have: a reader that knows of no groups takes these. Those of another one have its number in front (``group1.weight``),
+as weights and moments differ between rounds. What groups share is there once: the last global weights, the outer
+momentum, and changes that are still to be taken in; of what ranks have lost that send signs, the mean, which is all
+that later averages feel. A run of as many groups goes on to the bit. One of another number gives its groups those that
+there were, in turn, so what groups that are no more had learned since the last outer step is lost, as when one dies.
+
+Frozen parameters that are left out (``frozen="skip"``). A checksum of each stands for its values: a fine-tuned adapter
+is some millionths of its base, which does not change and which whoever loads such a checkpoint has already.
+
+What formats of reductions have lost. Each rank keeps what its own encoding lost of every element that it sends,
+``format_state`` of a segment, ``(length,)``. To what is applied later only the sum over ranks matters, so that is what
+a checkpoint has: one value per element, whatever the number of ranks. Whoever reads it gives each element to the rank
+that owns it.
+"""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from shardfold.checkpoint.apart import group_here, is_apart, of_group, shared_states
-from shardfold.checkpoint.files import NAMES, UnwrittenPiece, dtype_name
-from shardfold.checkpoint.index import Index, Parameter, Piece
+from shardfold.checkpoint.files import DTYPES, NAMES, UnwrittenPiece, dtype_name
+from shardfold.checkpoint.index import Index, Parameter, Piece, checksum
 from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
-from shardfold.plan.layout import Axes
+from shardfold.comm.comm import Comm
+from shardfold.comm.hops import nodes
+from shardfold.errors import ConfigError, UsageError
+from shardfold.plan.layout import DATA_AXES, Axes
 from shardfold.plan.placement import Slot, shard_index
+from shardfold.plan.program import Op
 from shardfold.plan.version import __version__
 from shardfold.sharding.groups import alignment
-from shardfold.sharding.lost import LOST
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.sharding.stand_ins import extra_states
+from shardfold.sharding.whole_segments import whole_segments
 from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
 
-__all__ = ["average_state", "collect", "header", "is_average", "is_moment"]
+__all__ = [
+    "LOST",
+    "Base",
+    "average_state",
+    "check_slices",
+    "collect",
+    "group_read",
+    "header",
+    "is_moment",
+    "lost_targets",
+    "other_base",
+    "shared_targets",
+    "sums_of_lost",
+    "take_lost",
+    "with_group",
+]
+
+
+GLOBAL, MOMENTUM, CHANGE = "outer_global", "outer_momentum", "outer_change"
+WORKER, SERVER = "signs_worker", "signs_server"
+SHARED = (GLOBAL, MOMENTUM, CHANGE, WORKER, SERVER)
+OF_GROUP = re.compile(r"group[1-9]\d*\..+", re.DOTALL)
+
+
+def _is_apart(state: str) -> bool:
+    """Whether a state is another group's, or shared by all."""
+    return state in SHARED or OF_GROUP.fullmatch(state) is not None
+
+
+def with_group(group: int, state: str) -> str:
+    """The name of a group's state."""
+    return f"group{group}.{state}" if group else state
+
+
+def _group_here(model: ShardedModel) -> int:
+    """The number of this rank's group."""
+    mesh = model.comm.mesh
+    return mesh.coords[mesh.sizes.rare[0]] if mesh.sizes.rare and not mesh.sizes.meets else 0
+
+
+def group_read(model: ShardedModel, run: Mapping[str, Any]) -> int:
+    """Which of the groups that there were this rank's goes on as."""
+    return _group_here(model) % int((run.get("outer") or {}).get("groups", 1))
+
+
+def _of_group(parts: list[UnwrittenPiece], group: int) -> list[UnwrittenPiece]:
+    """The parts of a group's parameters, under its names; what is kept once is the first group's."""
+    if not group:
+        return parts
+    each = [part for part in parts if part.piece.kind in ("element", "block")]
+    return [part._replace(piece=replace(part.piece, state=with_group(group, part.piece.state))) for part in each]
+
+
+def _shared_states(model: ShardedModel, segment: Segment) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
+    """What this rank has to tell of what groups share: its group's part, with where that lies in the segment."""
+    outer, signs = model.run.outer, model.run.signs
+    if signs is not None and "worker" in segment.regions:
+        own, start = signs.own(segment), segment.master_range[0]
+        bounds = start + own.start, start + own.stop
+        yield WORKER, bounds, signs.mean(segment)[own]
+        yield SERVER, bounds, segment.regions["server"].values()
+    if outer is None or not segment.spec.trainable:
+        return
+    own, start = outer.weights.own(segment), segment.master_range[0]
+    bounds = start + own.start, start + own.stop
+    yield GLOBAL, bounds, segment.regions["global"].values()[own]
+    if "momentum" in segment.regions:
+        yield MOMENTUM, bounds, segment.regions["momentum"].values()
+    if (change := outer.weights.in_flight(segment)) is not None:
+        yield CHANGE, bounds, change[own]
+
+
+def shared_targets(
+    model: ShardedModel, segment: Segment, there: Collection[str], *, flies: bool
+) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
+    """Where those of it that are ``there`` are read to, whatever the number of groups; ``flies``: the rounds are those
+    that there were."""
+    outer = model.run.outer
+    assert outer is not None
+    bounds, region = segment.master_range, segment.regions["global"]
+    if GLOBAL in there:
+        yield GLOBAL, bounds, region.values()
+    if MOMENTUM in there and "momentum" in segment.regions:
+        own = outer.weights.own(segment)
+        yield MOMENTUM, (bounds[0] + own.start, bounds[0] + own.stop), segment.regions["momentum"].values()
+    if CHANGE in there and flies:
+        yield CHANGE, bounds, outer.weights.put_in_flight(segment).zero_()
+    elif CHANGE in there:  # what was on its way has come
+        change = torch.zeros(segment.shard_numel, dtype=region.dtype, device=region.values().device)
+        yield CHANGE, bounds, change
+        region.values().add_(change)
+
+
+def lost_targets(
+    model: ShardedModel, segment: Segment, there: Collection[str]
+) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
+    """Where what ranks lost that send signs is read to: each takes the mean of what all had; where there is none, 0."""
+    signs = model.run.signs
+    if signs is None or "worker" not in segment.regions:
+        return
+    own, bounds = signs.own(segment), segment.master_range
+    places = {WORKER: ("worker", bounds), SERVER: ("server", (bounds[0] + own.start, bounds[0] + own.stop))}
+    for state, (region, at) in places.items():
+        values = segment.regions[region].values().zero_()
+        if state in there:
+            yield state, at, values
 
 
 def collect(
@@ -38,17 +164,17 @@ def collect(
 ) -> tuple[list[UnwrittenPiece], Index]:
     """This rank's parts, and what it alone knows: numbers kept once, its own tree.
 
-    Where a state is whole on several ranks, each writes an equal share of it. ``left_out``: see :mod:`.base`; ``lost``:
-    see :func:`sums_of_lost`.
+    Where a state is whole on several ranks, each writes an equal share of it. ``left_out``: see
+    :meth:`Base.left_out`; ``lost``: see :func:`sums_of_lost`.
     """
     parts: list[UnwrittenPiece] = []
-    once, described, group = dict[str, Any](), dict[str, Any](), group_here(model)
+    once, described, group = dict[str, Any](), dict[str, Any](), _group_here(model)
     for unit in model.units:
         for segment in unit.segments:
             for slot, place in enumerate(segment.spec.slots):
                 if place.name not in left_out and model.counts(segment) and (segment.spec.trainable or not group):
                     _of_parameter(model, segment, slot, parts, once, lost.get(id(segment)))
-    parts = of_group(parts, group)
+    parts = _of_group(parts, group)
     if group:
         once.clear()
     for segment in model.trainable():
@@ -143,14 +269,14 @@ def average_state(number: int) -> str:
     return "average" + (f"_{number}" if number else "")
 
 
-def is_average(state: str) -> bool:
+def _is_average(state: str) -> bool:
     """Whether a state is an average."""
     return re.fullmatch(r"average(_[1-9]\d*)?", state) is not None
 
 
 def is_moment(state: str) -> bool:
     """Whether a state is the optimizer's."""
-    return state not in ("weight", LOST) and not is_average(state) and not is_apart(state)
+    return state not in ("weight", LOST) and not _is_average(state) and not _is_apart(state)
 
 
 # -- a parameter ---------------------------------------------------------------------------------------------------
@@ -222,7 +348,7 @@ def _of_parameter(
 def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[UnwrittenPiece]) -> None:
     """This rank's share of what groups of ranks have together of a segment."""
     over = (*segment.table.master.over, *model.comm.mesh.sizes.rare)
-    for state, bounds, values in shared_states(model, segment):
+    for state, bounds, values in _shared_states(model, segment):
         for place in segment.spec.slots:
             low, high = _share(model, bounds, over, segment, place)
             a, b = max(low, place.offset), min(high, place.offset + place.numel)
@@ -257,3 +383,168 @@ def _optimizer(model: ShardedModel, tensors: dict[str, Tensor]) -> dict[str, Any
         groups.append({"options": encode(options, f"group {number}", tensors), "parameters": members})
     kind = type(model.optimizer)
     return {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": groups}
+
+
+# -- what is left out
+
+
+class Base:
+    """An engine's frozen parameters and their checksums, which are made once."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self._known: dict[str, str] = {}
+        self._version: list[object] = []
+
+    def left_out(self, frozen: str) -> dict[str, str]:
+        """Checksums by the names of the parameters that a save leaves out; every rank calls it.
+
+        Raises:
+            ConfigError: ``frozen`` is neither ``"keep"`` nor ``"skip"``.
+            UsageError: nothing would be left, as the engine has no optimizer, or a rank has a box only of one of them.
+        """
+        if frozen == "keep":
+            return {}
+        model = self._model
+        if frozen != "skip":
+            raise ConfigError(f"engine.save(frozen={frozen!r}): frozen parameters are kept ('keep') or not ('skip').")
+        if model.optimizer is None:
+            raise UsageError(
+                "engine.save(frozen='skip') of an engine without optimizer would leave out every parameter: "
+                "use frozen='keep'."
+            )
+        units = [unit for unit in model.units if any(not s.spec.trainable for s in unit.segments)]
+        frozen_slots = [slot for unit in units for s in unit.segments if not s.spec.trainable for slot in s.spec.slots]
+        if boxed := next((slot for slot in frozen_slots if slot.box is not None), None):
+            raise UsageError(
+                f"engine.save(frozen='skip') keeps a checksum of all of {boxed.name!r}, of which this rank has a box "
+                f"of shape {boxed.shape} in {boxed.whole}: use frozen='keep'."
+            )
+        version = [model.followed, *((unit.name, unit.life, unit.version) for unit in units)]
+        if model.comm.control([float(version != self._version)], dist.ReduceOp.MAX)[0]:
+            self._known = _digests(
+                model,
+                {
+                    slot.name: most_precise(model, segment)[0].dtype
+                    for unit in units
+                    for segment in unit.segments
+                    if not segment.spec.trainable
+                    for slot in segment.spec.slots
+                },
+            )
+            self._version = version
+        return self._known
+
+
+def other_base(model: ShardedModel, left_out: Mapping[str, Parameter]) -> tuple[list[str], list[str]]:
+    """Which parameters have other values than those that a checkpoint left out; every rank calls it.
+
+    Args:
+        model: whose values are compared.
+        left_out: what the checkpoint says of them, by the engine's names.
+
+    Returns:
+        Names of those that differ, and of those that cannot be compared, as they are kept in fewer digits here or not
+        whole.
+    """
+    if not left_out:
+        return [], []
+    slots = {s.name: (s, most_precise(model, g)[0]) for u in model.units for g in u.segments for s in g.spec.slots}
+    unclear = [
+        name
+        for name, theirs in left_out.items()
+        for slot, kept in [slots[name]]
+        if slot.box is not None or torch.promote_types(kept.dtype, DTYPES[theirs.dtype]) != kept.dtype
+    ]
+    found = _digests(model, {n: DTYPES[p.dtype] for n, p in left_out.items() if n not in unclear})
+    return [name for name, digest in found.items() if digest != left_out[name].digest], unclear
+
+
+def _digests(model: ShardedModel, dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Checksums of parameters' values in these dtypes; 16 MiB, or one segment, are whole at a time."""
+    segments = [s for unit in model.units for s in unit.segments if any(p.name in dtypes for p in s.spec.slots)]
+    shards = [(segment, kept, over) for segment in segments for kept, _, over in [most_precise(model, segment)]]
+    found: dict[str, str] = {}
+    for segment, flat in whole_segments(model.comm, shards, "checksums of frozen parameters"):
+        for slot in segment.spec.slots:
+            if slot.name in dtypes:
+                values = flat[slot.offset : slot.offset + slot.numel].detach().to(dtypes[slot.name]).cpu()
+                found[slot.name] = checksum(values.view(torch.uint8).numpy())
+    return found
+
+
+# -- what formats have lost
+
+
+LOST = "format"
+"""The name of this state in a checkpoint."""
+AT_ONCE = 4 * 1024 * 1024
+"""Elements of a temporary."""
+
+
+def sums_of_lost(comm: Comm, segments: Sequence[Segment], what: str) -> dict[int, Tensor]:
+    """By ``id`` of the segment the sum over ranks on its master range, ``(length / parts,)``; every rank calls it."""
+    found: dict[int, Tensor] = {}
+    for segment in segments:
+        kept = segment.format_state
+        if kept is None:
+            continue
+        whole = _all(comm, segment, kept)
+        axes = comm.mesh.sizes.summed(segment.spec.distinct)
+        start, stop = segment.master_range
+        out = found[id(segment)] = torch.zeros(stop - start, dtype=kept.dtype, device=kept.device)
+        for at in range(0, len(kept), AT_ONCE):
+            some = whole[at : at + AT_ONCE].clone()
+            if comm.mesh.parts(axes) > 1:
+                op = Op("ALL_REDUCE", axes=axes)
+                comm.agreement.issue(f"{op} for {what}")
+                comm.meter.ask(op.verb, axes, some.nbytes)
+                comm.agreement.wait(dist.all_reduce(some, group=comm.mesh.group(axes), async_op=True))
+            a, b = max(start, at), min(stop, at + len(some))
+            if a < b:
+                out[a - start : b - start] = some[a - at : b - at]
+    return found
+
+
+def _all(comm: Comm, segment: Segment, kept: Tensor) -> Tensor:
+    """What a rank keeps of each element, of the second of two hops too."""
+    if segment.node_state is None:
+        return kept
+    num_nodes, ranks = nodes(comm.mesh)
+    both = kept.clone()
+    both.view(num_nodes, ranks, -1)[:, comm.mesh.coords[DATA_AXES[1]]] += segment.node_state.view(num_nodes, -1)
+    return both
+
+
+def take_lost(comm: Comm, segment: Segment, values: Tensor) -> None:
+    """Gives this rank what it is to keep of the sums on its master range; the first of those that have it keeps all."""
+    kept = segment.format_state
+    assert kept is not None
+    others = [axis for axis in comm.mesh.sizes.summed(segment.spec.distinct) if axis not in segment.table.master.over]
+    with torch.no_grad():
+        kept.zero_()
+        if segment.node_state is not None:
+            segment.node_state.zero_()
+        if not any(comm.mesh.coords[axis] for axis in others):
+            kept[slice(*segment.master_range)] = values
+
+
+def check_slices(call: str, model: ShardedModel) -> None:
+    """
+    Raises:
+        ConfigError: ranks hold parts of a parameter, and nothing says which part of which whole.
+    """
+    apart = (
+        (slot.name, s.spec.distinct)
+        for s in model.segments()
+        if s.spec.distinct
+        for slot in s.spec.slots
+        if not slot.box
+    )
+    if (found := next(apart, None)) is not None:
+        name, axes = found
+        raise ConfigError(
+            f"{call}: each rank along the axis {axes[0]!r} has another {name!r}, and nothing says which part of which "
+            f"whole: say so with mark_slice(module, {name.rpartition('.')[2]!r}, axis={axes[0]!r}, dim=...), or with "
+            "whole= and start=."
+        )

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from shardfold.checkpoint.files import divided
-from shardfold.checkpoint.paths import check_regular, inside
+from shardfold.checkpoint.folders import check_regular, inside
 from shardfold.checkpoint.stored import Later, Stored
 from shardfold.checkpoint.trust import is_trusted, load_object
 from shardfold.errors import CheckpointError

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold.checkpoint.folders import open_regular
 from shardfold.checkpoint.index import SUM_BYTES
-from shardfold.checkpoint.paths import open_regular
 from shardfold.comm.mesh import DataMesh
 from shardfold.errors import CheckpointError
 

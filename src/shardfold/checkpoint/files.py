@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardfold.checkpoint.folders import name_file
+from shardfold.checkpoint.folders import name_file, open_regular
 from shardfold.checkpoint.index import ITEMSIZES, SUM_BYTES, Piece, checksum
-from shardfold.checkpoint.paths import open_regular
 from shardfold.errors import CheckpointError
 from shardfold.sharding.shard import Shard
 

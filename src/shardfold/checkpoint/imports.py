@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardfold.checkpoint.files import check_dense
+from shardfold.checkpoint.folders import check_apart, check_regular
 from shardfold.checkpoint.names import Rename, renamer
-from shardfold.checkpoint.paths import check_apart, check_regular
 from shardfold.checkpoint.stored import Later, Stored, form_of, of_safetensors
 from shardfold.checkpoint.trees import strangers
 from shardfold.checkpoint.trust import load_object, trusted

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardfold.checkpoint.checked import DEPTH
-from shardfold.checkpoint.index import Index, Parameter, Piece
+from shardfold.checkpoint.index import DEPTH, Index, Parameter, Piece
 from shardfold.checkpoint.verify import Damage, blocks, by_file, missing_files, read_index
 from shardfold.errors import CheckpointError
 

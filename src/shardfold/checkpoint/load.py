@@ -22,9 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.checkpoint._fit import Fit
-from shardfold.checkpoint.apart import group_read, lost_targets, shared_targets, with_group
-from shardfold.checkpoint.base import other_base
-from shardfold.checkpoint.collect import average_state, is_moment
+from shardfold.checkpoint.collect import (
+    LOST,
+    average_state,
+    group_read,
+    is_moment,
+    lost_targets,
+    other_base,
+    shared_targets,
+    take_lost,
+    with_group,
+)
 from shardfold.checkpoint.folders import listed, origin
 from shardfold.checkpoint.messages import words
 from shardfold.checkpoint.names import Rename
@@ -37,7 +45,6 @@ from shardfold.optim.schedules import renew_rates
 from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.loans import refuse_during
-from shardfold.sharding.lost import LOST, take_lost
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard

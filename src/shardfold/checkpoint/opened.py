@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardfold.checkpoint.draft import hosts_said
 from shardfold.checkpoint.elsewhere import Elsewhere
-from shardfold.checkpoint.folders import ASIDE, DRAFT, IN_RUN, resolve
-from shardfold.checkpoint.hosts import hosts_said
-from shardfold.checkpoint.index import INDEX, Index, checksum
+from shardfold.checkpoint.folders import ASIDE, DRAFT, IN_RUN, INDEX, resolve
+from shardfold.checkpoint.index import Index, checksum
 from shardfold.checkpoint.messages import drop, put, take, words
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.verify import Damage, index_bytes, missing_files

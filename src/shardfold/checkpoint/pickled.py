@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.checkpoint.paths import check_regular
+from shardfold.checkpoint.folders import check_regular
 from shardfold.checkpoint.trust import NumpyKind, numpy_number
 from shardfold.errors import CheckpointError
 from shardfold.torch_internals import rebuild_tensor

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.files import DTYPES, Reader
-from shardfold.checkpoint.folders import resolve
-from shardfold.checkpoint.given import check_place
-from shardfold.checkpoint.index import INDEX, Index, Parameter, Piece, checksum, overlaps
+from shardfold.checkpoint.folders import INDEX, check_place, resolve
+from shardfold.checkpoint.index import Index, Parameter, Piece, checksum, overlaps
 from shardfold.checkpoint.trees import decode
 from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean

@@ -3,7 +3,7 @@
 Who has loaded a checkpoint of it goes on with the run, and knows what was there at that moment. Anything else there is
 another's: who finds it when it begins to save there is refused, if the save could replace or remove what others have
 written. A save that only adds one is written beside them, without a claim. Which process saves there now says a file in
-the folder, until the engine is closed:
+the folder, until the engine is closed; whether that still lives is known on its host:
 
     held here, alive            refused
     held here, dead             taken over
@@ -18,18 +18,85 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
-from shardfold.checkpoint.folders import listed, origin, write_synced
-from shardfold.checkpoint.holder import Holder
-from shardfold.checkpoint.index import INDEX
+from shardfold.checkpoint.folders import INDEX, listed, origin, write_synced
 from shardfold.errors import CheckpointError
 
-__all__ = ["LOCK", "RunLock"]
+__all__ = ["LOCK", "Holder", "RunLock"]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process.
+
+    Attributes:
+        host: where its id means what it means there: a container is a host of its own.
+        pid: its id.
+        started: when it began, in a unit of the system's, as ids are given again; empty where that is not known.
+    """
+
+    host: str
+    pid: int
+    started: str
+
+    @staticmethod
+    def here() -> Holder:
+        """This process."""
+        return Holder(_host(), os.getpid(), _started(os.getpid()))
+
+    @staticmethod
+    def from_json(said: Mapping[str, Any]) -> Holder:
+        """
+        Raises:
+            KeyError, TypeError, ValueError: it names none.
+        """
+        return Holder(str(said["host"]), int(said["pid"]), str(said["started"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"host": self.host, "pid": self.pid, "started": self.started}
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether it still runs; None: it is of another host, or of one that has started anew."""
+        if self.host != _host():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # it is of another user
+            pass
+        return _started(self.pid) == self.started
+
+    def __str__(self) -> str:
+        where = "this host" if self.host == _host() else self.host.partition(" ")[0]
+        return f"process {self.pid} on {where}"
+
+
+def _host() -> str:
+    said = [socket.gethostname()]
+    with suppress(OSError):
+        said.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        said.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(said)
+
+
+def _started(pid: int) -> str:
+    """Empty also for one that has ended and was not waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return ""
+
 
 LOG = getLogger("shardfold")
 LOCK = ".shardfold-run.json"

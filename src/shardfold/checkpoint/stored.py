@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.files import DTYPES
-from shardfold.checkpoint.folders import LATEST, deepspeed_folder
-from shardfold.checkpoint.index import INDEX
-from shardfold.checkpoint.paths import check_regular, is_plain_name, read_name
+from shardfold.checkpoint.folders import INDEX, LATEST, check_regular, deepspeed_folder, is_plain_name, read_name
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError
 

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardfold.checkpoint.checked import DEPTH, is_deep
 from shardfold.checkpoint.files import check_dense
-from shardfold.errors import CheckpointError
+from shardfold.checkpoint.index import DEPTH, is_deep
+from shardfold.errors import CheckpointError, ConfigError
+from shardfold.plan.checks import described, is_integer
 from shardfold.sharding import plain
 from shardfold.sharding.plain import StrangeValue
 
-__all__ = ["decode", "encode", "strangers"]
+__all__ = ["check_loadable", "check_rows", "check_states", "decode", "encode", "strangers"]
 
 ABOVE = 8  # levels of an index that a tree lies in, at most
 #: What is raised by reading a tree that :func:`encode` did not make.
@@ -97,3 +98,41 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
         raise CheckpointError(
             f"the index of a checkpoint is damaged: one of its trees cannot be read ({type(error).__name__}: {words})."
         ) from None
+
+
+def check_states(call: str, **states: Any) -> None:
+    """
+    Raises:
+        ConfigError: one of the states, by the names of their arguments, is neither None nor a mapping.
+    """
+    for name, state in states.items():
+        if state is not None and not isinstance(state, Mapping):
+            raise ConfigError(f"{call}: {name}= is {described(state)}: give a dict by name.")
+
+
+def check_loadable(call: str, state: Mapping[str, Any] | None) -> None:
+    """
+    Raises:
+        ConfigError: an object that is to take what was saved has no ``load_state_dict()``.
+    """
+    for name, target in (state or {}).items():
+        if not hasattr(target, "load_state_dict"):
+            raise ConfigError(
+                f"{call}: state[{name!r}] is {described(target)}, which has no load_state_dict(): what was saved as a "
+                "plain value is in the report's .state; give objects that take theirs."
+            )
+
+
+def check_rows(call: str, rows: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is no mapping of names to whole numbers.
+    """
+    check_states(call, rows=rows)
+    for name, numbers in (rows or {}).items():
+        listed = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+        if not listed or not all(is_integer(number, -1) for number in numbers):
+            raise ConfigError(
+                f"{call}: rows[{name!r}] is {described(numbers)}: give for each row its number in the checkpoint, or "
+                "-1 for one that is new."
+            )

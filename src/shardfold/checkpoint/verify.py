@@ -13,11 +13,19 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
-from shardfold.checkpoint.checked import once_each
-from shardfold.checkpoint.folders import resolve
-from shardfold.checkpoint.hosts import whose
-from shardfold.checkpoint.index import INDEX, ITEMSIZES, KINDS, SUM_BYTES, Index, Parameter, Piece, checksum, overlaps
-from shardfold.checkpoint.paths import check_regular, inside, open_regular
+from shardfold.checkpoint.draft import whose
+from shardfold.checkpoint.folders import INDEX, check_regular, inside, open_regular, resolve
+from shardfold.checkpoint.index import (
+    ITEMSIZES,
+    KINDS,
+    SUM_BYTES,
+    Index,
+    Parameter,
+    Piece,
+    checksum,
+    once_each,
+    overlaps,
+)
 from shardfold.errors import CheckpointError
 from shardfold.plan.box import Box
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shardfold.activations.modes import Replacements
-from shardfold.checkpoint.base import Base
+from shardfold.checkpoint.collect import Base
 from shardfold.checkpoint.save import Saver
 from shardfold.engine._away import Away
 from shardfold.engine._gate import PassGate

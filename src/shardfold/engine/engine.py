@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from shardfold import accelerator
 from shardfold.activations.modes import Activations, Replacements, in_table
-from shardfold.checkpoint.given import check_loadable, check_place, check_rows, check_slices, check_states
-from shardfold.checkpoint.job import Saving
+from shardfold.checkpoint.collect import check_slices
+from shardfold.checkpoint.folders import check_place
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
 from shardfold.checkpoint.optimizer_dtensors import (
@@ -37,8 +37,9 @@ from shardfold.checkpoint.optimizer_dtensors import (
     load_optimizer_state,
     optimizer_state,
 )
-from shardfold.checkpoint.save import check_options
+from shardfold.checkpoint.save import Saving, check_options
 from shardfold.checkpoint.stored import readable
+from shardfold.checkpoint.trees import check_loadable, check_rows, check_states
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores

@@ -14,7 +14,6 @@
     groups           what an optimizer says of how units are cut
     init             what a new engine begins with: values, and the cut of the model into units
     loans            while whole values are lent to the user, some things must not happen to them
-    lost             what the formats of reductions have lost and keep, over all ranks
     materialize      models constructed without memory, made real unit by unit
     model            a model that is split over ranks: what works on it is given this, and nothing of who trains it
     ownership        who owns a model: one engine at a time, from when it is made until it is closed

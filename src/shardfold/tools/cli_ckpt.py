@@ -138,7 +138,7 @@ def inspect(
     from rich.markup import escape
 
     from shardfold.checkpoint import inspect as looking
-    from shardfold.checkpoint.hosts import hosts_said
+    from shardfold.checkpoint.draft import hosts_said
     from shardfold.tools.observe.contents import contents_table, reading, run_table, states_table
     from shardfold.tools.observe.readable import format_bytes, format_count
     from shardfold.tools.observe.tables import print_whole

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from shardfold.checkpoint.given import check_place
+from shardfold.checkpoint.folders import check_place
 from shardfold.errors import ConfigError, ModelError, UsageError
 
 __all__ = [

@@ -18,15 +18,12 @@ from torch import Tensor, nn
 
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.deepspeed_ranks import is_plain
-from shardfold.checkpoint.folders import LATEST, deepspeed_folder
-from shardfold.checkpoint.given import check_states
+from shardfold.checkpoint.folders import INDEX, LATEST, deepspeed_folder, read_name
 from shardfold.checkpoint.imports import import_from
-from shardfold.checkpoint.index import INDEX
 from shardfold.checkpoint.opened import open_together
-from shardfold.checkpoint.paths import read_name
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.rng import rng_state, set_rng_state
-from shardfold.checkpoint.trees import encode
+from shardfold.checkpoint.trees import check_states, encode
 from shardfold.checkpoint.trust import dump_object, load_object
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
 from shardfold.compat.deepspeed.git_version_info import version

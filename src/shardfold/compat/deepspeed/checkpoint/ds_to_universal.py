@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardfold.checkpoint.folders import INDEX
 from shardfold.checkpoint.imports import import_from
-from shardfold.checkpoint.index import INDEX
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError
 

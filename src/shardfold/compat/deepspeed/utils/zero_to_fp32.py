@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
-from shardfold.checkpoint.folders import LATEST
-from shardfold.checkpoint.index import INDEX
-from shardfold.checkpoint.paths import read_name
+from shardfold.checkpoint.folders import INDEX, LATEST, read_name
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.stored import Later, weights_of
 from shardfold.compat.deepspeed.refused import WrongArgument
