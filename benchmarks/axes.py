@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from shardfold.testing import run_ranks
 from shardfold.testing.held import HeldBytes
 from shardfold.tools.bench.settings import gpt_shape

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from shardfold.testing import run_ranks
 
 RANKS, WIDTH, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB, ROWS, TOKENS = 2, 256, 256, 8, 2, 2, 512, 2, 128

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from shardfold.testing import Ranks, same_training
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 

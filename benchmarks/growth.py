@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from shardfold.tools.bench.contenders import find
 from shardfold.tools.bench.settings import Settings, gpt_shape
 from shardfold.tools.bench.teams import ContenderFailed, Team

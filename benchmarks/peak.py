@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
+from shardfold.plan.checks import human
 from shardfold.plan.lifetimes import Behaviour, peak_bytes
-from shardfold.plan.sizes import human
 from shardfold.testing import run_ranks
 
 

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch.utils import data
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.plan.checks import check_flags, described, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, described, is_integer, known_arguments
 
 __all__ = ["Loader", "Sampler", "shuffled"]
 

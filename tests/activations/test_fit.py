@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from shardfold.testing import Ranks, RanksFailed
 from shardfold.testing.held import HeldBytes
 from shardfold.tools.recipes.config import GPTConfig

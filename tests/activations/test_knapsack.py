@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardfold.activations import _knapsack as budget
 from shardfold.activations._knapsack import Item, ModeOption, choose, peak, smallest
-from shardfold.plan.sizes import parse_bytes
+from shardfold.plan.checks import parse_bytes
 
 BYTES = st.integers(0, 12)
 MODES = ("keep", "recompute", "host")

@@ -27,8 +27,7 @@ from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.verify import gaps, verify
 from shardfold.errors import CheckpointError, ConfigError, UsageError
 from shardfold.optim.adamw8bit import dequantize, quantize
-from shardfold.plan.box import Box, Extent, shared
-from shardfold.plan.placement import Slot, pack
+from shardfold.plan.placement import Box, Extent, Slot, pack, shared
 from shardfold.testing import Ranks
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

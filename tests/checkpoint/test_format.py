@@ -16,7 +16,7 @@ from shardfold.checkpoint.files import UnwrittenPiece, write_file
 from shardfold.checkpoint.index import Index, Parameter, Piece, overlaps
 from shardfold.checkpoint.trees import decode, encode
 from shardfold.errors import CheckpointError
-from shardfold.plan.box import Box
+from shardfold.plan.placement import Box
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

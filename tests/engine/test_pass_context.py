@@ -7,7 +7,7 @@ import pytest
 from shardfold.engine.announced import Announced
 from shardfold.engine.pass_context import PassContext
 from shardfold.parallel.pipeline.late import DeferredWeightGrads
-from shardfold.plan.part import Part
+from shardfold.plan.walk import Part
 
 LATE = DeferredWeightGrads()
 STAGE = Part(frozenset({"a"}), frozenset({"root"}))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import shardfold as sf
-from shardfold.plan.box import Box
-from shardfold.plan.placement import Slot
+from shardfold.plan.placement import Box, Slot
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 __all__ = ["ADAM", "MODELS", "STEPS", "batches", "loss_of", "loss_on", "make", "part", "plain", "widen"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardfold.errors import LayoutError
-from shardfold.plan.box import Box, shared
+from shardfold.plan.placement import Box, shared
 
 SHAPE = (4, 12, 2)
 DIM, COUNT, LENGTH = 1, 3, 4

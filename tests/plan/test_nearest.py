@@ -8,7 +8,7 @@ from math import log, prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold.plan.nearest import nearest_sizes, nearest_that_divides
+from shardfold.plan.axes import nearest_sizes, nearest_that_divides
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=3)
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
-from shardfold.plan._needless import Remarks
 from shardfold.plan.axes import Axis, Mesh
 from shardfold.plan.bind import RunOrders, bind
 from shardfold.plan.cost import Sent, traffic
+from shardfold.plan.explain import Remarks
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import PRECISIONS, Cell, Layout, Precision
 from shardfold.plan.order import with_missing

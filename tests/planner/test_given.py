@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError
+from shardfold.plan.checks import human
 from shardfold.plan.layout import Tier
-from shardfold.plan.sizes import human
 from shardfold.planner.best import best, largest_batch
 from shardfold.planner.choice import option
 from shardfold.planner.division import Division

@@ -16,8 +16,8 @@ from shardfold.engine import fitting
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
+from shardfold.plan.checks import parse_bytes
 from shardfold.plan.lifetimes import GPU
-from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.auto import MODES, choose
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
 from shardfold.planner.planned_rank import PlannedRank

@@ -15,7 +15,7 @@ from torch import nn
 import shardfold as sf
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.plan.axes import Mesh
-from shardfold.plan.box import Box
+from shardfold.plan.placement import Box
 from shardfold.sharding.slices import Slice, slices_on
 from shardfold.testing import Ranks
 

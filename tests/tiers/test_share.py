@@ -13,10 +13,10 @@ import shardfold as sf
 from shardfold.errors import ConfigError, LayoutError, ShardfoldError
 from shardfold.plan.explain import explain_preset
 from shardfold.plan.layout import Layout
+from shardfold.plan.offload import staying
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import PRESETS
 from shardfold.plan.program import MOVES
-from shardfold.plan.stay import staying
 from shardfold.testing import Ranks
 from shardfold.testing.simulated import is_supported, simulated
 from tests.tiers.test_offload import make, states, train

@@ -21,7 +21,7 @@ from shardfold.checkpoint.index import SUM_BYTES, Index, Parameter, Piece
 from shardfold.checkpoint.inspect import _count, inspect
 from shardfold.checkpoint.verify import Verification, gaps, read_index, verify
 from shardfold.errors import CheckpointError
-from shardfold.plan.box import Box
+from shardfold.plan.placement import Box
 from shardfold.testing import Ranks
 from shardfold.tools import cli
 from tests.support.saving import engine, train

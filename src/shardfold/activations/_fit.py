@@ -43,7 +43,7 @@ from shardfold.activations.profile import (
 )
 from shardfold.activations.saved_tensors import Results, Tally
 from shardfold.errors import ConfigError
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from shardfold.sharding.autograd import keep, tensors_in
 from shardfold.torch_internals import expired, free_weak, storage_key, top_saved_hooks, untraced, weak_storage
 

@@ -25,7 +25,7 @@ from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.stored import HF_INDEX, Stored, weights_of
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["TARGETS", "ExportReport", "export_to"]
 

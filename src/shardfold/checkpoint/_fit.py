@@ -13,8 +13,7 @@ from shardfold.checkpoint.index import Parameter
 from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError, did_you_mean
-from shardfold.plan.box import Box
-from shardfold.plan.placement import Slot
+from shardfold.plan.placement import Box, Slot
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.stand_ins import EXTRA, extra_states, takes_extra
 from shardfold.sharding.whole_state import buffers_of, most_precise, names_of

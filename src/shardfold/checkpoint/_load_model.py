@@ -13,8 +13,7 @@ from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.stored import Later, Stored, open_weights
 from shardfold.comm.mesh import parse_device
 from shardfold.errors import CheckpointError, ConfigError
-from shardfold.plan.checks import check_flags, described
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, described, known_arguments
 from shardfold.sharding.materialize import meta_init
 from shardfold.sharding.segment import check_dtype
 from shardfold.sharding.stand_ins import extra_states, takes_extra

@@ -22,7 +22,7 @@ from shardfold.checkpoint.trees import strangers
 from shardfold.checkpoint.trust import load_object, trusted
 from shardfold.checkpoint.writer import Writer
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.sharding.stand_ins import EXTRA
 
 __all__ = ["SOURCES", "ImportReport", "import_from"]

@@ -27,7 +27,7 @@ import xxhash
 
 from shardfold.checkpoint.folders import is_plain_name
 from shardfold.errors import CheckpointError
-from shardfold.plan.box import Box, Extent, shared
+from shardfold.plan.placement import Box, Extent, shared
 
 __all__ = [
     "DEPTH",

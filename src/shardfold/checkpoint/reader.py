@@ -18,8 +18,8 @@ from shardfold.checkpoint.index import Index, Parameter, Piece, checksum, overla
 from shardfold.checkpoint.trees import decode
 from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean
-from shardfold.plan.box import Box, Extent, shared
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
+from shardfold.plan.placement import Box, Extent, shared
 
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere

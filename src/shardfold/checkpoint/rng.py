@@ -11,8 +11,7 @@ import torch
 
 from shardfold import accelerator
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import described
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, known_arguments
 
 __all__ = ["rng_state", "set_rng_state"]
 

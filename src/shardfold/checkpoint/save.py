@@ -38,7 +38,7 @@ from shardfold.checkpoint.run_lock import RunLock
 from shardfold.comm.agreement import Claim
 from shardfold.comm.coalesced import as_bytes
 from shardfold.errors import CheckpointError, ConfigError, UsageError, by_rank
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel

@@ -23,7 +23,7 @@ import torch
 
 from shardfold.checkpoint.trees import strangers
 from shardfold.errors import CheckpointError
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["NumpyKind", "dump_object", "is_trusted", "load_object", "numpy_number", "trusted"]
 

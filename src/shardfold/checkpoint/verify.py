@@ -27,7 +27,7 @@ from shardfold.checkpoint.index import (
     overlaps,
 )
 from shardfold.errors import CheckpointError
-from shardfold.plan.box import Box
+from shardfold.plan.placement import Box
 
 __all__ = [
     "Damage",

@@ -19,7 +19,7 @@ from shardfold.checkpoint.files import NAMES, UnwrittenPiece, divided, dtype_nam
 from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.plan.version import __version__
 
 __all__ = ["Value", "Writer"]

@@ -30,9 +30,8 @@ from shardfold.comm.answered import Answered, answered
 from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, OrderError, UsageError, did_you_mean
-from shardfold.plan.axes import ALSO, DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
+from shardfold.plan.axes import ALSO, DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh, nearest_sizes
 from shardfold.plan.checks import described, is_integer
-from shardfold.plan.nearest import nearest_sizes
 from shardfold.plan.placement import shard_index
 from shardfold.torch_internals import abort_groups, all_groups, default_store
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["Runtime"]
 

@@ -24,10 +24,10 @@ from shardfold.plan.bind import RunOrders, bind
 from shardfold.plan.cost import room_for, snapshot_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders
-from shardfold.plan.part import Part, of_part
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
 from shardfold.plan.program_passes import Overlap
+from shardfold.plan.walk import Part, of_part
 from shardfold.sharding.unit import Unit
 
 __all__ = ["Orders", "mode_of"]

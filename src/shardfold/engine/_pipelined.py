@@ -46,8 +46,8 @@ from shardfold.parallel.pipeline.underway import StageActivations, UnderWay
 from shardfold.parallel.pipeline.watch import PipelineStats, Watch
 from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.parallel.sequence import SequenceAxis
-from shardfold.plan.part import Part
 from shardfold.plan.rules import Rules
+from shardfold.plan.walk import Part
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partition import main_dtypes, rule_numbers
 from shardfold.sharding.segment import TORCH_DTYPES

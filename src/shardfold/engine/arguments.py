@@ -17,8 +17,7 @@ from shardfold.errors import ConfigError, ModelError, UsageError, nearest
 from shardfold.parallel.parallel import Parallel
 from shardfold.parallel.pipeline.stages import check_stages
 from shardfold.parallel.sequence import check_choice
-from shardfold.plan.checks import check_flags, check_times, described, is_integer
-from shardfold.plan.known_arguments import keywords, meant, regrouped
+from shardfold.plan.checks import check_flags, check_times, described, is_integer, keywords, meant, regrouped
 from shardfold.plan.program_passes import Overlap
 from shardfold.sharding.init import Init
 

@@ -90,8 +90,7 @@ from shardfold.parallel.sequence import SequenceAxis
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.axes import Axis, Mesh, Role
-from shardfold.plan.checks import check_flags
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, known_arguments
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import Program

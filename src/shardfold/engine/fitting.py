@@ -28,14 +28,13 @@ from shardfold.optim.fused import num_moments
 from shardfold.parallel.parallel import Parallel
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh, Role
-from shardfold.plan.checks import described
+from shardfold.plan.checks import described, human
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program_passes import Overlap
-from shardfold.plan.sizes import human
 from shardfold.planner.auto import AUTO, MODES, ORDER, choose, choose_layout, first_of, states_peak
 from shardfold.planner.division import Division
 from shardfold.planner.given import shapes_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardfold.parallel.pipeline.late import DeferredWeightGrads
-from shardfold.plan.part import Part
+from shardfold.plan.walk import Part
 
 __all__ = ["PassContext"]
 

@@ -38,8 +38,8 @@ from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
 from shardfold.parallel.pipeline.late import DeferredWeightGrads
 from shardfold.plan.bind import PASSES
-from shardfold.plan.part import Part
 from shardfold.plan.program_passes import Overlap
+from shardfold.plan.walk import Part
 from shardfold.sharding.buffers import Buffers
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.unit import Life, Unit

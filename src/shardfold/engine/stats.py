@@ -15,9 +15,8 @@ from typing import NamedTuple
 from shardfold.engine.peak_rate import PeakFlops
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.watch import PipelineStats
-from shardfold.plan.checks import described, is_number
+from shardfold.plan.checks import described, human, is_number
 from shardfold.plan.report import MemoryReport, TierSeconds, TrafficReport
-from shardfold.plan.sizes import human
 
 __all__ = ["Clock", "Stats"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardfold.errors import ModelError
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.torch_internals import BatchNormBase
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]

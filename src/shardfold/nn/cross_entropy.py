@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
 from shardfold.nn.ranks import AxisRanks
-from shardfold.plan.checks import described, is_integer, is_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_integer, is_number, known_arguments
 from shardfold.torch_internals import keeps_graph, untraced_from_call
 
 __all__ = [

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.nn._grouped import grouped_linear
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["ACTIVATIONS", "ByRows", "Experts", "FeedForward", "Sorted", "combined", "sorted_rows"]
 

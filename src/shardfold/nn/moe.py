@@ -22,7 +22,7 @@ from shardfold.errors import ConfigError
 from shardfold.nn.experts import Experts, FeedForward
 from shardfold.nn.ranks import Everyone
 from shardfold.nn.router import Router, Routing
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["Mixed", "MoE", "within_capacity"]
 

@@ -26,8 +26,7 @@ from shardfold.nn.cross_entropy import (
     wanted_of,
 )
 from shardfold.nn.ranks import AxisRanks
-from shardfold.plan.checks import is_integer, is_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import is_integer, is_number, known_arguments
 
 __all__ = ["margin_of", "parallel_cross_entropy", "parallel_margin_loss", "sampled_classes"]
 

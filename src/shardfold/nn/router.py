@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
 from shardfold.nn.ranks import Everyone
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.torch_internals import in_backward
 
 __all__ = ["Router", "Routing"]

@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import described, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_integer, known_arguments
 from shardfold.torch_internals import untraced_from_call
 
 __all__ = ["tiled", "tiles_of"]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import check_flags, described, is_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, described, is_number, known_arguments
 
 __all__ = ["Clip", "clip_coefficient", "joined_terms", "norm_of", "norm_terms", "one_clip", "square_sum"]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardfold.errors import UsageError
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.plan.report import KINDS, Finding
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.pickling import copy_without_hooks, forget_hooks

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import check_flags, described, is_integer, is_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, described, is_integer, is_number, known_arguments
 from shardfold.plan.layout import Precision
 
 __all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled", "sum_of", "sum_of_all"]

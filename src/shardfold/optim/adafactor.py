@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardfold.errors import ConfigError
 from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_number
-from shardfold.plan.box import Box
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
+from shardfold.plan.placement import Box
 
 __all__ = ["Adafactor"]
 

@@ -13,7 +13,7 @@ from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.optim.adamw import adamw_
 from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_betas, check_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["AdamW8bit", "dequantize", "quantize"]
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shardfold.comm.coalesced import complete
 from shardfold.errors import ConfigError, ModelError, UsageError
-from shardfold.plan.checks import check_flags, described, is_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, described, is_number, known_arguments
 from shardfold.plan.layout import Axes, Tier
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.autograd import outside_inference

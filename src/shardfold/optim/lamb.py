@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import square_sum
 from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_betas, check_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["LAMB"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_betas, check_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["Lion"]
 

@@ -16,8 +16,8 @@ from shardfold.optim._owners import balanced, exchanged, on_owners
 from shardfold.optim.adamw import adamw_
 from shardfold.optim.parts import PartOptimizer, ShardGroup, ShardPlacement, Use, check_betas, check_number
 from shardfold.plan.axes import Axes
+from shardfold.plan.checks import known_arguments
 from shardfold.plan.cost import Sent
-from shardfold.plan.known_arguments import known_arguments
 
 __all__ = ["Muon", "muon_groups"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardfold.optim.parts import ShardPlacement, Use, check_betas, check_number
 from shardfold.optim.signed import SignOptimizer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["OneBitAdam"]
 

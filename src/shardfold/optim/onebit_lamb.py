@@ -11,8 +11,7 @@ from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import square_sum
 from shardfold.optim.parts import ShardPlacement, Use, check_betas, check_number
 from shardfold.optim.signed import SignOptimizer
-from shardfold.plan.checks import described, is_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_number, known_arguments
 
 __all__ = ["OneBitLamb"]
 

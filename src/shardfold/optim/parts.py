@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError
 from shardfold.plan.axes import Axes
-from shardfold.plan.box import Box
 from shardfold.plan.cost import Sent
+from shardfold.plan.placement import Box
 
 __all__ = ["Alone", "PartOptimizer", "ShardGroup", "ShardPlacement", "Use", "check_betas", "check_number"]
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "renew_rates", "warmup_cosine"]
 

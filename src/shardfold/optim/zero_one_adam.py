@@ -10,8 +10,7 @@ from torch import Tensor
 from shardfold.errors import ConfigError
 from shardfold.optim.parts import ShardPlacement, Use, check_betas, check_number
 from shardfold.optim.signed import SignOptimizer
-from shardfold.plan.checks import described, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_integer, known_arguments
 
 __all__ = ["ZeroOneAdam"]
 

@@ -37,8 +37,7 @@ from shardfold.parallel.adjoint import paired
 from shardfold.parallel.lengths import keep_part
 from shardfold.parallel.link import AxisLink, Link, MeshLink, link_of
 from shardfold.parallel.split import is_cut
-from shardfold.plan.axes import Mesh, Role
-from shardfold.plan.nearest import nearest_that_divides
+from shardfold.plan.axes import Mesh, Role, nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice, marked_on
 from shardfold.torch_internals import untraced_from_call

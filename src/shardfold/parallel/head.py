@@ -40,8 +40,7 @@ from shardfold.parallel.lengths import keep_part
 from shardfold.parallel.link import Link, axes_named, link_of
 from shardfold.parallel.split import AxisRank
 from shardfold.plan.axes import KNOWN, Mesh, Role
-from shardfold.plan.checks import described, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_integer, known_arguments
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice

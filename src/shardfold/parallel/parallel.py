@@ -11,8 +11,7 @@ from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.plan import Given
 from shardfold.plan.axes import Axis
-from shardfold.plan.checks import described
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, known_arguments
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

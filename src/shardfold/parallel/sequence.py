@@ -26,8 +26,7 @@ from shardfold.parallel.kernels import wide
 from shardfold.parallel.link import Link
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import check_heads, ulysses_attention
-from shardfold.plan.checks import described, is_number
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_number, known_arguments
 from shardfold.torch_internals import in_backward
 
 __all__ = ["CHOICES", "SequenceAxis", "check_choice", "sequence_shard", "whole_attention"]

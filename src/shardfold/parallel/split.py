@@ -27,7 +27,7 @@ from shardfold.parallel.functions import collect, copy, gather, reduce, scatter,
 from shardfold.parallel.lengths import adapt_lengths, is_transposed, keep_part
 from shardfold.parallel.link import AxisLink, link_of
 from shardfold.parallel.stream import DROPOUTS, TOKENS, SequenceParallel, apart_draws
-from shardfold.plan.nearest import nearest_that_divides
+from shardfold.plan.axes import nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
 from shardfold.torch_internals import version_of

@@ -4,23 +4,17 @@
     axes             WHO: the axes of the ranks, and what follows from their roles
     bind             the one compiler: a table, the units of a model and a mesh, bound to the program that runs
     blocks           blocks of codes: each has a scale, which lies behind its codes in the payload
-    box              boxes of tensors: which elements two of them share, and where these lie in each
-    checks           what values that users give have to be
-    chunks           what DTensor's placements say: which block of a tensor each place of a mesh has
+    checks           what values that users give have to be, what their names are, and how messages show them
     cost             what a table holds and what a program sends, as sums
-    disk_folders     where files of the disk tier are: the folders that users name, one for each drive
     explain          a layout in words: the table, the units, what they cost and the program that will run
     format           WHAT is on the link: how values become the bytes of a payload, and values again
     formats          all formats by name: those of a dtype, and families of blocks, whose names have parameters
-    known_arguments  arguments that a call does not know or lacks, told in one sentence with the name that was meant
     layout           WHAT rests where: the table of states that every member of the ZeRO family is a value of
     lifetimes        how long bytes live: what each operation of a program holds, and what it gives back
-    nearest          what is legal next to what was given: sizes that divide
-    offload          ``offload=``: which states of a table rest in a slower tier
+    offload          which states of a table rest in a slower tier, and of which units
     order            one order made of what several ranks ran
     outer            rare steps over one axis, between groups that train apart
-    part             what of a program is a pass through one of several stages that a rank has
-    placement        WHERE each element lies: offsets, padding, owners and ranges
+    placement        WHERE each element lies: offsets, padding, owners, ranges, and boxes of tensors
     presets          the names people know, as values of the table: one line and one paper each
     program          WHEN things happen: a layout lowered to lists of operations that print as text and parse back
     program_passes   what is done ahead, or later, in a program
@@ -28,12 +22,8 @@
     rules            WHICH part of a model has what: ordered rules from modules to values, first match wins
     search           the one search behind all that is ``"auto"``
     signs            values that are sent as signs and a scale per block
-    sizes            numbers of bytes, as people write and read them
-    spelling         the names of formats that have parameters
-    stay             which units keep the optimizer's states on the device
     version          the version, in one place
-    walk             which operations of a section are due when something happens in a pass
-    _needless        what is to be said of operations that do less than their words in a setting
+    walk             which operations of a section are due when something happens in a pass, or in one through a part
 
 It imports ``errors`` only.
 """

@@ -26,15 +26,14 @@ from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError
 from shardfold.plan.bind import Bound
-from shardfold.plan.checks import described, is_number
+from shardfold.plan.checks import described, is_number, known_arguments
 from shardfold.plan.cost import is_encoded, op_bytes, parts_of
+from shardfold.plan.format import typed
 from shardfold.plan.formats import FORMATS, ITEMSIZE, format_named
-from shardfold.plan.known_arguments import known_arguments
 from shardfold.plan.layout import ROLES, Axes, Layout, Sizes, Wire
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, KINDS, Op
 from shardfold.plan.search import search
-from shardfold.plan.spelling import typed
 
 __all__ = [
     "PURPOSES",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, TypeVar
 
-from shardfold.plan.disk_folders import Folders
+from shardfold.plan.checks import Folders
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec

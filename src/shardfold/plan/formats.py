@@ -9,14 +9,13 @@ from collections.abc import Callable
 
 from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.blocks import Fp8, Integers
-from shardfold.plan.format import FLOATS, ITEMSIZE, Elements, Format, torch_dtype
+from shardfold.plan.format import FLOATS, ITEMSIZE, Elements, Family, Format, canonical, made, torch_dtype
 from shardfold.plan.signs import Sign
-from shardfold.plan.spelling import Family, canonical, made
 
 __all__ = ["FAMILIES", "FLOATS", "FORMATS", "ITEMSIZE", "Elements", "Format", "format_named", "torch_dtype"]
 
 FAMILIES: dict[str, Family] = {"int8": Integers, "int4": Integers, "fp8": Fp8, "sign": Sign}
-"""By the first word of their names (see :mod:`shardfold.plan.spelling`)."""
+"""By the first word of their names (see :mod:`shardfold.plan.format`)."""
 
 
 class _Formats(dict[str, Format]):

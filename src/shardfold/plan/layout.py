@@ -28,14 +28,22 @@ from typing import Any
 
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
-from shardfold.plan.checks import described, is_integer, is_number
-from shardfold.plan.disk_folders import FOLDERS, Folders, are_folders, folders_of
+from shardfold.plan.checks import (
+    FOLDERS,
+    Folders,
+    are_folders,
+    described,
+    folders_of,
+    is_integer,
+    is_number,
+    known_arguments,
+    meant,
+    parse_bytes,
+)
+from shardfold.plan.format import typed
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, Format, format_named
-from shardfold.plan.known_arguments import known_arguments, meant
 from shardfold.plan.outer import Outer
 from shardfold.plan.signs import Signs
-from shardfold.plan.sizes import parse_bytes
-from shardfold.plan.spelling import typed
 
 _HOPS = re.compile(r"(?P<name>[a-z]+\d*(/\d+)?)x(?P<hops>\d+)(?P<options>([:+,].*)?)")
 

@@ -1,19 +1,28 @@
-"""``offload=``: which states of a table rest in a slower tier, as one word or by name, and in which folders."""
+"""``offload=``: which states of a table rest in a slower tier, as one word or by name, and in which folders.
+
+Where a part of the states may stay on the device, WHICH units keep theirs is decided here. The host updates while the
+device computes nothing, but for the units whose gradients are there early and whose parameters are needed late: their
+copies hide behind the backward of the others, and behind the forward of the next step. For the units that forward runs
+first neither does: backward gives their gradients last, so the copy down is waited for by itself, and the next forward
+needs their parameters first. So those stay, the root before all, whose gradients are complete when backward is over
+(DeepSpeed's "twin-flow" takes parameters in any order; SuperOffload, arXiv 2509.21271, retains the last buckets of
+backward for the same reason).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.plan.checks import described
-from shardfold.plan.disk_folders import FOLDERS, are_folders, folders_of
-from shardfold.plan.known_arguments import meant
-from shardfold.plan.layout import Layout, Tier
+from shardfold.plan.checks import FOLDERS, are_folders, described, folders_of, meant
+from shardfold.plan.layout import ITEMSIZE, Layout, Tier
+from shardfold.plan.placement import UnitSpec
 
-__all__ = ["offloaded"]
+__all__ = ["offloaded", "staying", "with_staying"]
+
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("master", "moments"),
@@ -152,3 +161,35 @@ def _meant(given: str) -> str:
     if os.sep in given:
         return " A folder is named beside the tier, as in 'disk,folder=/mnt/nvme0'."
     return meant(given, [str(tier) for tier in Tier])
+
+
+# -- which units stay
+
+
+def with_staying(units: Sequence[UnitSpec], layout: Layout, near: Callable[[Layout], Layout]) -> list[UnitSpec]:
+    """The units under a bound ``layout``, those that stay with tables of their own: what ``near`` gives for each."""
+    stay = staying(units, layout)
+
+    def changed(unit: UnitSpec) -> UnitSpec:
+        return replace(unit, segments=tuple(replace(s, table=near(s.table_or(layout))) for s in unit.segments))
+
+    return [changed(unit) if unit.name in stay else unit for unit in units]
+
+
+def staying(units: Sequence[UnitSpec], layout: Layout) -> set[str]:
+    """Names of the units, which are in the order of their forward, whose states stay: as many as fit into what
+    ``layout.share`` leaves, roots first, then in that order."""
+    sizes = {unit.name: _num_bytes(unit, layout) for unit in units}
+    moved = sum(sizes.values())
+    least = layout.share * moved
+    found: set[str] = set()
+    for unit in sorted(units, key=lambda unit: not unit.root):
+        if sizes[unit.name] and moved - sizes[unit.name] >= least:
+            found.add(unit.name)
+            moved -= sizes[unit.name]
+    return found
+
+
+def _num_bytes(unit: UnitSpec, layout: Layout) -> int:
+    """In proportion to its optimizer's states."""
+    return sum(s.length * ITEMSIZE[s.dtype_for("master", layout)] for s in unit.segments if s.trainable)

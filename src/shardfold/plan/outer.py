@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.plan.checks import described, is_integer, is_number
-from shardfold.plan.known_arguments import known_arguments
-from shardfold.plan.spelling import typed
+from shardfold.plan.checks import described, is_integer, is_number, known_arguments
+from shardfold.plan.format import typed
 
 __all__ = ["OPTIMIZERS", "Outer"]
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import check_flags, described, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, described, is_integer, known_arguments, parse_bytes
 from shardfold.plan.layout import Tier
 from shardfold.plan.program import MARKERS, REDUCTIONS, Op, Program
-from shardfold.plan.sizes import parse_bytes
 
 __all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch", "updates_beside"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shardfold.plan.checks import human
 from shardfold.plan.layout import Axes
-from shardfold.plan.sizes import human
 
 __all__ = [
     "KINDS",

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.blocks import Blocks
-from shardfold.plan.checks import described, is_flag, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_flag, is_integer, known_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,16 +6,20 @@ does them, the planner sums their bytes and seconds. There are two policies:
 
     Walk        the order of units is known: due is what lies before the marker that was reached
     AskedWalk   it is not: ranks say which units they need, and due is what these have at that moment
+
+A rank that has several stages passes through one at a time: :func:`of_part` says what of a section that is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS, Op
 from shardfold.plan.program_passes import GATHERS
 
-__all__ = ["MOMENTS", "AskedWalk", "Walk"]
+__all__ = ["MOMENTS", "AskedWalk", "Part", "Walk", "of_part"]
+
 
 MOMENTS: Mapping[str, str] = {
     **dict.fromkeys(GATHERS, "enter"),
@@ -252,3 +256,45 @@ class AskedWalk:
         numbers = self.sums(unit)
         self._reduced.add(unit)
         return numbers
+
+
+# -- parts
+
+
+class Part(NamedTuple):
+    """A pass through one of several stages that a rank has.
+
+    Attributes:
+        units: names of the units of that stage.
+        common: of those that belong to no stage alone.
+        last: whether it is that stage's last backward of the step.
+        final: whether it is the rank's.
+    """
+
+    units: frozenset[str]
+    common: frozenset[str]
+    last: bool = False
+    final: bool = False
+
+
+def of_part(section: str, ops: Sequence[Op], backward: Sequence[Op], part: Part | None) -> Sequence[Op]:
+    """Operations of the stage's units; sums that only the last backward of a step takes wait, of what several stages
+    have, for the rank's last.
+
+    Args:
+        section: name of the one that ``ops`` are of.
+        ops: operations.
+        backward: those of the section of that name.
+        part: of the model; None: all of it.
+    """
+    if part is None:
+        return ops
+    every = set(backward)
+    waits = section in ("last", "last_weights") and not part.final
+    return [
+        op
+        for op in ops
+        if not op.unit
+        or op.unit in part.units
+        or (op.unit in part.common and not (waits and op.is_sum and op not in every))
+    ]

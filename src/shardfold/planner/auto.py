@@ -24,13 +24,13 @@ from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.bind import bind
+from shardfold.plan.checks import human
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.lifetimes import ALONE, peak_bytes
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.rules import Rules
 from shardfold.plan.search import Searched, search
-from shardfold.plan.sizes import human
 from shardfold.planner.choice import Option, option
 from shardfold.planner.coding import coding_bytes
 from shardfold.planner.moved import MOVED

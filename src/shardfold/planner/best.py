@@ -10,8 +10,7 @@ from torch import nn
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.auto_wire import AutoWire
-from shardfold.plan.checks import described, is_flag, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_flag, is_integer, known_arguments
 from shardfold.plan.layout import Layout, Precision
 from shardfold.planner.candidate import FittingCandidate
 from shardfold.planner.choice import largest_of

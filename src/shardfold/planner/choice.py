@@ -8,9 +8,9 @@ from itertools import product
 from math import inf
 
 from shardfold.plan import presets
+from shardfold.plan.checks import human
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.search import search
-from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate
 from shardfold.planner.memory import MemoryPlan
 from shardfold.planner.planned_rank import PlannedRank

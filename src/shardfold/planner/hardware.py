@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.axes import Mesh
-from shardfold.plan.checks import described
-from shardfold.plan.sizes import parse_bytes
+from shardfold.plan.checks import described, parse_bytes
 
 __all__ = ["DEVICES", "RESERVE", "Cluster", "Device", "Interconnect", "cluster", "known_device"]
 

@@ -23,9 +23,8 @@ from shardfold.plan.bind import Bound
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.lifetimes import CPU, Behaviour, Lifetimes, room_bytes
-from shardfold.plan.part import Part, of_part
 from shardfold.plan.program import COLLECTIVES, MOVES, ROUND, Op
-from shardfold.plan.walk import Walk
+from shardfold.plan.walk import Part, Walk, of_part
 from shardfold.planner.coding import coding_bytes
 from shardfold.planner.trace import SMALL, Event, StagePass, Trace
 

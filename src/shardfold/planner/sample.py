@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.plan.layout import Layout
 from shardfold.planner.auto import AUTO
 

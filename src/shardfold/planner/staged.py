@@ -20,7 +20,7 @@ from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.flow import TensorOrigin
 from shardfold.parallel.pipeline.stage_order import Action, choose_order, make_order
 from shardfold.parallel.pipeline.stages import Borders, StageDone, StageForward, Stages
-from shardfold.plan.part import Part
+from shardfold.plan.walk import Part
 from shardfold.planner.division import Division
 from shardfold.planner.trace import Event, Lane, StagePass, Trace
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from shardfold.parallel.pipeline.stage_order import Action, choose_order
 from shardfold.plan.bind import Bound
+from shardfold.plan.checks import human
 from shardfold.plan.layout import Tier
 from shardfold.plan.program import Op
-from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate
 from shardfold.planner.division import Division
 from shardfold.planner.memory import MemoryPlan

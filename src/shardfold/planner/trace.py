@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardfold.plan.layout import Tier
-from shardfold.plan.part import Part
+from shardfold.plan.walk import Part
 
 __all__ = ["Computation", "Event", "Lane", "Moves", "Sends", "StagePass", "Trace", "Works"]
 

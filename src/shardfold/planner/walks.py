@@ -14,10 +14,10 @@ import numpy as np
 from shardfold.errors import LayoutError, ModelError
 from shardfold.plan.auto_wire import PURPOSES, AutoWire, wires
 from shardfold.plan.bind import Bound
+from shardfold.plan.checks import human
 from shardfold.plan.layout import DATA_AXES, Layout, Precision, Tier
 from shardfold.plan.program import COLLECTIVES
 from shardfold.plan.program_passes import Overlap
-from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, FittingCandidate, Refused, sizes_to_show
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster

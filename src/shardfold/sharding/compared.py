@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from shardfold.comm.agreement import Claim
 from shardfold.plan.axes import Mesh
-from shardfold.plan.box import Box
-from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
+from shardfold.plan.placement import Box, SegmentSpec, Slot, UnitSpec
 
 __all__ = ["PARTS", "SLICES", "UNEQUAL", "parts", "slices"]
 

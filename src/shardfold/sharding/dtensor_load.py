@@ -20,9 +20,7 @@ from torch import Tensor
 from shardfold.comm.coalesced import BATCH, as_bytes
 from shardfold.comm.device_mesh import is_dtensor
 from shardfold.errors import ModelError
-from shardfold.plan.box import Box, Extent, shared
-from shardfold.plan.chunks import boxes, chunk_box
-from shardfold.plan.placement import shard_range
+from shardfold.plan.placement import Box, Extent, boxes, chunk_box, shard_range, shared
 from shardfold.sharding.dtensors import Placing
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment

@@ -22,9 +22,8 @@ from shardfold.comm.comm import Comm
 from shardfold.comm.device_mesh import device_mesh_of
 from shardfold.errors import ModelError, UsageError
 from shardfold.plan.axes import Axes
-from shardfold.plan.chunks import chunk_box
 from shardfold.plan.layout import Tier
-from shardfold.plan.placement import shard_range
+from shardfold.plan.placement import chunk_box, shard_range
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard

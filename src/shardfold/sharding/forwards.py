@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardfold.errors import ModelError, UsageError, did_you_mean
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.sharding.registry import model_of
 
 __all__ = ["register_forward"]

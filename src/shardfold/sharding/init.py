@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 
 __all__ = ["Init"]
 

@@ -30,9 +30,9 @@ from shardfold import accelerator
 from shardfold.comm.comm import Comm
 from shardfold.comm.device_mesh import is_dtensor
 from shardfold.errors import ModelError, UsageError, did_you_mean
-from shardfold.plan.box import Box
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.plan.layout import Layout
+from shardfold.plan.placement import Box
 from shardfold.plan.rules import Rules
 from shardfold.sharding.buffers import take_first_rank
 from shardfold.sharding.model import StagedNames

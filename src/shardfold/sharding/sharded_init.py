@@ -21,8 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardfold.comm.mesh import parse_device, pick_device
-from shardfold.plan.checks import check_flags, check_times
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, check_times, known_arguments
 from shardfold.sharding.freed import FreedParameter, apart
 from shardfold.sharding.partitioned import TOUCHED, EarlyShard, ShardRanks, early_shard, gather, release
 from shardfold.sharding.registry import model_of

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError, LayoutError, ModelError, UsageError, did_you_mean
 from shardfold.plan.axes import KNOWN, Axes, Mesh, Role
-from shardfold.plan.checks import described, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import described, is_integer, known_arguments
 from shardfold.plan.placement import UnitSpec
 from shardfold.sharding.partitioned import early_shard
 from shardfold.sharding.registry import model_of

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from shardfold.errors import ConfigError, UsageError
-from shardfold.plan.checks import check_flags, described, is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import check_flags, described, is_integer, known_arguments
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partitioned import early_shard, gather, release

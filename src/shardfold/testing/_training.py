@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import UsageError
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import known_arguments
 from shardfold.sharding.init import Init
 from shardfold.testing.ranks import Ranks
 

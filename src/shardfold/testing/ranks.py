@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any
 
 from shardfold.errors import ShardfoldError, UsageError, did_you_mean
-from shardfold.plan.known_arguments import keywords, known_arguments, unknown
+from shardfold.plan.checks import keywords, known_arguments, unknown
 from shardfold.testing import _worker as worker
 
 # Imported once by the fork server. The first step of a torch optimizer imports `torch._dynamo`, a second of its own;

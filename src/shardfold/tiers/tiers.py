@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardfold.plan.disk_folders import Folders, on_this_rank
+from shardfold.plan.checks import Folders, on_this_rank
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.disk import DiskTier
 from shardfold.tiers.host import HostTier

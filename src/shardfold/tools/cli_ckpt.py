@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
-from shardfold.plan.sizes import parse_bytes
+from shardfold.plan.checks import parse_bytes
 from shardfold.tools.observe.printable import printable
 
 __all__ = ["app"]

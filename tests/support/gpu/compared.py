@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from shardfold.tools.extras import EXTRAS
 from tests.support.gpu.day import ROOT
 from tests.support.gpu.report import FAILED, PASSED, Case

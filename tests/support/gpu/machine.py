@@ -16,7 +16,7 @@ import torch
 import shardfold
 from shardfold import accelerator
 from shardfold.launch import num_cores
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from tests.support.gpu.day import ROOT
 from tests.support.gpu.ranks import how_many
 from tests.support.gpu.section import Asked, Notes

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold import accelerator
+from shardfold.plan.checks import human
 from shardfold.plan.lifetimes import Behaviour, peak_bytes
-from shardfold.plan.sizes import human
 from tests.support.gpu.ranks import Field, Here, how_many
 from tests.support.gpu.section import Asked, Notes, Outcome
 from tests.support.gpu.setting import Setting, rank_settings

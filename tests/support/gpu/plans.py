@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardfold as sf
 from shardfold import accelerator
+from shardfold.plan.checks import human
 from shardfold.plan.lifetimes import WORKSPACE, Behaviour
-from shardfold.plan.sizes import human
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Device
 from shardfold.planner.memory import plan_memory

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 from tests.support.gpu.recorded import LOOPS, Trace, record_all, replayed
 from tests.support.gpu.section import Asked, Notes, Outcome
 

@@ -11,7 +11,7 @@ from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_offload import path_of
 from shardfold.compat.deepspeed.config_read import Settings
 from shardfold.optim.fused import why_not_fused
-from shardfold.plan.disk_folders import on_this_rank
+from shardfold.plan.checks import on_this_rank
 
 __all__ = ["check_files"]
 

@@ -17,7 +17,7 @@ from shardfold.engine.engine import Engine
 from shardfold.parallel.link import MeshLink
 from shardfold.parallel.plan import AUTO, TensorPlan
 from shardfold.parallel.same_batch import same_inputs
-from shardfold.plan.box import Box
+from shardfold.plan.placement import Box
 
 __all__ = ["Joining", "check_dtype", "check_same_batch", "plan_of", "set_autotp_mode", "told_of", "tp_model_init"]
 

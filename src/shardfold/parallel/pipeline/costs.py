@@ -21,8 +21,7 @@ from shardfold.errors import ConfigError, ModelError
 from shardfold.parallel.pipeline.flow import Skeleton
 from shardfold.parallel.pipeline.micro_batches import default_compute
 from shardfold.parallel.pipeline.pieces import PipelinePiece, find_pieces
-from shardfold.plan.checks import is_integer
-from shardfold.plan.known_arguments import known_arguments
+from shardfold.plan.checks import is_integer, known_arguments
 from shardfold.torch_internals import tree_flatten, tree_unflatten
 
 __all__ = ["PieceCost", "PieceCosts", "measure_pieces"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.stages import Stages
-from shardfold.plan.part import Part
+from shardfold.plan.walk import Part
 
 __all__ = ["parts_of"]
 

@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from shardfold.plan.sizes import parse_bytes
+from shardfold.plan.checks import parse_bytes
 from shardfold.testing.simulated.simulation import MODES, RacesFound, simulated
 
 __all__ = ["main"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from shardfold.accelerator import GRANULE
-from shardfold.plan.sizes import human
+from shardfold.plan.checks import human
 
 __all__ = ["Arena"]
 

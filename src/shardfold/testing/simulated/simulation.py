@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shardfold.errors import ShardfoldError, UsageError, did_you_mean
-from shardfold.plan.checks import is_integer
-from shardfold.plan.sizes import parse_bytes
+from shardfold.plan.checks import is_integer, parse_bytes
 from shardfold.testing.simulated.device import PROCESS, SimulatedDevice, the_device
 from shardfold.testing.simulated.findings import Findings, Found, Race
 from shardfold.testing.simulated.install import install

@@ -10,8 +10,8 @@ from shardfold.parallel.pipeline.simulate import timeline
 from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
+from shardfold.plan.checks import human
 from shardfold.plan.layout import Precision, Tier
-from shardfold.plan.sizes import human
 from shardfold.planner.candidate import STAGES, Candidate, FittingCandidate
 from shardfold.planner.choice import Option
 from shardfold.planner.division import Division

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.engine.engine import Engine
+from shardfold.plan.checks import human
 from shardfold.plan.layout import Tier
-from shardfold.plan.sizes import human
 from shardfold.planner.memory import MemoryPlan
 from shardfold.tools.bench.planned import WatchedBytes, inside_hooks
 from shardfold.tools.recipes.config import TrainConfig

@@ -28,9 +28,9 @@ from pydantic import (
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
+from shardfold.plan.checks import parse_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
-from shardfold.plan.sizes import parse_bytes
 from shardfold.tools.effects import Effect, idle, without_effect
 
 Chosen = TypeVar("Chosen", bound="RecipeSettings")

@@ -11,9 +11,9 @@ from shardfold import accelerator
 from shardfold.engine.engine import Engine
 from shardfold.engine.fitting import memory_of
 from shardfold.errors import ConfigError
+from shardfold.plan.checks import human, parse_bytes
 from shardfold.plan.layout import Tier
 from shardfold.plan.lifetimes import CPU, GPU
-from shardfold.plan.sizes import human, parse_bytes
 from shardfold.planner.choice import Option, largest_of
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import RESERVE

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardfold.compat.deepspeed.utils.comms_logging import comms_logger
+from shardfold.plan.checks import human
 from shardfold.plan.report import TrafficReport
-from shardfold.plan.sizes import human
 
 __all__ = ["TrafficLog"]
 

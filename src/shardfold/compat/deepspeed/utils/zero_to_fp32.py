@@ -21,7 +21,7 @@ from shardfold.checkpoint.stored import Later, weights_of
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError
-from shardfold.plan.sizes import parse_bytes
+from shardfold.plan.checks import parse_bytes
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
