@@ -19,7 +19,8 @@ What is counted:
     skipped          comments that keep the formatter away
     arguments        those of ``Engine.__init__`` besides ``self``
     code             lines that are neither blank, nor a comment only, nor part of a docstring
-    trips            files in which a function is called, from the begin of an act to its end, on the thread that acts
+    trips            files in which a function is called, from the begin of an act to its end, on the thread that acts;
+                     the model is this script's own, as layers are none of what an act does to them
 """
 
 from __future__ import annotations
@@ -450,6 +451,22 @@ def _rank_trips(folder: str) -> dict[str, list[str]]:
     return {name: sorted(trip.files) for name, trip in names.items()}
 
 
+def _planned() -> tuple[Any, Any]:
+    """A model of blocks that are alike, and a micro-batch, as ``shardfold plan --model module:function`` takes them."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.linear(x).tanh()
+
+    return nn.Sequential(*(Block() for _ in range(8))), torch.ones(2, 64)
+
+
 def trips() -> dict[str, list[str]]:
     """Of each act the files that it crosses on rank 0."""
     import io
@@ -468,7 +485,8 @@ def trips() -> dict[str, list[str]]:
                 plan.start()
             try:
                 cli.app(
-                    ["plan", "--model", "demo", "--gpus", "2xA100-40G", "--layout", "zero3", "--micro-batch", "4"],
+                    ["plan", "--model", f"{__name__}:_planned", "--gpus", "2xA100-40G", "--layout", "zero3"]
+                    + ["--micro-batch", "4"],
                     standalone_mode=False,
                 )
             finally:

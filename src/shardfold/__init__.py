@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from shardfold.parallel.pipeline.costs import measure_pieces
     from shardfold.parallel.sequence import sequence_shard
     from shardfold.plan.report import MemoryReport, StepReport, TrafficReport
-    from shardfold.planner.sample import Auto
+    from shardfold.planner.auto import Auto
     from shardfold.sharding.forwards import register_forward
     from shardfold.sharding.init import Init
     from shardfold.sharding.materialize import meta_init
@@ -109,7 +109,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Auto": "shardfold.planner.sample",
+    "Auto": "shardfold.planner.auto",
     "Init": "shardfold.sharding.init",
     "Parallel": "shardfold.parallel.parallel",
     "Runtime": "shardfold.comm.runtime",

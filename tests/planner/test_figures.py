@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardfold.planner.figures import FIGURES, Figure, as_markdown, offload_cuts
+from tests.support.paper_figures import FIGURES, Figure, as_markdown, offload_cuts
 
 PAGE = Path(__file__).parents[2] / "docs/figures.md"
 

@@ -18,9 +18,8 @@ from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import cluster
 from shardfold.planner.inference import activation_bytes, cache_bytes
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.ranking import rank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.planner.tracing import NO_LOSS
 from shardfold.tools.planning.show import advice, notes
 

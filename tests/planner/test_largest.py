@@ -13,8 +13,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.lifetimes import CPU
 from shardfold.planner.choice import Option, largest_of, options
 from shardfold.planner.division import Division
-from shardfold.planner.planned_rank import PlannedRank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
 from shardfold.tools.recipes import lm

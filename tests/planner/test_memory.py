@@ -17,11 +17,10 @@ from shardfold.errors import ModelError
 from shardfold.plan.formats import format_named
 from shardfold.plan.lifetimes import GPU
 from shardfold.plan.program import REDUCTIONS
-from shardfold.planner.coding import coding_bytes
 from shardfold.planner.division import Division
+from shardfold.planner.live import coding_bytes
 from shardfold.planner.memory import MemoryPlan, plan_memory
-from shardfold.planner.planned_rank import PlannedRank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
 from shardfold.tools.recipes.gpt import GPT, GPTConfig

@@ -18,10 +18,9 @@ from shardfold.planner.choice import Option, option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster
 from shardfold.planner.memory import plan_memory
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.ranking import rank
 from shardfold.planner.seconds import plan_seconds
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
 from shardfold.tools.recipes.gpt import GPT, GPTConfig

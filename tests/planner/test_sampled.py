@@ -20,8 +20,7 @@ from shardfold.plan.checks import parse_bytes
 from shardfold.plan.lifetimes import GPU
 from shardfold.planner.auto import MODES, choose
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
-from shardfold.planner.planned_rank import PlannedRank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import measured_peak

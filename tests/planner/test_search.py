@@ -23,10 +23,9 @@ from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import plan_memory
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.ranking import LAYOUTS, layouts_for, rank
 from shardfold.planner.seconds import Work, plan_seconds
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 

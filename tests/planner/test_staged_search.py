@@ -21,9 +21,8 @@ from shardfold.planner.candidate import Candidate
 from shardfold.planner.choice import options
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import cluster
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.ranking import Ranking, rank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.planner.staged import places_of
 from shardfold.planner.staged_walks import PassTimes, ends_of
 from shardfold.testing import Ranks

@@ -97,7 +97,7 @@ from shardfold.plan.program import Program
 from shardfold.plan.program_passes import Overlap
 from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
 from shardfold.plan.rules import Rules
-from shardfold.planner.sample import Auto
+from shardfold.planner.auto import Auto
 from shardfold.sharding import ownership
 from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.changes import Changes

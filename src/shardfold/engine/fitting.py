@@ -35,15 +35,13 @@ from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program_passes import Overlap
-from shardfold.planner.auto import AUTO, MODES, ORDER, choose, choose_layout, first_of, states_peak
+from shardfold.planner.auto import AUTO, MODES, ORDER, Auto, choose, choose_layout, first_of, states_peak
 from shardfold.planner.division import Division
 from shardfold.planner.given import shapes_of
 from shardfold.planner.hardware import RESERVE, Cluster, known_device
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.ranking import BY_NODES, LAYOUTS
 from shardfold.planner.ranking import MODES as SEARCHED
-from shardfold.planner.sample import Auto
-from shardfold.planner.setting import Subject, mesh_of
+from shardfold.planner.setting import PlannedRank, Subject, mesh_of
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
 

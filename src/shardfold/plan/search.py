@@ -6,7 +6,6 @@ What a candidate is and how it is planned is up to who searches, as is what a pl
     ``layout="auto"``         layouts; bytes of states; until one fits
     ``sample=``               layouts x modes; bytes and seconds of a step; where rates are not known until one fits
     ``wire="auto"``           wires; seconds over the links that were measured; all
-    ``shardfold plan``        layouts x modes; bytes of a step; all
     ``plan.best``, searches   axes x layouts x wires x modes x micro-batches; bytes and samples per second; all
 """
 

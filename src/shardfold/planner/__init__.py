@@ -4,22 +4,17 @@
     best           ``shardfold.plan.best``, the fastest way to train a model on some devices; and ``largest_batch``
     candidate      a way to train that a search looks at, as what an engine, a recipe and a DeepSpeed config take
     choice         what fits: the peak of each layout and each mode of activations, and the largest micro-batch
-    coding         bytes that formats hold besides while they encode and decode, found by letting them do it
     division       how ranks share one model besides its states
-    figures        figures that papers print, computed
-    given          what a plan is given, a model and a micro-batch, and what is wrong with them in a sentence
+    given          what a plan is given, a model and a micro-batch; both without memory
     hardware       what devices and links can do, as their makers print it; and what was measured on a machine
-    hollow         a model without memory
     inference      memory without training
-    live           bytes of storages while they live
+    live           bytes of storages that operations made, as long as they live; those that formats make
     memory         bytes over time: a trace and a program, walked together as the engine walks them
     moved          activations on the host and on disk, on paper
-    planned_rank   a rank that is planned for, and how a model is planned on it
     ranking        which ways to train fit, ranked
     repeats        models of many blocks that are alike are traced with a few of them; what the others do is repeated
-    sample         a layout that is chosen for the user's own model and a micro-batch of it
     seconds        the time of a step
-    setting        what a rank's engine would bind: units, orders, program
+    setting        a rank that is planned for, and what its engine would bind for a model
     staged         stages of a rank on paper, by an order of actions
     staged_walks   walks of a model that is cut into stages
     surface        memory over time as numbers that a page computes with

@@ -16,8 +16,7 @@ from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Precision
 from shardfold.plan.rules import Rules
 from shardfold.planner.division import Division
-from shardfold.planner.given import not_run
-from shardfold.planner.hollow import hollow
+from shardfold.planner.given import hollow, not_run
 from shardfold.planner.repeats import Folded, TracedBlocks, fold_stage, renumbered
 from shardfold.planner.staged import stages_of
 from shardfold.planner.trace import Lane, Trace

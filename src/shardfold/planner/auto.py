@@ -15,7 +15,7 @@ the rest what sends less comes first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,7 +24,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.bind import bind
-from shardfold.plan.checks import human
+from shardfold.plan.checks import human, known_arguments
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.lifetimes import ALONE, peak_bytes
@@ -32,13 +32,13 @@ from shardfold.plan.placement import UnitSpec
 from shardfold.plan.rules import Rules
 from shardfold.plan.search import Searched, search
 from shardfold.planner.choice import Option, option
-from shardfold.planner.coding import coding_bytes
+from shardfold.planner.live import coding_bytes
 from shardfold.planner.moved import MOVED
-from shardfold.planner.planned_rank import PlannedRank
-from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.sharding.partition import cut
 
-__all__ = ["AUTO", "FREE", "MODES", "ORDER", "Chosen", "choose", "choose_layout", "first_of", "states_peak"]
+__all__ = ["AUTO", "FREE", "MODES", "ORDER", "Auto", "Chosen", "choose", "choose_layout", "first_of", "states_peak"]
+
 
 AUTO = "auto"
 ORDER = ("ddp", "zero1", "zero2", "zero3", "offload", "infinity")
@@ -236,3 +236,27 @@ def _refusal(subjects: Sequence[Subject], table: Layout, least: Option) -> str:
         f"{human(least.needed)}{held} ({least.plan.top.where}), is taken by layout={least.layout!r} with "
         f"activations={least.mode!r}: {would}."
     )
+
+
+@known_arguments
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """``layout=`` of an engine: the fastest with which a step of this model fits, by a plan of it with a micro-batch
+    (see ``planner.auto``). Rank 0 plans, and all ranks take the same; the log says what, and why.
+
+    Attributes:
+        sample: a micro-batch as the model takes it (a dict of arguments by name, a tuple of them, or the only one),
+            whose shapes and dtypes the plan goes by; with an axis of sequence, of whole sequences.
+        loss: where the model does not give its loss itself, what does, as ``lambda model, batch: ...``.
+        layout: one that is given, a preset's name or a :class:`Layout`: only what happens to activations is chosen.
+            ``"auto"``: both are.
+
+    Examples:
+        >>> squares = sf.Auto(sample=x, loss=lambda model, batch: model(batch).square().mean())
+        >>> sf.Engine(nn.Linear(8, 8), optimizer=adam, layout=squares).layout == sf.PRESETS["zero3"]
+        False
+    """
+
+    sample: Any = field(repr=False)
+    loss: Callable[[Any, Any], Any] | None = None
+    layout: str | Layout = AUTO

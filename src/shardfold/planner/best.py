@@ -16,9 +16,8 @@ from shardfold.planner.candidate import FittingCandidate
 from shardfold.planner.choice import largest_of
 from shardfold.planner.division import Division, division_of
 from shardfold.planner.hardware import cluster, host_bytes
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.ranking import MODES, layouts_for, rank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.planner.tracing import MODES as FOLLOWED
 from shardfold.planner.tracing import Compute, loss_of
 

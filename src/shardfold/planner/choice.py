@@ -10,12 +10,10 @@ from math import inf
 from shardfold.plan import presets
 from shardfold.plan.checks import human
 from shardfold.plan.layout import Layout, Tier
-from shardfold.plan.search import search
 from shardfold.planner.candidate import Candidate
 from shardfold.planner.memory import MemoryPlan
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.seconds import Seconds, plan_seconds, ways_of
-from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.planner.staged_walks import StagedWalks
 
 __all__ = ["Option", "largest_of", "option", "options"]
@@ -131,7 +129,7 @@ def options(
     modes: Iterable[str],
     micro_batch: int | None,
     tick: Callable[[str], None] = lambda doing: None,
-) -> Sequence[Option]:
+) -> list[Option]:
     """All of these, the first layouts first.
 
     Args:
@@ -146,8 +144,8 @@ def options(
     if rank.where is not None and subjects[0].division.pipeline > 1:
         walks = StagedWalks(subjects, rank.where, rank.precision, rank.moments)
 
-    def planned(way: tuple[str, str]) -> list[Option]:
-        name, mode = way
+    each: list[Option] = []
+    for name, mode in product(layouts, modes):
         tick(f"{name}, {mode}")
         one = option(subjects, rank, layouts[name], mode, micro_batch or LINE[0], name=name)
         size = micro_batch or max(one.largest, 1)
@@ -157,9 +155,8 @@ def options(
         if walks is not None:
             made = Candidate(layout=name, mode=mode, micro_batch=size, accumulate=rank.micro_batches)
             one = replace(one, seconds=walks.seconds(made))
-        return [one]
-
-    return search(product(layouts, modes), planned).planned
+        each.append(one)
+    return each
 
 
 def largest_of(subjects: Sequence[Subject], rank: PlannedRank, layout: str | Layout, mode: str = "keep") -> Option:

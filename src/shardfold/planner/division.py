@@ -27,7 +27,7 @@ from shardfold.parallel.plan import Given, split_model
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan.axes import LINKS, Axis, Mesh
 from shardfold.plan.checks import described, is_integer
-from shardfold.planner.hollow import hollow_values
+from shardfold.planner.given import hollow_values
 from shardfold.planner.trace import Sends
 
 __all__ = ["UNDIVIDED", "Division", "division_of"]

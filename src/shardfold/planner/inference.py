@@ -18,8 +18,7 @@ from shardfold.errors import ModelError
 from shardfold.plan import presets
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Precision
-from shardfold.planner.given import not_run
-from shardfold.planner.hollow import hollow, hollow_values
+from shardfold.planner.given import hollow, hollow_values, not_run
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.tracing import call, runs_with_memory, silent

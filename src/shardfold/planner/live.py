@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardfold.plan.blocks import AT_ONCE
+from shardfold.plan.formats import FORMATS
+from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.torch_internals import DispatchMode, storage_key, tree_iter
 
-__all__ = ["LiveBytes"]
+__all__ = ["LiveBytes", "coding_bytes"]
 
 
 class LiveBytes(DispatchMode):
@@ -78,3 +82,30 @@ class LiveBytes(DispatchMode):
             self._grown = False
         self.level -= size
         self._known.pop(key, None)
+
+
+@cache
+def coding_bytes(name: str, dtype: str, numel: int, *, decodes: bool, parts: int = 1) -> int:
+    """The most bytes of temporaries of a format that encodes, or ``decodes``, so many elements of a dtype.
+
+    Args:
+        name: of the format.
+        dtype: of what is encoded, or what payloads become.
+        numel: elements of a part; formats in blocks work on :data:`AT_ONCE` of them at most.
+        decodes: instead.
+        parts: of so many elements, which do not lie together.
+    """
+    form = FORMATS[name]
+    numel = min(-(-numel // form.block) * form.block, max(AT_ONCE // form.block, 1) * form.block)
+    values = torch.zeros(parts, 2, numel, dtype=TORCH_DTYPES[dtype])[:, 0]
+    payload = torch.zeros(parts, form.nbytes(numel), dtype=torch.uint8)
+    state = torch.zeros(parts, 2, numel)[:, 0] if form.state is not None and not decodes else None
+    live = LiveBytes([values, payload, *([state] if state is not None else [])])
+    with torch.no_grad():
+        form.encode(values, payload, state)  # what is decoded are codes
+        with live:
+            if decodes:
+                form.decode(payload, values)
+            else:
+                form.encode(values, payload, state)
+    return live.peak

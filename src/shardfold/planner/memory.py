@@ -25,7 +25,7 @@ from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.lifetimes import CPU, Behaviour, Lifetimes, room_bytes
 from shardfold.plan.program import COLLECTIVES, MOVES, ROUND, Op
 from shardfold.plan.walk import Part, Walk, of_part
-from shardfold.planner.coding import coding_bytes
+from shardfold.planner.live import coding_bytes
 from shardfold.planner.trace import SMALL, Event, StagePass, Trace
 
 __all__ = ["MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]

@@ -15,8 +15,7 @@ import numpy as np
 
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.planner.memory import MemoryPlan, words_of
-from shardfold.planner.planned_rank import PlannedRank
-from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.planner.trace import Trace
 
 __all__ = ["Activity", "Points", "Surface", "activity_of", "surface_of"]

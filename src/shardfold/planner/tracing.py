@@ -20,8 +20,7 @@ from shardfold.errors import ConfigError, ModelError, ShardfoldError
 from shardfold.parallel.pipeline.late import DeferredWeightGrads, Splits
 from shardfold.parallel.pipeline.stages import Borders, Stages
 from shardfold.plan.layout import Precision
-from shardfold.planner.given import not_run
-from shardfold.planner.hollow import fill, hollow, hollow_values
+from shardfold.planner.given import fill, hollow, hollow_values, not_run
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.moved import MOVED, SMALLEST, PaperMovers
 from shardfold.planner.staged import Stage

@@ -22,9 +22,8 @@ from shardfold.planner.candidate import Candidate, FittingCandidate, Refused, si
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import MemoryPlan, Setting
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.seconds import Schedule, Seconds, Work, row_seconds, schedule_of, ways_of
-from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.planner.trace import Trace
 
 __all__ = ["SizeRows", "Walks", "WholeWalks"]

@@ -21,8 +21,7 @@ from shardfold.plan.lifetimes import CPU
 from shardfold.planner.division import Division
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.memory import MemoryPlan
-from shardfold.planner.planned_rank import PlannedRank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.planner.trace import SMALL
 from shardfold.planner.tracing import Compute, loss_of
 from shardfold.torch_internals import no_subclass_functions, storage_key, tree_iter

@@ -19,9 +19,8 @@ from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.given import GIVE
 from shardfold.planner.hardware import Cluster, cluster, host_bytes
 from shardfold.planner.inference import Served, activation_bytes, cache_bytes, sizes_of
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.ranking import Ranking, rank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.planner.staged import usual_count
 from shardfold.tools.observe.console import working
 from shardfold.tools.planning import show

@@ -17,8 +17,7 @@ from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.choice import Option, largest_of
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import RESERVE
-from shardfold.planner.planned_rank import PlannedRank
-from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.sharding.materialize import meta_init
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT

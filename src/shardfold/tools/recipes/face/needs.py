@@ -16,9 +16,8 @@ from shardfold.plan.program_passes import Overlap
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Device
 from shardfold.planner.memory import MemoryPlan, Setting
-from shardfold.planner.planned_rank import PlannedRank
 from shardfold.planner.seconds import plan_seconds
-from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.sharding.materialize import meta_init
 from shardfold.sharding.slices import mark_slice
 from shardfold.tools.recipes.face.face_config import FaceConfig

@@ -1,4 +1,4 @@
-"""Figures that papers print, computed by the sums that this library plans with, each with its formula and precision.
+"""Figures that papers print, computed by the sums that the library plans with, each with its formula and precision.
 
 ``FIGURES`` is one list: the page ``docs/figures.md`` is made of it, and a test holds each within its tolerance.
 """
