@@ -17,7 +17,6 @@ from shardfold.plan.auto_wire import (
     PURPOSES,
     WORKING,
     AutoWire,
-    Codec,
     LinkFigure,
     Measured,
     WireOption,
@@ -28,7 +27,7 @@ from shardfold.plan.auto_wire import (
 )
 from shardfold.plan.axes import Mesh
 from shardfold.plan.bind import Bound, bind
-from shardfold.plan.cost import step_of, traffic
+from shardfold.plan.cost import Codec, step_of, traffic
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
 

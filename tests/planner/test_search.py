@@ -15,7 +15,7 @@ import torch
 import shardfold as sf
 from shardfold.compat.deepspeed.config import read
 from shardfold.errors import ConfigError
-from shardfold.plan.auto_wire import Codec, coding_seconds
+from shardfold.plan.cost import Codec, coding_seconds
 from shardfold.plan.lifetimes import GPU
 from shardfold.plan.program import COLLECTIVES
 from shardfold.planner.candidate import Candidate, sizes_to_show

@@ -73,7 +73,7 @@ def test_every_optimizer_keeps_its_state_through_changes(ranks: Ranks, optimizer
 
 def _every_state(engine: sf.Engine) -> dict[tuple[str, str], Any]:
     """Master, and what the optimizer keeps, by names of parameter and state."""
-    from shardfold.sharding.groups import PerElement
+    from shardfold.sharding.model import PerElement
     from shardfold.sharding.rebuild import _agree_on_states, _whole
 
     update = engine._updater

@@ -15,8 +15,8 @@ from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError, did_you_mean
 from shardfold.plan.placement import Box, Slot
 from shardfold.sharding.model import ShardedModel
-from shardfold.sharding.stand_ins import EXTRA, extra_states, takes_extra
-from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
+from shardfold.sharding.stand_ins import EXTRA, takes_extra
+from shardfold.sharding.whole_state import buffers_of, extra_states, most_precise, names_of
 
 __all__ = ["Fit"]
 

@@ -16,8 +16,8 @@ from shardfold.errors import CheckpointError, ConfigError
 from shardfold.plan.checks import check_flags, described, known_arguments
 from shardfold.sharding.materialize import meta_init
 from shardfold.sharding.segment import check_dtype
-from shardfold.sharding.stand_ins import extra_states, takes_extra
-from shardfold.sharding.whole_state import every_buffer
+from shardfold.sharding.stand_ins import takes_extra
+from shardfold.sharding.whole_state import every_buffer, extra_states
 
 __all__ = ["load_model"]
 

@@ -39,13 +39,11 @@ from shardfold.plan.layout import DATA_AXES, Axes
 from shardfold.plan.placement import Slot, shard_index
 from shardfold.plan.program import Op
 from shardfold.plan.version import __version__
-from shardfold.sharding.groups import alignment
-from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.model import ShardedModel, alignment
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
-from shardfold.sharding.stand_ins import extra_states
 from shardfold.sharding.whole_segments import whole_segments
-from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
+from shardfold.sharding.whole_state import buffers_of, extra_states, most_precise, names_of
 
 __all__ = [
     "LOST",

@@ -44,12 +44,10 @@ from shardfold.errors import CheckpointError, ShardfoldError, by_rank
 from shardfold.optim.schedules import renew_rates
 from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
-from shardfold.sharding.loans import refuse_during
-from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.model import ShardedModel, refuse_during
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
-from shardfold.sharding.stand_ins import extra_states
-from shardfold.sharding.whole_state import buffers_of, most_precise
+from shardfold.sharding.whole_state import buffers_of, extra_states, most_precise
 
 __all__ = ["LoadReport", "load"]
 

@@ -40,8 +40,7 @@ from shardfold.comm.coalesced import as_bytes
 from shardfold.errors import CheckpointError, ConfigError, UsageError, by_rank
 from shardfold.plan.checks import known_arguments
 from shardfold.plan.report import MemoryRow
-from shardfold.sharding.loans import refuse_during
-from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.model import ShardedModel, refuse_during
 from shardfold.sharding.shard import Shard, values_of
 from shardfold.sharding.whole_state import buffers_of
 from shardfold.tiers.pages import exact, huge

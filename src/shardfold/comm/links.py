@@ -23,8 +23,8 @@ from shardfold.comm.comm import Comm
 from shardfold.comm.cores import occupied
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.transport import Pending
-from shardfold.plan.auto_wire import SUMMED, Codec, LinkFigure, Measured
-from shardfold.plan.cost import ring_bytes
+from shardfold.plan.auto_wire import SUMMED, LinkFigure, Measured
+from shardfold.plan.cost import Codec, ring_bytes
 from shardfold.plan.formats import FORMATS, ITEMSIZE, Format
 from shardfold.plan.layout import Axes
 

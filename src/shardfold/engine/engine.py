@@ -105,9 +105,8 @@ from shardfold.sharding.dtensor_load import check_dtensors, unpack
 from shardfold.sharding.dtensors import check_sharded, sharded_state
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.init import Init
-from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.materialize import Weights, buffer_dtypes, make_units, move_buffers
-from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.model import ShardedModel, refuse_during
 from shardfold.sharding.partitioned import announce
 from shardfold.sharding.registry import owner_of
 from shardfold.sharding.room import take_room

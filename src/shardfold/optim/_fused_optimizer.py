@@ -18,7 +18,7 @@ from shardfold.optim.speculation import Speculation
 from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import MemoryRow
-from shardfold.sharding.groups import PerElement
+from shardfold.sharding.model import PerElement
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.sharding.unit import Unit

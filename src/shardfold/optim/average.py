@@ -20,8 +20,7 @@ from shardfold.plan.checks import check_flags, described, is_number, known_argum
 from shardfold.plan.layout import Axes, Tier
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.autograd import outside_inference
-from shardfold.sharding.loans import Loan, refuse_during
-from shardfold.sharding.model import Owner, ShardedModel
+from shardfold.sharding.model import Loan, Owner, ShardedModel, refuse_during
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.sharding.together import on_disk, together

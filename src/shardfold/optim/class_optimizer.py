@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfold.optim.sharded import MasterPiece, ShardedOptimizer, factor_of
 from shardfold.plan.layout import Tier
-from shardfold.sharding.groups import PerElement
+from shardfold.sharding.model import PerElement
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region

@@ -21,16 +21,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf, prod
+from math import inf
 from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError
 from shardfold.plan.bind import Bound
 from shardfold.plan.checks import described, is_number, known_arguments
-from shardfold.plan.cost import is_encoded, op_bytes, parts_of
+from shardfold.plan.cost import Codec, coding_seconds, is_encoded, is_rounded, op_bytes
 from shardfold.plan.format import typed
-from shardfold.plan.formats import FORMATS, ITEMSIZE, format_named
-from shardfold.plan.layout import ROLES, Axes, Layout, Sizes, Wire
+from shardfold.plan.formats import FORMATS, format_named
+from shardfold.plan.layout import ROLES, Axes, Layout, Wire
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, KINDS, Op
 from shardfold.plan.search import search
@@ -38,11 +38,9 @@ from shardfold.plan.search import search
 __all__ = [
     "PURPOSES",
     "AutoWire",
-    "Codec",
     "LinkFigure",
     "Measured",
     "WireOption",
-    "coding_seconds",
     "fastest",
     "lost",
     "needs",
@@ -173,22 +171,6 @@ class LinkFigure(NamedTuple):
     working: float = 0.0
 
 
-class Codec(NamedTuple):
-    """What a format takes.
-
-    Attributes:
-        encode: seconds for each element that is encoded.
-        decode: that is decoded.
-        add: that is decoded and added to a sum, as a reduction does.
-        call: seconds of one call of each, however few the elements.
-    """
-
-    encode: float
-    decode: float
-    add: float
-    call: float
-
-
 @dataclass
 class Measured:
     """What was measured.
@@ -275,18 +257,12 @@ def _kind(op: Op, *, encoded: bool) -> str:
     return "EXCHANGE" if encoded else op.kind if op.format == SUMMED else f"{op.kind}:{op.format}"
 
 
-def _is_rounded(op: Op, segment: SegmentSpec) -> bool:
-    """Whether gradients become narrower as they are laid where they wait for ``op``, which sends them as they lie."""
-    native = FORMATS[op.format].native
-    return op.source == "local" and native is not None and ITEMSIZE[native] < ITEMSIZE[segment.dtype]
-
-
 def needs(purpose: str, bound: Bound, times: Mapping[str, int]) -> tuple[set[tuple[str, Axes]], set[str]]:
     """Kinds of collectives and axes whose links a transfer of a program crosses, and the formats that it encodes."""
     links, formats = set[tuple[str, Axes]](), set[str]()
     for op, _, _, each in _sendings(purpose, bound, times):
         links |= {(_kind(one, encoded=encoded), op.axes) for _, one, encoded in each}
-        formats |= {one.format for segment, one, encoded in each if encoded or _is_rounded(one, segment)}
+        formats |= {one.format for segment, one, encoded in each if encoded or is_rounded(one, segment)}
     return links, formats
 
 
@@ -307,30 +283,6 @@ def wire_seconds(
         coding = runs * coding_seconds(op, layout, unit, mesh, measured.codecs)
         seconds, working = seconds + coding, working + coding
     return seconds, sent, working
-
-
-def coding_seconds(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, codecs: Mapping[str, Codec]) -> float:
-    """Seconds in which a rank encodes and decodes for one collective on a unit; formats that are not in ``codecs``
-    take none."""
-    segments, seconds = op.moves(unit), 0.0
-    parts = parts_of(op, unit.table_or(layout), mesh)
-    for segment, one in zip(segments, op.each(len(segments)), strict=True):
-        if (codec := codecs.get(one.format)) is None:
-            continue
-        if is_encoded(one, segment, layout):
-            seconds += _coding(one, segment.length / parts, mesh, codec)
-        elif _is_rounded(one, segment):
-            seconds += segment.length * codec.encode
-    return seconds
-
-
-def _coding(op: Op, whole: float, mesh: Sizes, codec: Codec) -> float:
-    """What encodes and decodes for one collective on ``whole`` elements."""
-    ranks = prod(mesh[axis] for axis in op.axes)
-    if op.purpose == "reduce":
-        return whole * (codec.encode + codec.add) + ranks * codec.call
-    own = 0.0 if op.source == "node" else 1 / ranks
-    return whole * (own * codec.encode + (0.0 if op.target == "node" else codec.decode)) + codec.call
 
 
 def told(auto: AutoWire, measured: Measured, options: Mapping[str, Sequence[WireOption]]) -> list[str]:

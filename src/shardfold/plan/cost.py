@@ -18,11 +18,14 @@ from shardfold.plan.program import COLLECTIVES, KINDS, MOVES, REDUCTIONS, SCATTE
 
 __all__ = [
     "STATES",
+    "Codec",
     "Moved",
     "Sent",
+    "coding_seconds",
     "encoded_bytes",
     "fetched_bytes",
     "is_encoded",
+    "is_rounded",
     "moves",
     "on_disk",
     "op_bytes",
@@ -357,3 +360,49 @@ def summed_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
         return 0.0
     parts = table.master.parts(mesh)
     return sum(s.length * ITEMSIZE[s.dtype_for("grads", layout)] for s in op.moves(unit)) / parts
+
+
+class Codec(NamedTuple):
+    """What a format takes.
+
+    Attributes:
+        encode: seconds for each element that is encoded.
+        decode: that is decoded.
+        add: that is decoded and added to a sum, as a reduction does.
+        call: seconds of one call of each, however few the elements.
+    """
+
+    encode: float
+    decode: float
+    add: float
+    call: float
+
+
+def is_rounded(op: Op, segment: SegmentSpec) -> bool:
+    """Whether gradients become narrower as they are laid where they wait for ``op``, which sends them as they lie."""
+    native = FORMATS[op.format].native
+    return op.source == "local" and native is not None and ITEMSIZE[native] < ITEMSIZE[segment.dtype]
+
+
+def coding_seconds(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, codecs: Mapping[str, Codec]) -> float:
+    """Seconds in which a rank encodes and decodes for one collective on a unit; formats that are not in ``codecs``
+    take none."""
+    segments, seconds = op.moves(unit), 0.0
+    parts = parts_of(op, unit.table_or(layout), mesh)
+    for segment, one in zip(segments, op.each(len(segments)), strict=True):
+        if (codec := codecs.get(one.format)) is None:
+            continue
+        if is_encoded(one, segment, layout):
+            seconds += _coding(one, segment.length / parts, mesh, codec)
+        elif is_rounded(one, segment):
+            seconds += segment.length * codec.encode
+    return seconds
+
+
+def _coding(op: Op, whole: float, mesh: Sizes, codec: Codec) -> float:
+    """What encodes and decodes for one collective on ``whole`` elements."""
+    ranks = prod(mesh[axis] for axis in op.axes)
+    if op.purpose == "reduce":
+        return whole * (codec.encode + codec.add) + ranks * codec.call
+    own = 0.0 if op.source == "node" else 1 / ranks
+    return whole * (own * codec.encode + (0.0 if op.target == "node" else codec.decode)) + codec.call

@@ -72,7 +72,7 @@ class Device:
         operation: seconds of the host for each operation of a program; of a device with streams it runs ahead.
         collective: those of an operation that sends, besides what its link takes and ``operation``.
         meeting: those in which ranks ask each other whether all of them go on, at the ends of passes and at a step.
-        codecs: seconds of formats by name, as :class:`~shardfold.plan.auto_wire.Codec` has them: for each element
+        codecs: seconds of formats by name, as :class:`~shardfold.plan.cost.Codec` has them: for each element
             that is encoded, decoded, decoded and added, and for a call.
     """
 

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardfold.plan.auto_wire import Codec, coding_seconds
 from shardfold.plan.axes import Mesh
-from shardfold.plan.cost import fetched_bytes, op_bytes
+from shardfold.plan.cost import Codec, coding_seconds, fetched_bytes, op_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op

@@ -11,9 +11,7 @@
     gathered         whole values for a while: ``engine.gathered``
     gradient_buffer  the flat that gradients are copied into and sent from
     gradients        the gradients of one unit since the last step: where they lie, and how far they are summed
-    groups           what an optimizer says of how units are cut
     init             what a new engine begins with: values, and the cut of the model into units
-    loans            while whole values are lent to the user, some things must not happen to them
     materialize      models constructed without memory, made real unit by unit
     model            a model that is split over ranks: what works on it is given this, and nothing of who trains it
     ownership        who owns a model: one engine at a time, from when it is made until it is closed

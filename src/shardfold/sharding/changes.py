@@ -22,9 +22,7 @@ from shardfold.errors import ConfigError, UsageError
 from shardfold.plan.rules import Rules
 from shardfold.sharding._added_groups import look_at_added
 from shardfold.sharding.freed import FreedParameter
-from shardfold.sharding.groups import alignment, group_numbers
-from shardfold.sharding.loans import Loan
-from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.model import Loan, ShardedModel, alignment, group_numbers
 from shardfold.sharding.partition import Cut, cut, main_dtypes
 from shardfold.sharding.registry import hold, let_go
 from shardfold.sharding.segment import TORCH_DTYPES, Segment

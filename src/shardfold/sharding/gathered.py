@@ -31,8 +31,7 @@ from shardfold.errors import (
 )
 from shardfold.plan.layout import Tier
 from shardfold.sharding.autograd import outside_inference
-from shardfold.sharding.loans import Loan
-from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.model import Loan, ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES, Segment, dtype_name
 from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.unit import Life, Unit

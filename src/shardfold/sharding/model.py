@@ -3,11 +3,12 @@
 module     what the user built         units      its parameters, split
 comm       the way to other ranks      gate       when something beside passes may be done
 optimizer  the user's, or None         updater    the same over shards
+loans      whole values that the user has meanwhile, to which some things must not happen
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardfold.comm.comm import Comm
+from shardfold.errors import UsageError
 from shardfold.plan.layout import Layout
 from shardfold.plan.report import MemoryRow
 from shardfold.plan.rules import Rules
-from shardfold.sharding.loans import Loan
 from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
@@ -28,7 +29,58 @@ from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
 
-__all__ = ["Gate", "Owner", "ShardedModel", "StagedNames", "Updater"]
+__all__ = [
+    "Gate",
+    "Loan",
+    "Owner",
+    "PerElement",
+    "ShardedModel",
+    "StagedNames",
+    "Updater",
+    "alignment",
+    "group_numbers",
+    "refuse_during",
+]
+
+
+@dataclass(eq=False)
+class Loan:
+    """Tensors by name, lent until the end of a ``with`` block; ``what`` names the block in messages.
+
+    ``writes``: at the end of the block rank 0's values become everyone's.
+    """
+
+    what: str
+    tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    versions: dict[str, int] = field(default_factory=dict[str, int])
+    writes: bool = False
+
+    def __post_init__(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        """From now on these values are what changes are compared with."""
+        self.versions = {name: tensor._version for name, tensor in self.tensors.items()}
+
+    def overlook(self, written: Container[int]) -> None:
+        """That the engine has written to these tensors, by ``id``, is no change."""
+        self.versions.update({name: t._version for name, t in self.tensors.items() if id(t) in written})
+
+    def changed(self) -> list[str]:
+        """Names of the tensors that were written to since; writes by ``.data`` leave no trace."""
+        return [name for name, tensor in self.tensors.items() if tensor._version != self.versions[name]]
+
+
+def refuse_during(loans: Sequence[Loan], call: str) -> None:
+    """Raises if anything is lent.
+
+    Raises:
+        UsageError: ``call`` would change values that are lent, or be lost when the loan ends.
+    """
+    if loans:
+        raise UsageError(
+            f"{call} inside `with {loans[-1].what}:` would change values that are gathered there: call it outside."
+        )
 
 
 class Gate(Protocol):
@@ -309,3 +361,23 @@ class Owner(Protocol):
 
     @property
     def sharded(self) -> ShardedModel: ...
+
+
+# -- what an optimizer says of how units are cut
+
+
+def group_numbers(optimizer: Optimizer) -> dict[int, int]:
+    """``{id(parameter): number of its group}``."""
+    return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def alignment(optimizer: Optimizer | None) -> int:
+    """Elements that no rank boundary may cut, for this optimizer."""
+    return int(getattr(optimizer, "align", 1))  # of ours; torch's cut anywhere
+
+
+@dataclass(frozen=True)
+class PerElement:
+    """A part of an optimizer's state that has one value for each element of its parameter."""
+
+    dtype: torch.dtype

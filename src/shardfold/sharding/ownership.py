@@ -19,8 +19,7 @@ from shardfold.comm.agreement import Agreement
 from shardfold.errors import ConfigError, UsageError, did_you_mean
 from shardfold.sharding.freed import FreedParameter, apart, unseal
 from shardfold.sharding.gathered import gathered, listed
-from shardfold.sharding.loans import refuse_during
-from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.model import ShardedModel, refuse_during
 from shardfold.sharding.partitioned import EarlyShard, ShardRanks, early_shard
 from shardfold.sharding.pickling import forget_alone
 from shardfold.sharding.rebuild import forget

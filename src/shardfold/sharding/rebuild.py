@@ -33,9 +33,8 @@ from shardfold.plan.layout import Axes
 from shardfold.sharding.changes import Changes, Plan
 from shardfold.sharding.compared import SLICES, parts, slices
 from shardfold.sharding.freed import unseal
-from shardfold.sharding.groups import PerElement
 from shardfold.sharding.materialize import buffer_dtypes, make_units, move_buffers
-from shardfold.sharding.model import ShardedModel, Updater
+from shardfold.sharding.model import PerElement, ShardedModel, Updater
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.plain import StrangeValue, from_text, to_text
 from shardfold.sharding.room import take_room

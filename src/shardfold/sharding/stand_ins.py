@@ -19,7 +19,7 @@ from shardfold.comm.device_mesh import is_dtensor
 from shardfold.errors import ModelError
 from shardfold.torch_internals import NormBase
 
-__all__ = ["EXTRA", "Read", "extra_states", "metadata_of", "own_state", "reads_values", "takes_extra", "with_metadata"]
+__all__ = ["EXTRA", "Read", "metadata_of", "own_state", "reads_values", "takes_extra", "with_metadata"]
 
 EXTRA = "_extra_state"
 """What PyTorch calls a module's extra state, behind its path."""
@@ -282,13 +282,3 @@ def _misfit(module: nn.Module, state: Mapping[str, Any], error: RuntimeError) ->
 def takes_extra(part: nn.Module) -> bool:
     """Whether PyTorch gives the module its extra state when it loads a state dict."""
     return type(part).set_extra_state is not nn.Module.set_extra_state
-
-
-def extra_states(module: nn.Module, hollow: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Modules with extra state, by its name in a state dict, each once."""
-    away = set(hollow)
-    return {
-        f"{path}.{EXTRA}" if path else EXTRA: part
-        for path, part in module.named_modules()
-        if path not in away and type(part).get_extra_state is not nn.Module.get_extra_state
-    }

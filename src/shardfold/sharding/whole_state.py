@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.layout import Axes
-from shardfold.sharding.loans import Loan, refuse_during
-from shardfold.sharding.model import ShardedModel, StagedNames
+from shardfold.sharding.model import Loan, ShardedModel, StagedNames, refuse_during
 from shardfold.sharding.plain import StrangeValue, from_text, to_text
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
-from shardfold.sharding.stand_ins import Read, metadata_of, own_state, reads_values, with_metadata
+from shardfold.sharding.stand_ins import EXTRA, Read, metadata_of, own_state, reads_values, with_metadata
 from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.whole_segments import whole_parameters
 
@@ -26,6 +25,7 @@ __all__ = [
     "check_state",
     "chosen",
     "every_buffer",
+    "extra_states",
     "load_state",
     "most_precise",
     "named_state",
@@ -231,3 +231,13 @@ def named_state(module: nn.Module, whole: Mapping[int, Tensor]) -> dict[str, Ten
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 state[dot + name] = buffer.detach().cpu().clone()
     return state
+
+
+def extra_states(module: nn.Module, hollow: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """Modules with extra state, by its name in a state dict, each once."""
+    away = set(hollow)
+    return {
+        f"{path}.{EXTRA}" if path else EXTRA: part
+        for path, part in module.named_modules()
+        if path not in away and type(part).get_extra_state is not nn.Module.get_extra_state
+    }

@@ -203,7 +203,6 @@ def _checked(
     Raises:
         ConfigError: one names nothing, or they do not go together.
     """
-    from shardfold.plan.auto_wire import AutoWire
     from shardfold.plan.layout import Precision
     from shardfold.planner.hardware import cluster
     from shardfold.planner.ranking import layouts_for
@@ -215,7 +214,12 @@ def _checked(
     size = _samples(micro_batch)
     if size and wire:
         raise ConfigError("--wire is a dimension of a search, which has no --micro-batch: leave one of them out.")
-    return {name: presets.named(name) for name in layout or layouts_for(cluster(gpus))}, AutoWire.named(wire), size
+    tables = {name: presets.named(name) for name in layout or layouts_for(cluster(gpus))}
+    if wire is None:
+        return tables, None, size
+    from shardfold.plan.auto_wire import AutoWire
+
+    return tables, AutoWire.named(wire), size
 
 
 def _samples(given: str | None) -> int | str | None:
