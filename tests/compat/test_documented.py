@@ -318,12 +318,9 @@ def test_a_loader_and_scalers_made_by_hand():
 
 
 def test_words_of_a_config():
-    from shardfold.compat.deepspeed.runtime import config_utils, constants
+    from shardfold.compat.deepspeed.runtime import constants
 
     assert constants.TRAIN_BATCH_SIZE == "train_batch_size" and constants.GRADIENT_CLIPPING_DEFAULT == 1.0
-    assert config_utils.get_scalar_param({"a": 1}, "b", 2) == 2
-    with pytest.raises(ValueError, match="Duplicate"):
-        config_utils.dict_raise_error_on_duplicate_keys([("a", 1), ("a", 2)])
 
 
 def summed(op: str, stage: int) -> torch.Tensor:

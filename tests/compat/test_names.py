@@ -14,7 +14,6 @@ from torch import nn
 
 import shardfold.compat.deepspeed as deepspeed
 from shardfold.compat.deepspeed import comm
-from shardfold.compat.deepspeed.api_text import markdown
 from shardfold.compat.deepspeed.comm.config import CommsLoggerConfig, DeepSpeedCommsConfig
 from shardfold.compat.deepspeed.git_version_info import version
 from shardfold.compat.deepspeed.launcher import constants, runner
@@ -29,6 +28,7 @@ from shardfold.compat.deepspeed.runtime.zero.offload_config import (
 )
 from shardfold.compat.deepspeed.utils.comms_logging import comms_logger
 from shardfold.errors import ConfigError, UsageError
+from tests.support.face_names import markdown
 
 ROOT = Path(__file__).parents[2]
 ADAM = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}

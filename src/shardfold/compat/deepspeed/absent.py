@@ -13,6 +13,7 @@ _INFERENCE = (
     "engine.save_16bit_model and serve that"
 )
 _PIPELINE = "this order is not here; PipelineModule trains in one forward and one backward at a time (1F1B)"
+_SCHEDULE = "lists of instructions are not here; PipelineModule trains in one forward and one backward at a time (1F1B)"
 _EXPERTS = "there is no section expert_parallel here; deepspeed.moe.layer.MoE(ep_size=...) shares experts out"
 _KERNEL = "the kernel is not here; use torch.nn.functional.scaled_dot_product_attention and torch.nn's layers"
 _COMPRESSION = "compression is not here; use torch.ao.quantization or torch.nn.utils.prune on engine.module"
@@ -52,6 +53,9 @@ ABSENT: dict[str, str] = {
     "runtime.fp16.onebit.lamb.OnebitLamb": _ONEBIT,
     "runtime.fp16.onebit.zoadam.ZeroOneAdam": _ONEBIT,
     "runtime.pipe.schedule.DualPipeVSchedule": _PIPELINE,
+    "runtime.pipe.schedule.PipeSchedule": _SCHEDULE,
+    "runtime.pipe.schedule.TrainSchedule": _SCHEDULE,
+    "runtime.pipe.schedule.InferenceSchedule": _SCHEDULE,
     "runtime.hybrid_engine.DeepSpeedHybridEngine": _HYBRID,
     "runtime.config.HybridEngineConfig": _HYBRID,
     "runtime.config.get_hybrid_engine_config": _HYBRID,
@@ -66,6 +70,7 @@ ABSENT: dict[str, str] = {
     "checkpoint.DeepSpeedCheckpoint": _CHECKPOINT,
     "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": _DATA,
     "runtime.data_pipeline.data_routing.basic_layer.RandomLayerTokenDrop": _DATA,
+    "runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler": _DATA,
     "linear.OptimizedLinear": _LINEAR,
     "linear.LoRAConfig": _LINEAR,
     "linear.QuantizationConfig": _LINEAR,

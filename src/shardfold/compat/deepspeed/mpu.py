@@ -14,7 +14,6 @@ from torch import nn
 from shardfold.compat.deepspeed.comm import world
 from shardfold.compat.deepspeed.config_parallel import TENSOR_AXIS, Said
 from shardfold.compat.deepspeed.refused import WrongArgument
-from shardfold.compat.deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 from shardfold.sharding.slices import mark_slice
 
 __all__ = ["mark_slices", "told_by"]
@@ -30,7 +29,10 @@ def told_by(mpu: Any) -> dict[str, list[Said]]:
     """
     if mpu is None:
         return {}
-    others = {"pipeline": bwc_pipeline_parallel_world_size(mpu), "context": _ask(mpu, "get_context_parallel", 1)}
+    others = {
+        "pipeline": _ask(mpu, 1, "get_pipeline_model_parallel", "get_pipe_parallel"),
+        "context": _ask(mpu, 1, "get_context_parallel"),
+    }
     for axis, size in others.items():
         if size > 1:
             raise WrongArgument(
@@ -38,19 +40,22 @@ def told_by(mpu: Any) -> dict[str, list[Said]]:
                 "makes a model fit."
             )
     told: dict[str, list[Said]] = {}
-    sequence = _ask(mpu, "get_sequence_parallel", None)
+    sequence = _ask(mpu, None, "get_sequence_parallel")
     if sequence is not None:
         told["sequence"] = [Said(sequence, GIVEN)]
     by_name = hasattr(mpu, "get_tensor_model_parallel_world_size") or hasattr(mpu, "get_slice_parallel_world_size")
-    tensor = bwc_tensor_model_parallel_world_size(mpu) if by_name or sequence is None else 1
+    names = ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel")
+    tensor = _ask(mpu, 1, *names) if by_name or sequence is None else 1
     if tensor > 1:
         told["tensor"] = [Said(tensor, GIVEN)]
     _check_order(mpu, tensor, sequence or 1)
     return told
 
 
-def _ask(mpu: Any, axis: str, otherwise: Any) -> Any:
-    return getattr(mpu, f"{axis}_world_size")() if hasattr(mpu, f"{axis}_world_size") else otherwise
+def _ask(mpu: Any, otherwise: Any, *axes: str) -> Any:
+    """Ranks along an axis, by whichever of its names it has."""
+    calls = (f"{axis}_world_size" for axis in axes)
+    return next((getattr(mpu, call)() for call in calls if hasattr(mpu, call)), otherwise)
 
 
 def _check_order(mpu: Any, tensor: int, sequence: int) -> None:
@@ -59,7 +64,7 @@ def _check_order(mpu: Any, tensor: int, sequence: int) -> None:
         WrongArgument: sizes do not multiply up, or ranks of tensor do not follow each other.
     """
     ranks, rank = world.get_world_size(), world.get_rank()
-    data = _ask(mpu, "get_data_parallel", ranks // (tensor * sequence))
+    data = _ask(mpu, ranks // (tensor * sequence), "get_data_parallel")
     if data * tensor * sequence != ranks:
         parts = [f"{data} data-parallel"] + [f"{tensor} of tensor"] * (tensor > 1)
         parts += [f"{sequence} of sequence"] * (sequence > 1)

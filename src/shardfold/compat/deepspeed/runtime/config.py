@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.config``: the config under the name that clients import, and what looks keys up in its dict."""
+"""``deepspeed.runtime.config``: the config under the name that clients import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 from shardfold.compat.deepspeed.lazy import attach
-from shardfold.compat.deepspeed.runtime.config_getters import *  # noqa: F403
 from shardfold.compat.deepspeed.runtime.constants import (
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,
@@ -20,7 +19,6 @@ from shardfold.compat.deepspeed.runtime.constants import (
     MUON_OPTIMIZER,
     MUSGD_OPTIMIZER,
 )
-from shardfold.compat.deepspeed.runtime.dtypes import DtypeEnum
 
 TENSOR_CORE_ALIGN_SIZE = 8
 ADAM_W_MODE, ADAM_W_MODE_DEFAULT, TORCH_ADAM_PARAM = "adam_w_mode", True, "torch_adam"
@@ -65,5 +63,5 @@ class DeepSpeedConfigWriter:
 
 __getattr__, __dir__ = attach(__name__)
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedConfigWriter", "DtypeEnum"]
-__all__ += [name for name in dir() if name.startswith("get_") or name.isupper()]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedConfigWriter"]
+__all__ += [name for name in dir() if name.isupper()]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -10,5 +10,5 @@ __getattr__, __dir__ = attach(
         "ProcessTopology": "runtime.pipe.topology",
         "TiedLayerSpec": "runtime.pipe.specs",
     },
-    ("engine", "module", "schedule", "topology"),
+    ("engine", "module", "topology"),
 )

@@ -9,6 +9,7 @@ from types import ModuleType
 
 from shardfold.compat.deepspeed.absent import ABSENT
 
+PACKAGE = "shardfold.compat.deepspeed"
 __all__ = ["MODULES", "markdown", "names"]
 
 #: modules with public names, below ``deepspeed``
@@ -24,7 +25,6 @@ MODULES: tuple[str, ...] = (
     "git_version_info",
     "launcher.constants",
     "launcher.launch",
-    "launcher.multinode_runner",
     "launcher.runner",
     "moe.layer",
     "moe.sharded_moe",
@@ -45,8 +45,6 @@ MODULES: tuple[str, ...] = (
     "runtime.activation_checkpointing.config",
     "runtime.bf16_optimizer",
     "runtime.config",
-    "runtime.config_utils",
-    "runtime.data_pipeline.curriculum_scheduler",
     "runtime.dataloader",
     "runtime.engine",
     "runtime.fp16.fused_optimizer",
@@ -55,7 +53,6 @@ MODULES: tuple[str, ...] = (
     "runtime.pipe",
     "runtime.pipe.engine",
     "runtime.pipe.module",
-    "runtime.pipe.schedule",
     "runtime.pipe.topology",
     "runtime.precision_config",
     "runtime.sequence_parallel.parallel_state_sp",
@@ -70,13 +67,10 @@ MODULES: tuple[str, ...] = (
     "runtime.zero.utils",
     "sequence.layer",
     "utils",
-    "utils.bwc",
     "utils.comms_logging",
     "utils.exceptions",
     "utils.groups",
     "utils.logging",
-    "utils.module_utils",
-    "utils.numa",
     "utils.timer",
     "utils.torch",
     "utils.zero_to_fp32",
@@ -92,7 +86,7 @@ def names(module: ModuleType, path: str) -> list[str]:
         for name in listed
         if f"{path}.{name}".lstrip(".") not in ABSENT
         and not isinstance(value := getattr(module, name), ModuleType)
-        and getattr(value, "__module__", "") != f"{__package__}.lazy"
+        and getattr(value, "__module__", "") != f"{PACKAGE}.lazy"
     )
 
 
@@ -114,7 +108,7 @@ def _here(words: set[str]) -> Iterator[str]:
     left: dict[str, list[str]] = {}
     for path in MODULES:
         place = "runtime.activation_checkpointing.checkpointing" if path == "checkpointing" else path
-        module = importlib.import_module(f"{__package__}.{place}".rstrip("."))
+        module = importlib.import_module(f"{PACKAGE}.{place}".rstrip("."))
         left[f"deepspeed.{path}".rstrip(".")] = [name for name in names(module, path) if name not in words]
     members = sorted(name for name in dir(DeepSpeedEngine) if not name.startswith("_") and not hasattr(nn.Module, name))
     left["DeepSpeedEngine"] = [name for name in members if name not in words]
