@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 import shardfold as sf
-from shardfold.testing.held import HeldBytes
+from tests.support.held import HeldBytes
 
 SHARES = (0.6, 0.35)
 ROUNDS = 12

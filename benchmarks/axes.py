@@ -35,9 +35,9 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.plan.checks import human
 from shardfold.testing import run_ranks
-from shardfold.testing.held import HeldBytes
 from shardfold.tools.bench.settings import gpt_shape
 from shardfold.tools.recipes.gpt import GPT, Embedding, GPTConfig, Linear
+from tests.support.held import HeldBytes
 
 RANKS = 2
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, fused=True)

@@ -35,8 +35,8 @@ from torch import Tensor
 
 import shardfold as sf
 from shardfold.testing import run_ranks
-from shardfold.testing.held import HeldBytes
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from tests.support.held import HeldBytes
 
 MIB, GIB = 2**20, 2**30
 SGD = partial(torch.optim.SGD, lr=1e-3)

@@ -1,6 +1,6 @@
 """`activations="fit:..."`: what autograd saves stays in a budget, measured from outside; training stays as it is.
 
-What is measured is not what the planner measures: see `shardfold.testing.held`.
+What is measured is not what the planner measures: see `tests.support.held`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.plan.checks import human
 from shardfold.testing import Ranks, RanksFailed
-from shardfold.testing.held import HeldBytes
 from shardfold.tools.recipes.config import GPTConfig
 from shardfold.tools.recipes.gpt import GPT
 from tests.activations.test_product import job
 from tests.support import zoo
+from tests.support.held import HeldBytes
 from tests.training import test_loops
 
 SGD = partial(torch.optim.SGD, lr=0.1)

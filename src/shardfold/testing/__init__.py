@@ -14,7 +14,6 @@ exactly as plain PyTorch does. When a rank fails, `RanksFailed` shows the traceb
 when ranks hang it shows where each one stood. With ``device="sim"`` ranks have a simulated accelerator
 (:mod:`shardfold.testing.simulated`), on which stream code is tested without a GPU.
 
-    held            what autograd holds for backward, watched from outside
     links           nodes on this machine, with links between them that are really slow, counted and cut
     ranks           ranks for a test, as warm processes
     simulated       a simulated asynchronous accelerator
