@@ -3,8 +3,8 @@
 config_source     a dict, a file or base64 -> a dict
 config_keys       the table: every key, and what it does here
 config_check      the walk: every key known, of its type, legal
-config_batch, config_precision, config_hyper     the batch triad; dtypes, layout, loss scale; optimizer, schedule
-config_read       all of these -> Settings
+config_precision, config_hyper                   dtypes, layout, loss scale; optimizer, schedule
+config_read       all of these, and the batch triad -> Settings
 config_text       in words: notes, effective values, the table of docs/from-deepspeed.md
 """
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardfold.compat.deepspeed.config_check import coerced
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
-from shardfold.compat.deepspeed.config_values import coerced
 from shardfold.errors import did_you_mean
 
 __all__ = ["OPTIMIZERS", "SCHEDULERS", "SIGNED", "hyper", "idle"]

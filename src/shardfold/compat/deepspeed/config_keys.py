@@ -27,7 +27,7 @@ class Key:
     Attributes:
         path: sections and name, with dots.
         kind: honoured, noted or refused.
-        type: a name of :data:`shardfold.compat.deepspeed.config_values.TYPES`.
+        type: a name of :data:`shardfold.compat.deepspeed.config_check.TYPES`.
         default: what holds when it is absent.
         why: what it does here, or why it does nothing, or why it is refused.
         choices: legal values of a string; letter case does not matter.

@@ -1,6 +1,8 @@
 """DeepSpeed's JSON as values of ours: ``read`` gives :class:`Settings`, which this layer builds an engine from.
 
 Nothing here imports torch, so that a config can be judged without it.
+
+The batch triad: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardfold.compat.deepspeed.config_batch import Batch, solve
 from shardfold.compat.deepspeed.config_check import Checked, Note, check
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import SIGNED, hyper, idle
@@ -20,7 +21,6 @@ from shardfold.compat.deepspeed.config_offload import offload_of, older_words, t
 from shardfold.compat.deepspeed.config_parallel import AUTOTP, Said, Sizes, mesh_of, sizes_of
 from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, overlap_of, precision_of
 from shardfold.compat.deepspeed.config_source import load
-from shardfold.compat.deepspeed.config_wires import wires_of
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.presets import named
 from shardfold.plan.program_passes import Overlap
@@ -29,7 +29,108 @@ from shardfold.plan.signs import Signs
 if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale
 
-__all__ = ["Settings", "read"]
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["Batch", "Settings", "read", "solve", "wires_of"]
+
+
+ZERO = "zero_optimization."
+
+
+def wires_of(get: Callable[[str], Any], stage: int, notes: list[Note]) -> dict[str, str]:
+    """By transfer of the table (``gather``, ``reduce``) its format; those that stay as they are, are left out."""
+    weights, gradients = (get(f"{ZERO}zero_quantized_{what}") for what in ("weights", "gradients"))
+    loco = get(ZERO + "zeropp_loco_param")
+    asked = {"zero_quantized_weights": weights, "zero_quantized_gradients": gradients, "zeropp_loco_param": loco}
+    if stage != 3:
+        notes += [
+            Note(ZERO + name, value, f"it is for stage 3, and the stage is {stage}")
+            for name, value in asked.items()
+            if value
+        ]
+        return {}
+    if loco and not gradients:
+        notes.append(Note(ZERO + "zeropp_loco_param", loco, "it is for zero_quantized_gradients, which is not set"))
+    elif loco:
+        notes.append(
+            Note(
+                ZERO + "zeropp_loco_param",
+                loco,
+                "all that a reduction loses is added to the next one: nothing of it "
+                "is averaged away (err_beta) or forgotten from time to time (reset_T)",
+            )
+        )
+    found = {"gather": "int8x2"} if weights else {}
+    return found | ({"reduce": "int4x2+error" if loco else "int4x2"} if gradients else {})
+
+
+GIVEN, DERIVED, DEFAULT = "given", "derived", "default"
+
+
+class Batch(NamedTuple):
+    """The three numbers, and where each came from."""
+
+    train: int
+    micro: int
+    accumulate: int
+    origins: tuple[str, str, str]
+
+
+def solve(train: int | None, micro: int | None, accumulate: int | None, ranks: int, ranks_from: str) -> Batch:
+    """The third of any two; of one, with one backward per step.
+
+    Raises:
+        DeepSpeedConfigError: they do not multiply up, or neither batch size is given; every number is in the message,
+            and where it came from.
+    """
+    if train is None and micro is None:
+        raise DeepSpeedConfigError(
+            "neither train_batch_size nor train_micro_batch_size_per_gpu is given"
+            + (f", only gradient_accumulation_steps = {accumulate}" if accumulate else "")
+            + ": give one of them."
+        )
+    by_default = accumulate is None and (train is None or micro is None)
+    origins = (
+        DERIVED if train is None else GIVEN,
+        DERIVED if micro is None else GIVEN,
+        DEFAULT if by_default else DERIVED if accumulate is None else GIVEN,
+    )
+    if by_default:
+        accumulate = 1
+    if accumulate is None:
+        assert train is not None and micro is not None
+        accumulate = train // (micro * ranks)
+    elif micro is None:
+        assert train is not None
+        micro = train // (accumulate * ranks)
+    elif train is None:
+        train = micro * accumulate * ranks
+    assert train is not None and micro is not None
+    batch = Batch(train, micro, accumulate, origins)
+    if not batch.micro or not batch.accumulate or batch.train != batch.micro * batch.accumulate * ranks:
+        raise DeepSpeedConfigError(_mismatch(batch, ranks, ranks_from))
+    return batch
+
+
+def _mismatch(batch: Batch, ranks: int, ranks_from: str) -> str:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    parts = [
+        f"{name} = {'?' if origin == DERIVED else number} ({'to be derived' if origin == DERIVED else origin})"
+        for name, number, origin in zip(names, batch[:3], batch.origins, strict=True)
+    ]
+    return (
+        f"the batch sizes do not multiply up: {parts[0]} must be {parts[1]} x {parts[2]} x {ranks} ranks "
+        f"({ranks_from}){_product(batch, ranks)}."
+    )
+
+
+def _product(batch: Batch, ranks: int) -> str:
+    if DERIVED not in batch.origins:
+        return f", which is {batch.micro * batch.accumulate * ranks}"
+    others = batch.accumulate if batch.origins[1] == DERIVED else batch.micro
+    return f", and {batch.train} is not a multiple of {others} x {ranks} = {others * ranks}"
+
 
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 TRIAD = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

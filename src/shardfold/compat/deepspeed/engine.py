@@ -22,13 +22,12 @@ from shardfold.comm.runtime import Runtime
 from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.config_files import check_files
-from shardfold.compat.deepspeed.experts import with_experts
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
 from shardfold.compat.deepspeed.parts import Parts
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
-from shardfold.compat.deepspeed.sharing import Sharing
+from shardfold.compat.deepspeed.sharing import Sharing, with_experts
 from shardfold.compat.deepspeed.takeover import made_here, take_over
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import logger

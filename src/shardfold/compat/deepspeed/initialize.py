@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from shardfold.compat.deepspeed import comm
-from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimizer, chosen_scheduler
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, Note, Settings, said
 from shardfold.compat.deepspeed.config_parallel import Said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.git_version_info import git_branch, git_hash, version
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.mpu import told_by
+from shardfold.compat.deepspeed.optimizers import check_scheduler, chosen_optimizer, chosen_scheduler
 from shardfold.compat.deepspeed.pipeline_module import PipelineModule
 from shardfold.compat.deepspeed.ranks import NOW
 from shardfold.compat.deepspeed.refused import WrongArgument

@@ -2,11 +2,17 @@
 
 All of them run on the flat shards that an engine gives them. Where DeepSpeed has a fused kernel of its own, here are
 PyTorch's fused ones, or those of :mod:`shardfold.optim`.
+
+Where one refuses its arguments, its own words name the argument at best ("Invalid learning rate: -1"), and the section
+of the config never: which key is to blame is said here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,15 +20,88 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardfold.compat.deepspeed.config_arguments import check_arguments, naming
+from shardfold.compat.deepspeed.config import Settings
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import MUP_OPTIMIZERS, SCHEDULERS, hyper
 from shardfold.compat.deepspeed.ops.adam import FusedAdam
+from shardfold.compat.deepspeed.optimizer import EngineOptimizer
+from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.runtime import lr_schedules
+from shardfold.errors import did_you_mean
 from shardfold.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from shardfold.optim.parts import check_number
 
-__all__ = ["check_schedule_arguments", "make_optimizer", "make_scheduler", "tag_for_muon"]
+__all__ = [
+    "check_arguments",
+    "check_schedule_arguments",
+    "check_scheduler",
+    "chosen_optimizer",
+    "chosen_scheduler",
+    "make_optimizer",
+    "make_scheduler",
+    "naming",
+    "tag_for_muon",
+]
+
+
+#: What messages of ``torch.optim`` call arguments, where it is not their name.
+ALSO = {"lr": "learning rate", "eps": "epsilon", "betas": "beta parameter", "lr_lambda": "lambda"}
+
+
+def check_arguments(where: str, kind: Any, given: Mapping[str, Any]) -> None:
+    """Whether a class takes these arguments beside its first.
+
+    Args:
+        where: the path of the arguments in the config.
+        kind: the class.
+        given: by name.
+
+    Raises:
+        DeepSpeedConfigError: it needs one that is not given, or has none of such a name.
+    """
+    known = dict(list(inspect.signature(kind).parameters.items())[1:])
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return
+    for name in given:
+        if name not in known:
+            raise DeepSpeedConfigError(
+                f"{where}.{name} is not an argument of {kind.__name__}.{did_you_mean(name, known)}"
+            )
+    missing = [name for name, each in known.items() if each.default is each.empty and name not in given]
+    if missing:
+        keys = " and ".join(f"{where}.{name}" for name in missing)
+        raise DeepSpeedConfigError(
+            f"{keys} {'is' if len(missing) == 1 else 'are'} missing, which {kind.__name__} needs: give a value."
+        )
+
+
+@contextmanager
+def naming(where: str, kind: str, given: Mapping[str, Any]) -> Iterator[None]:
+    """What is made of the arguments ``given`` inside refuses them with the config's keys.
+
+    Raises:
+        DeepSpeedConfigError: what is raised inside, with the path and the value of each key that it is about.
+    """
+    try:
+        yield
+    except DeepSpeedConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        words = (str(error) or type(error).__name__).rstrip(".")
+        guilty = [name for name in given if _is_named(name, words)]
+        guilty = guilty or [name for name, value in given.items() if _has_word(repr(value), words)]
+        guilty = guilty or list(given)[: len(given) == 1]
+        keys = " and ".join(f"{where}.{name} is {given[name]!r}" for name in guilty) or f"{where} is {dict(given)!r}"
+        raise DeepSpeedConfigError(f"{keys}, which {kind} does not take: {words}.") from error
+
+
+def _is_named(name: str, words: str) -> bool:
+    return _has_word(name, words) or (name in ALSO and ALSO[name] in words.lower())
+
+
+def _has_word(word: str, words: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w.])", words) is not None
+
 
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -217,3 +296,81 @@ def _mup(name: str) -> Callable[..., Optimizer]:
     except ImportError:
         raise DeepSpeedConfigError(f"optimizer.type {name!r} is of the package mup: pip install mup.") from None
     return getattr(mup, name)
+
+
+def chosen_optimizer(given: Any, settings: Settings, model: nn.Module, model_parameters: Any) -> Optimizer | None:
+    """The optimizer that ``initialize`` was given, or makes; None for an engine that only runs forward.
+
+    Args:
+        given: an optimizer, a callable that makes one of ``model_parameters``, or None.
+        settings: with type and arguments of the config's optimizer, if it has one and none is given.
+        model: whose parameters are the default.
+        model_parameters: parameters or groups of them, in any iterable; None: all of the model's.
+
+    Raises:
+        WrongArgument: one of another kind is given; or there is nothing to optimize.
+    """
+    section = settings.optimizer
+    if given is None and section is None:
+        return None
+    if isinstance(given, Optimizer):
+        optimizer = given
+    else:
+        parameters = list(model.parameters() if model_parameters is None else model_parameters)
+        if not parameters:
+            raise WrongArgument(
+                "initialize(model_parameters=...) is empty, so there is nothing to optimize: give parameters or groups "
+                "of them, or leave it out for all of the model's."
+            )
+        if section is not None:
+            optimizer = make_optimizer(*section, parameters, model=model)
+        elif callable(given):
+            optimizer = given(parameters)
+        else:
+            raise WrongArgument(
+                f"initialize(optimizer=...) was given a {type(given).__name__}: give a torch.optim.Optimizer, or a "
+                "function that makes one of parameters."
+            )
+    if not isinstance(optimizer, Optimizer):
+        raise WrongArgument(
+            f"the function given as initialize(optimizer=...) made a {type(optimizer).__name__}: it has to return a "
+            "torch.optim.Optimizer."
+        )
+    # DeepSpeed takes away groups that have no parameters. One that a schedule was made with stays: schedules go through
+    # groups by their numbers, and write initial_lr into each.
+    groups = optimizer.param_groups
+    groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
+    return optimizer
+
+
+def check_scheduler(given: Any, settings: Settings, optimizer: Optimizer) -> None:
+    """What can be known of the schedule before the engine is made: see :func:`chosen_scheduler`.
+
+    Raises:
+        WrongArgument: it is a schedule of another optimizer.
+        DeepSpeedConfigError: the config's lacks an argument, or has an unknown one.
+    """
+    if given is None and settings.scheduler is not None:
+        check_schedule_arguments(*settings.scheduler)
+    its = getattr(given, "optimizer", None)
+    known = {id(group) for group in optimizer.param_groups}
+    if isinstance(its, Optimizer) and not any(id(group) in known for group in its.param_groups):
+        raise WrongArgument(
+            f"initialize(lr_scheduler=...) was given a {type(given).__name__} of another optimizer than the one that "
+            "is used: make it of that one, or give a function that makes it of an optimizer."
+        )
+
+
+def chosen_scheduler(given: Any, settings: Settings, optimizer: EngineOptimizer) -> Any:
+    """The schedule that ``initialize`` was given, or makes; None if there is none.
+
+    Args:
+        given: a schedule, a callable that makes one of the inner optimizer, or None.
+        settings: with type and arguments of the config's scheduler, if it has one.
+        optimizer: the one that ``initialize`` returns.
+    """
+    if given is not None:
+        return given(optimizer.optimizer) if callable(given) else given
+    if settings.scheduler is None:
+        return None
+    return make_scheduler(*settings.scheduler, optimizer.optimizer)

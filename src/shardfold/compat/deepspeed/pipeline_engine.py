@@ -7,7 +7,7 @@ iterator: it is told the shapes of the inputs, which is all that what it sends a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from shardfold.compat.deepspeed.batch_forms import describe, imagine
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.pipeline_module import PipelineModule
 from shardfold.compat.deepspeed.refused import WrongCall
@@ -24,8 +23,9 @@ from shardfold.compat.deepspeed.runtime.pipe.errors import PipelineError
 from shardfold.compat.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from shardfold.compat.deepspeed.runtime.utils import move_to_device
 from shardfold.errors import UsageError
+from shardfold.parallel.pipeline.flow import Made, placeholder
 
-__all__ = ["DataEnded", "PipelineEngine"]
+__all__ = ["DataEnded", "PipelineEngine", "describe", "imagine"]
 
 
 class DataEnded(UsageError, StopIteration):
@@ -336,3 +336,34 @@ def _taken(call: str, iterator: Iterator[Any] | None, count: int) -> list[Any]:
 
 def _said(part: Any) -> str:
     return f"a {type(part).__name__}" + (f" of {len(part)}" if isinstance(part, (tuple, list)) else "")
+
+
+def describe(value: Any) -> Any:
+    """What is known of a batch beside its values, for JSON.
+
+    Raises:
+        UsageError: it has something that cannot be told.
+    """
+    if isinstance(value, Tensor):
+        return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch.")]}
+    if isinstance(value, (tuple, list)):
+        return {type(value).__name__ if type(value) in (tuple, list) else "tuple": [describe(x) for x in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[key, describe(x)] for key, x in value.items()]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise UsageError(
+        f"a batch has a {type(value).__name__}, which cannot be described to stages without data: give tensors."
+    )
+
+
+def imagine(form: Any, device: torch.device) -> Any:
+    """A batch of that form, without values."""
+    ((kind, said),) = form.items()
+    if kind == "tensor":
+        return placeholder(Made(tuple(said[0]), getattr(torch, said[1]), False), device)
+    if kind == "dict":
+        return {key: imagine(x, device) for key, x in said}
+    if kind == "value":
+        return said
+    return (tuple if kind == "tuple" else list)(imagine(x, device) for x in said)

@@ -1,4 +1,4 @@
-"""How an engine shares ranks out: among those of data, of sequence and of tensor."""
+"""How an engine shares ranks out: among those of data, of sequence, of tensor and of experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
     from shardfold.engine.engine import Engine
 
-__all__ = ["Sharing"]
+from torch import nn
+
+from shardfold.compat.deepspeed.moe.layer import MoE
+from shardfold.compat.deepspeed.refused import WrongArgument
+
+__all__ = ["Sharing", "with_experts"]
 
 
 class Sharing:
@@ -83,3 +88,18 @@ class Sharing:
     def get_sequence_parallel_group(self) -> Any:
         """Of the ranks that have parts of the same sequences; None: this rank alone."""
         return self._ways.sequence_group
+
+
+def with_experts(mesh: dict[str, int] | None, model: nn.Module) -> dict[str, int] | None:
+    """The sizes of an engine's mesh, with an axis of experts where the model's layers ask for one.
+
+    Raises:
+        WrongArgument: they ask for other sizes.
+    """
+    sizes = {module.ep_size for module in model.modules() if isinstance(module, MoE)} - {1}
+    if len(sizes) > 1:
+        raise WrongArgument(
+            f"layers of MoE have ep_size {' and '.join(map(str, sorted(sizes)))}: there is one axis of experts; give "
+            "all layers the same."
+        )
+    return {**(mesh or {}), "expert": sizes.pop()} if sizes else mesh
