@@ -38,7 +38,6 @@
     whole            whole parameters for a while, whoever holds them: engines, nobody yet, or this rank alone
     whole_segments   all values of a state that is split: of whole segments, or of single parameters
     whole_state      a model's whole values out of shards, and back: state dicts, and the names of what is in them
-    _added_groups    what users add to the groups of an optimizer that an engine drives, looked at when they add it
     _hidden          ``parameter.grad`` where no rank could show the gradient itself
 
 It imports ``comm``, ``tiers`` and ``plan``.

@@ -8,8 +8,9 @@ and parameter. Only when something differs is the model walked. Nothing here sen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -20,7 +21,6 @@ from torch.nn.modules import module as torch_modules
 
 from shardfold.errors import ConfigError, UsageError
 from shardfold.plan.rules import Rules
-from shardfold.sharding._added_groups import look_at_added
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.model import Loan, ShardedModel, alignment, group_numbers
 from shardfold.sharding.partition import Cut, cut, main_dtypes
@@ -31,7 +31,8 @@ from shardfold.sharding.unit import Life, Unit
 from shardfold.tiers.collection import AtCollection
 from shardfold.torch_internals import no_subclass_functions, storage_key
 
-__all__ = ["Changes", "Plan"]
+__all__ = ["Changes", "Plan", "look_at_added"]
+
 
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
@@ -397,3 +398,30 @@ def _hear_registrations(listening: weakref.ref[Changes]) -> list[Any]:
 def _remove(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+# -- what is added to an optimizer's groups
+
+
+def look_at_added(optimizer: Any, check: Callable[[list[Any]], None]) -> None:
+    """From now on ``optimizer.add_param_group()`` asks first; nothing here keeps the optimizer or what checks alive.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``.
+        check: a method, which is called with the parameters that are added, and raises where they cannot be.
+    """
+    seen, checks = weakref.ref(optimizer), weakref.WeakMethod(check)
+
+    @wraps(type(optimizer).add_param_group)
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        own = seen()
+        assert own is not None  # it is its attribute
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if params is not None and not isinstance(params, set):  # which has no order: PyTorch refuses it
+            params = [params] if isinstance(params, Tensor) else list(params)  # an iterator is read once
+            param_group = {**param_group, "params": params}
+            if (ask := checks()) is not None:
+                ask([each[1] if isinstance(each, tuple) else each for each in params])
+        type(own).add_param_group(own, param_group)
+
+    optimizer.add_param_group = add_param_group

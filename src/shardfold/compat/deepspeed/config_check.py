@@ -1,6 +1,7 @@
 """The walk over a config: every key is known, of its type and legal, or one sentence says which is not.
 
-JSON that another program wrote (YAML, a command line) has values as DeepSpeed's pydantic models take them, too: ``1`` and ``"true"`` for a boolean, ``"8"`` for a number, a string for a list of one.
+JSON that another program wrote (YAML, a command line) has values as DeepSpeed's pydantic models take them, too: ``1``
+and ``"true"`` for a boolean, ``"8"`` for a number, a string for a list of one.
 """
 
 from __future__ import annotations
