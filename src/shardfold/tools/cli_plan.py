@@ -252,19 +252,12 @@ def _divisions(
     Raises:
         ConfigError: options do not go together.
     """
-    from shardfold.parallel.pipeline.ahead import AHEAD
-    from shardfold.parallel.pipeline.stage_order import choose_order
     from shardfold.planner.division import Division
 
     divisions: list[Division] = []
     for t, n, e, p, order in product(tensors, sequences, experts, pipelines, orders):
-        try:
-            _ = choose_order(order)
-        except ConfigError as error:
-            said = str(error).replace(f"pipeline={order!r}", f"--order {order}")
-            for name in AHEAD:  # which plans refuse
-                said = said.replace(f"{name}, ", "")
-            raise ConfigError(said) from error
+        if p > 1:
+            _check_order(order)
         one = Division(
             tensor=t,
             sequence_parallel=sequence_parallel and t > 1,
@@ -289,6 +282,23 @@ def _divisions(
     if sequence_parallel and "tensor" not in axes:
         raise ConfigError("--sequence-parallel divides what flows between the parts of --tensor: give --tensor 2, too.")
     return divisions
+
+
+def _check_order(order: str) -> None:
+    """
+    Raises:
+        ConfigError: there is no such order, or plans do not follow it.
+    """
+    from shardfold.parallel.pipeline.ahead import AHEAD
+    from shardfold.parallel.pipeline.stage_order import choose_order
+
+    try:
+        _ = choose_order(order)
+    except ConfigError as error:
+        said = str(error).replace(f"pipeline={order!r}", f"--order {order}")
+        for name in AHEAD:  # which plans refuse
+            said = said.replace(f"{name}, ", "")
+        raise ConfigError(said) from error
 
 
 def register(app: typer.Typer) -> None:
