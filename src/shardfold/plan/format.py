@@ -36,7 +36,19 @@ from typing import Any, Protocol
 
 from shardfold.errors import LayoutError, did_you_mean
 
-__all__ = ["BLOCK", "FLOATS", "ITEMSIZE", "Elements", "Family", "Format", "canonical", "made", "torch_dtype", "typed"]
+__all__ = [
+    "BLOCK",
+    "FLOATS",
+    "ITEMSIZE",
+    "Elements",
+    "Family",
+    "Format",
+    "canonical",
+    "dtype_name",
+    "made",
+    "torch_dtype",
+    "typed",
+]
 
 
 ITEMSIZE: Mapping[str, int] = {
@@ -119,6 +131,11 @@ def torch_dtype(name: str) -> torch.dtype:
     words = {"fp": "float", "bf": "bfloat", "int": "int", "uint": "uint"}
     kind = name.rstrip("0123456789")
     return getattr(torch, words[kind] + name.removeprefix(kind))
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """A table's name of a dtype of PyTorch's, or None if it has none."""
+    return next((name for name in ITEMSIZE if torch_dtype(name) == dtype), None)
 
 
 # -- names that have parameters

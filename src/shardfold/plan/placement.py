@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from shardfold.errors import LayoutError
 from shardfold.plan.formats import FORMATS
-from shardfold.plan.layout import Axes, Layout, Sizes
+from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes
 
 __all__ = [
     "ALIGN_BYTES",
@@ -50,6 +50,7 @@ __all__ = [
     "chunk_box",
     "enclosing",
     "pack",
+    "rest_itemsize",
     "shard_index",
     "shard_range",
     "shared",
@@ -403,6 +404,11 @@ def shard_range(length: int, over: Axes, mesh: Sizes, coords: Mapping[str, int])
 
 def _round_up(n: int, to: int) -> int:
     return -(-n // to) * to
+
+
+def rest_itemsize(layout: Layout) -> int:
+    """Bytes of the narrowest element that a bound layout keeps: what alignment is counted in."""
+    return min(ITEMSIZE[cell.dtype] for cell in layout.cells().values())
 
 
 # -- what placements of DTensor say

@@ -19,6 +19,7 @@ from shardfold.activations.selective import Selection
 from shardfold.errors import ConfigError, ModelError, ShardfoldError
 from shardfold.parallel.pipeline.late import DeferredWeightGrads, Splits
 from shardfold.parallel.pipeline.stages import Borders, Stages
+from shardfold.plan.format import dtype_name
 from shardfold.plan.layout import Precision
 from shardfold.planner.given import fill, hollow, hollow_values, not_run
 from shardfold.planner.live import LiveBytes
@@ -27,7 +28,7 @@ from shardfold.planner.staged import Stage
 from shardfold.planner.trace import BATCH, SMALL, Computation, Event, Lane, Sends, Trace
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.partition import Cut
-from shardfold.sharding.segment import TORCH_DTYPES, dtype_name
+from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.tree import cast_floats, widened
 from shardfold.torch_internals import (
     SELECTS,

@@ -29,10 +29,11 @@ from shardfold.errors import (
     UsageError,
     did_you_mean,
 )
+from shardfold.plan.format import dtype_name
 from shardfold.plan.layout import Tier
 from shardfold.sharding.autograd import outside_inference
 from shardfold.sharding.model import Loan, ShardedModel
-from shardfold.sharding.segment import TORCH_DTYPES, Segment, dtype_name
+from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_segments import SegmentSlice, gather_slices

@@ -35,13 +35,13 @@ from torch.nn.parameter import is_lazy
 
 from shardfold.errors import LayoutError, ModelError, did_you_mean
 from shardfold.plan.axes import Axes, Mesh
+from shardfold.plan.format import dtype_name
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Sizes
 from shardfold.plan.offload import with_staying
-from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
+from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack, rest_itemsize
 from shardfold.plan.rules import Rules
 from shardfold.sharding.freed import FreedParameter
-from shardfold.sharding.segment import dtype_name, rest_itemsize
 from shardfold.sharding.slices import Slice, places_of, slices_on
 
 __all__ = ["ROOT", "Cut", "cut", "main_dtypes"]

@@ -35,7 +35,7 @@ from shardfold import accelerator
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS
-from shardfold.plan.layout import DATA_AXES, ITEMSIZE, ROLES, Cell, Layout, Sizes, Tier
+from shardfold.plan.layout import DATA_AXES, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
 from shardfold.sharding.shard import Shard
 from shardfold.tiers.device import DeviceTier
@@ -44,7 +44,7 @@ from shardfold.tiers.tiers import Tiers
 
 _version = attrgetter("_version")
 
-__all__ = ["TORCH_DTYPES", "Segment", "check_dtype", "dtype_name", "rest_itemsize"]
+__all__ = ["TORCH_DTYPES", "Segment", "check_dtype"]
 
 
 def check_dtype(call: str, dtype: Any) -> None:
@@ -54,11 +54,6 @@ def check_dtype(call: str, dtype: Any) -> None:
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"{call}: dtype= is {dtype!r}: it is a floating dtype, as torch.bfloat16, or None.")
-
-
-def dtype_name(dtype: torch.dtype) -> str | None:
-    """The table's name of a dtype, or None if it has none."""
-    return next((name for name, value in TORCH_DTYPES.items() if value == dtype), None)
 
 
 class PendingUpdate(Protocol):
@@ -608,8 +603,3 @@ def _gaps(spec: SegmentSpec) -> list[tuple[int, int]]:
     if spec.length > end:
         gaps.append((end, spec.length))
     return gaps
-
-
-def rest_itemsize(layout: Layout) -> int:
-    """Bytes of the narrowest element that a bound layout keeps: what alignment is counted in."""
-    return min(ITEMSIZE[cell.dtype] for cell in layout.cells().values())
