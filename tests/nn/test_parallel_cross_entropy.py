@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.nn import parallel_cross_entropy, parallel_margin_loss
-from shardfold.parallel.link import OneRank, link_of
+from shardfold.nn.axis_group import OneRank
+from shardfold.parallel.link import link_of
 from shardfold.testing import Ranks
 
 CLASSES, WIDTH, ROWS = 23, 6, 10

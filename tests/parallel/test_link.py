@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import UsageError
-from shardfold.parallel.link import AxisLink, Link, link_of
+from shardfold.nn.axis_group import AxisGroup
+from shardfold.parallel.link import AxisLink, link_of
 from shardfold.testing import Ranks
 
 
@@ -36,7 +37,7 @@ def everyones(ranks: int, *shape: int, dtype: torch.dtype = torch.float64) -> li
 
 def _calls(ranks: int) -> dict[str, Any]:
     engine = sf.Engine(Linked(), parallel={"tensor": ranks}, layout="ddp")
-    link: Link = link_of(engine.module, "tensor")
+    link: AxisGroup = link_of(engine.module, "tensor")
     me, n = link.rank, link.size
     assert (n, link.axis) == (ranks, "tensor")
     whole = everyones(n, 2 * n, 3 * n, 2)

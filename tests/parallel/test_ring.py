@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfold as sf
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.errors import UsageError
+from shardfold.nn.axis_group import AxisGroup, Shift
 from shardfold.parallel import kernels
 from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG, CutBatch
 from shardfold.parallel.kernels import CPU_FLASH, MATH, kernel_for
-from shardfold.parallel.link import Link, MeshLink, Shift
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import ulysses_attention
 from shardfold.testing import Ranks
@@ -98,7 +99,7 @@ def worst(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     )
 
 
-def compared(kind: Any, case: Case, link: Link, dtype: torch.dtype) -> float:
+def compared(kind: Any, case: Case, link: AxisGroup, dtype: torch.dtype) -> float:
     """The worst of outputs, and of the gradients of each block: those that the queries of one rank give alone."""
     full = whole(case, dtype)
     mine = torch.tensor(tokens_of(case.cut, link.rank))
@@ -148,10 +149,10 @@ def test_each_block_is_that_of_whole_sequences(ranks: Ranks, world: int) -> None
             assert error < (1e-12 if "64" in name else 1e-6), (name, error)
 
 
-class Losing(MeshLink):
+class Losing(MeshGroup):
     """A link on which one hop brings what was sent."""
 
-    def __init__(self, link: MeshLink, lost: int) -> None:
+    def __init__(self, link: MeshGroup, lost: int) -> None:
         super().__init__(link.axis, link._comm)
         self.lost, self.hops = lost, 0
 
@@ -165,12 +166,12 @@ def _lose() -> list[tuple[int, float]]:
     engine = _engine()
     assert engine.sequence is not None
     link, found = engine.sequence.link, []
-    assert isinstance(link, MeshLink)
+    assert isinstance(link, MeshGroup)
     case = Case(CutBatch.of(30, 3, CONTIGUOUS, None, 2), False, 2, 2)
     full = [torch.randn(2, 2, 30, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(4)]
     mine = torch.tensor(tokens_of(case.cut, link.rank))
 
-    def run(link: Link) -> list[Tensor]:
+    def run(link: AxisGroup) -> list[Tensor]:
         inputs = [each[:, :, mine].clone().requires_grad_() for each in full[:3]]
         out = ring_attention(*inputs, link, case.cut, causal=False)
         return [out, *torch.autograd.grad(out, inputs, full[3][:, :, mine])]

@@ -30,12 +30,13 @@ from torch import Tensor, nn
 from shardfold import accelerator
 from shardfold.activations._fit import Planner
 from shardfold.activations._tiles import tiling
-from shardfold.activations.partitioned_inputs import Along, SliceBuffer, Slicer, tensor_axis
+from shardfold.activations.partitioned_inputs import SliceBuffer, Slicer, tensor_axis
 from shardfold.activations.profile import Spot
 from shardfold.activations.recompute import KEPT, recomputing, without_filling
 from shardfold.activations.replaced import ReplacedForward
 from shardfold.activations.saved_tensors import Movers, counted, held
 from shardfold.errors import ConfigError, ModelError
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import ENCODED, MODES, Activations, Layout
 from shardfold.plan.report import SavedReport, SavedRow
@@ -112,7 +113,7 @@ class Replacements:
                 )
             self._planner = Planner(*budgets.popitem(), self._device, self._movers.tally, self._put)
 
-    def follow_ranks(self, along: Callable[[str], Along]) -> None:
+    def follow_ranks(self, along: Callable[[str], AxisGroup]) -> None:
         """From now on inputs are split over the ranks along an axis that ``along`` gives for its name."""
         self._slicers = {
             over: Slicer(along(axis), self._movers.moves, self._device, always=self._debug)

@@ -44,6 +44,7 @@ from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
 from shardfold.comm.device_mesh import named_sizes
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.comm.runtime import Runtime
 from shardfold.engine._parts import PartOptions, make_parts
 from shardfold.engine._tf32 import hold_tf32
@@ -79,7 +80,7 @@ from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.optim.sign_exchange import SignExchange
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.expert_parallel import connect_routers, rebalance, share_out
-from shardfold.parallel.link import MeshLink, bind_links
+from shardfold.parallel.link import bind_links
 from shardfold.parallel.parallel import Parallel
 from shardfold.parallel.pipeline.open import check_together, open_stages
 from shardfold.parallel.pipeline.stage_order import OrderChoice, choose_order
@@ -311,7 +312,7 @@ class Engine:
         held.callback(bind_links(model, comm, lambda: bool(loans)))
         held.callback(connect_routers(model, comm, lambda: bool(loans)))
         self.sharded.run.after_step.append(partial(rebalance, model))
-        self._replaced.follow_ranks(lambda axis: MeshLink(axis, comm, lambda: bool(loans)))
+        self._replaced.follow_ranks(lambda axis: MeshGroup(axis, comm, lambda: bool(loans)))
         shares = comm.mesh.sizes.parts(comm.mesh.sizes.of_role(Role.TENSOR)) if is_cut else 1
         sequence = open_sequence(model, comm, attention, shares=shares, apart=lambda: bool(loans))
         if sequence is not None:

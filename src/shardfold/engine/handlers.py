@@ -23,7 +23,7 @@ from shardfold.numerics.clipping import Clip
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.global_weights import GlobalWeights
-from shardfold.optim.link import RankLink
+from shardfold.optim.master_ranks import MasterRanks
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.optim.sign_exchange import SignExchange, sign_exchange
 from shardfold.parallel.pipeline.stash import Stash
@@ -93,7 +93,7 @@ class Handlers:
         self.units = {unit.name: unit for unit in model.units}
         self.optimizer = optimizer
         if optimizer is not None:
-            optimizer.connect(RankLink(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
+            optimizer.connect(MasterRanks(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
         self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
         self.stash = stash
         self.used: dict[str, list[list[bool]]] = {}

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
-from shardfold.nn.ranks import AxisRanks
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.plan.checks import described, is_integer, is_number
 from shardfold.plan.known_arguments import known_arguments
 from shardfold.torch_internals import keeps_graph, untraced_from_call
@@ -170,7 +170,7 @@ class Head(NamedTuple):
     reduction: str
     softcap: float | None
     wanted: tuple[bool, ...]
-    ranks: AxisRanks | None = None
+    ranks: AxisGroup | None = None
     classes: int = 0
     margin: Margin | None = None
     summed: bool = True
@@ -203,7 +203,7 @@ class _CrossEntropy(torch.autograd.Function):
                 "chunked_cross_entropy has no gradients of its gradients (create_graph=True): take "
                 "F.cross_entropy(F.linear(hidden, weight), targets)."
             )
-        ranks: AxisRanks | None = ctx.plan.ranks if ctx.plan.summed else None
+        ranks: AxisGroup | None = ctx.plan.ranks if ctx.plan.summed else None
         if ctx.plan.reduction == "none":
             hidden, weight, bias, targets, columns = ctx.saved_tensors
             grads = by_chunks(hidden, weight, bias, targets, columns, ctx.plan, outputs[0])[1]
@@ -216,7 +216,7 @@ class _CrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-def _summed(grads: Sequence[Tensor | None], ranks: AxisRanks | None) -> list[Tensor | None]:
+def _summed(grads: Sequence[Tensor | None], ranks: AxisGroup | None) -> list[Tensor | None]:
     """Of the gradient of hidden each rank has what its classes contribute."""
     of_hidden, *rest = grads
     return [of_hidden if ranks is None or of_hidden is None else ranks.all_reduce(of_hidden), *rest]

@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from shardfold.comm.comm import Comm
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.errors import ConfigError, ModelError, UsageError
-from shardfold.parallel.link import MeshLink, OneRank
+from shardfold.nn.axis_group import OneRank
 from shardfold.parallel.sequence import SequenceAxis, whole_attention
 from shardfold.plan.axes import Role
 
@@ -101,10 +102,10 @@ def open_sequence(
     *,
     shares: int,
     apart: Callable[[], bool],
-    link: type[MeshLink] = MeshLink,
+    link: type[MeshGroup] = MeshGroup,
 ) -> SequenceAxis | None:
     """The axis of sequence of an engine's mesh, which the model's attention crosses from now on; None: it has none.
-    ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshLink`, which ``link`` is.
+    ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshGroup`, which ``link`` is.
 
     Raises:
         ConfigError: ``attention`` was chosen but there is no such axis, there are two, or heads do not divide.

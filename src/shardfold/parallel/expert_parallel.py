@@ -28,14 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.comm.comm import Comm
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.errors import ConfigError
+from shardfold.nn.axis_group import AxisGroup, Everyone
 from shardfold.nn.experts import ByRows, combined, sorted_rows
 from shardfold.nn.moe import MoE
-from shardfold.nn.ranks import Everyone
 from shardfold.nn.router import Router
 from shardfold.parallel.adjoint import paired
 from shardfold.parallel.lengths import keep_part
-from shardfold.parallel.link import AxisLink, Link, MeshLink, link_of
+from shardfold.parallel.link import AxisLink, link_of
 from shardfold.parallel.split import is_cut
 from shardfold.plan.axes import Mesh, Role
 from shardfold.plan.nearest import nearest_that_divides
@@ -250,7 +251,7 @@ class Dispatch:
 
 
 def _exchanged(
-    rows: Tensor, link: Link, to: Sequence[int], by: Sequence[int], with_: Sequence[nn.Parameter] = ()
+    rows: Tensor, link: AxisGroup, to: Sequence[int], by: Sequence[int], with_: Sequence[nn.Parameter] = ()
 ) -> Tensor:
     """Rows to ranks; its backward is the way back. ``with_`` takes part in the graph on each rank, so that on each rank
     the way back is gone."""
@@ -265,7 +266,7 @@ def connect_routers(model: nn.Module, comm: Comm, apart: Callable[[], bool]) -> 
     """Tells each mixture of ours who else reads other things, of which its loss is, and its bias; returns what undoes
     it."""
     mesh = comm.mesh.sizes
-    axes = [MeshLink(axis, comm, apart) for axis in mesh.reading]
+    axes = [MeshGroup(axis, comm, apart) for axis in mesh.reading]
     told: list[Everyone] = [module.everyone for module in model.modules() if isinstance(module, (MoE, Router))]
     for everyone in told:
         everyone.follow(axes)

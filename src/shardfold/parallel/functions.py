@@ -22,8 +22,8 @@ from weakref import ref
 
 from torch import Tensor
 
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.parallel.adjoint import paired
-from shardfold.parallel.link import Link
 from shardfold.torch_internals import storage_key, untraced_from_call
 
 __all__ = ["collect", "copy", "gather", "reduce", "scatter", "spread"]
@@ -34,7 +34,7 @@ def _place(x: Tensor) -> Any:
 
 
 @untraced_from_call
-def copy(x: Tensor, link: Link) -> Tensor:
+def copy(x: Tensor, link: AxisGroup) -> Tensor:
     """``x``, which is the same on all ranks and goes on into parts of a layer: its gradients are summed."""
     if link.size == 1:
         return x
@@ -46,13 +46,13 @@ def copy(x: Tensor, link: Link) -> Tensor:
 
 
 @untraced_from_call
-def reduce(x: Tensor, link: Link) -> Tensor:
+def reduce(x: Tensor, link: AxisGroup) -> Tensor:
     """The sum of ``x``, of which each rank has a summand; the sum's gradient is each summand's."""
     return x if link.size == 1 else paired(x, link.all_reduce, lambda grad: grad)
 
 
 @untraced_from_call
-def scatter(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+def scatter(x: Tensor, link: AxisGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """This rank's part along ``dim`` of what is the same on all ranks; ``sizes`` of the parts, None: equal ones."""
     if link.size == 1:
         return x
@@ -60,7 +60,7 @@ def scatter(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None)
 
 
 @untraced_from_call
-def gather(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+def gather(x: Tensor, link: AxisGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """The ranks' parts side by side along ``dim``, used alike on all ranks: the gradient is this rank's part of it."""
     if link.size == 1:
         return x
@@ -69,7 +69,7 @@ def gather(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None) 
 
 
 @untraced_from_call
-def spread(x: Tensor, link: Link, dim: int) -> Tensor:
+def spread(x: Tensor, link: AxisGroup, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of ``x``, of which each rank has a summand."""
     if link.size == 1:
         return x
@@ -77,7 +77,7 @@ def spread(x: Tensor, link: Link, dim: int) -> Tensor:
 
 
 @untraced_from_call
-def collect(x: Tensor, link: Link, dim: int) -> Tensor:
+def collect(x: Tensor, link: AxisGroup, dim: int) -> Tensor:
     """The ranks' parts side by side along ``dim``, which go on into parts of a layer: their gradients are summed."""
     if link.size == 1:
         return x
@@ -88,14 +88,14 @@ def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _part(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None) -> Tensor:
+def _part(x: Tensor, link: AxisGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
     return x.split(list(sizes) if sizes is not None else x.shape[dim] // link.size, dim)[link.rank].contiguous()
 
 
 class _Cutting:
     """The way back through :func:`gather`. Of equal parts it knows this rank's, and the whole as long as that lives."""
 
-    def __init__(self, part: Tensor, link: Link, dim: int, sizes: Sequence[int] | None) -> None:
+    def __init__(self, part: Tensor, link: AxisGroup, dim: int, sizes: Sequence[int] | None) -> None:
         self.link, self.dim, self._sizes = link, dim, sizes
         self.part = part if sizes is None else None
         self.whole: Callable[[], Tensor | None] = lambda: None
@@ -113,7 +113,7 @@ class _Cutting:
 _VIEWS = ("AliasBackward0", "SliceBackward0", "UnsafeViewBackward0", "ViewBackward0")
 
 
-def _gathered(x: Tensor, link: Link) -> _Cutting | None:
+def _gathered(x: Tensor, link: AxisGroup) -> _Cutting | None:
     """How ``x`` was gathered in equal parts over ``link``, if nothing but views that keep its shape lies between, and
     no hook wants the gradient of what was gathered."""
     node: Any = x.grad_fn

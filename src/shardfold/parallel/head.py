@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.nn.cross_entropy import (
     INTEGERS,
     SIXTEEN_BITS,
@@ -37,8 +38,8 @@ from shardfold.nn.cross_entropy import (
 )
 from shardfold.nn.parallel_cross_entropy import margin_of, sampled_classes
 from shardfold.parallel.lengths import keep_part
-from shardfold.parallel.link import Link, axes_named, link_of
-from shardfold.parallel.split import AxisRank
+from shardfold.parallel.link import axes_named, link_of
+from shardfold.parallel.split import AxisPart
 from shardfold.plan.axes import KNOWN, Mesh, Role
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.known_arguments import known_arguments
@@ -167,7 +168,7 @@ class MarginHead(nn.Module):
         with torch.autocast(unit.device.type, enabled=False):
             return _losses(unit, weight, labels, columns, _Together(head, link, sizes))
 
-    def _sizes(self, link: Link, features: Tensor, targets: Tensor) -> list[int]:
+    def _sizes(self, link: AxisGroup, features: Tensor, targets: Tensor) -> list[int]:
         """How many rows each rank has, once what all of them have fits.
 
         Raises:
@@ -208,9 +209,9 @@ class MarginHead(nn.Module):
             f"are other{where}: here {' and '.join(here)}."
         )
 
-    def _place(self, link: Link) -> tuple[int, int]:
+    def _place(self, link: AxisGroup) -> tuple[int, int]:
         """The first class that is here, and how many are."""
-        start, stop = AxisRank(link.axis, link.rank, link.size).range(self.classes, "the classes", even=False)
+        start, stop = AxisPart(link.axis, link.rank, link.size).range(self.classes, "the classes", even=False)
         return start, stop - start
 
 
@@ -237,7 +238,7 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
                 f"{where!r} has {named}, on which ranks {what}: classes are split over ranks that read other samples "
                 f"and sum gradients in every step; give it axis='data', which is all of these, or None."
             )
-        place = AxisRank("+".join(axes), shard_index(axes, mesh, coords), mesh.parts(axes), mesh.size)
+        place = AxisPart("+".join(axes), shard_index(axes, mesh, coords), mesh.parts(axes), mesh.size)
         if module.classes < place.size:
             classes = f"{module.classes} {'class' if module.classes == 1 else 'classes'}"
             raise ConfigError(
@@ -261,7 +262,7 @@ class _Together(NamedTuple):
     """How losses are made of the rows of all ranks, which have ``sizes`` of them."""
 
     head: Head
-    link: Link
+    link: AxisGroup
     sizes: Sequence[int]
 
 

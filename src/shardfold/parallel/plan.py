@@ -38,7 +38,7 @@ from shardfold.parallel.infer import infer
 from shardfold.parallel.lengths import is_transposed
 from shardfold.parallel.link import link_of
 from shardfold.parallel.model_trace import leaf_of
-from shardfold.parallel.split import AxisRank, ModuleCut, Owners, SharedInput, cut_module, is_cut, is_streamed
+from shardfold.parallel.split import AxisPart, ModuleCut, Owners, SharedInput, cut_module, is_cut, is_streamed
 from shardfold.parallel.stream import DROPOUTS, SequenceParallel
 from shardfold.plan.axes import Mesh, Role
 from shardfold.plan.checks import described, is_integer
@@ -330,14 +330,14 @@ def split_model(
     if given == AUTO and not sequence_parallel and mesh.of_role(Role.EXPERT):
         plan.leave("experts")
     if axes:
-        place = AxisRank(axes[0], coords[axes[0]], mesh[axes[0]], mesh.size)
+        place = AxisPart(axes[0], coords[axes[0]], mesh[axes[0]], mesh.size)
         Splitting(model, plan, place, SequenceParallel() if sequence_parallel else None).run()
 
 
 class Splitting:
     """The cutting of one model."""
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, place: AxisRank, stream: SequenceParallel | None) -> None:
+    def __init__(self, model: nn.Module, plan: TensorPlan, place: AxisPart, stream: SequenceParallel | None) -> None:
         self._modules = dict(model.named_modules())
         self._plan, self._place, self._stream = plan, place, stream
         words = {path: word.name for path, word in plan.words.items()}

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
+from shardfold.nn.axis_group import AxisGroup, Shift
 from shardfold.parallel.cut import CutBatch, Range, Tile
 from shardfold.parallel.kernels import Kernel, kernel_for, wide
-from shardfold.parallel.link import Link, Shift
 from shardfold.torch_internals import untraced_from_call
 
 __all__ = ["ring_attention"]
 
 
 class _Plan(NamedTuple):
-    link: Link
+    link: AxisGroup
     cut: CutBatch
     causal: bool
     scale: float
@@ -42,7 +42,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    link: Link,
+    link: AxisGroup,
     cut: CutBatch,
     *,
     causal: bool,
@@ -145,7 +145,7 @@ def _next(plan: _Plan, own: list[Tensor], pair: list[Tensor], source: int, follo
     return plan.link.shift(own, following, [(*each.shape[:2], tokens, each.shape[3]) for each in own])
 
 
-def _send_on(link: Link, tensors: list[Tensor], cut: CutBatch, source: int) -> Shift:
+def _send_on(link: AxisGroup, tensors: list[Tensor], cut: CutBatch, source: int) -> Shift:
     """Sends what is of the tokens of rank ``source`` to the next rank; the one before has those of the one before."""
     tokens = cut.tokens((source - 1) % link.size)
     return link.shift(tensors, 1, [(*each.shape[:2], tokens, each.shape[3]) for each in tensors])

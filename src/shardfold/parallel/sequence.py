@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.parallel.batch import Sharded, read_batch
 from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG
 from shardfold.parallel.kernels import wide
-from shardfold.parallel.link import Link
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import check_heads, ulysses_attention
 from shardfold.plan.checks import described, is_number
@@ -64,7 +64,7 @@ class SequenceAxis:
         ConfigError: Ulysses was asked for and ranks do not divide heads.
     """
 
-    def __init__(self, link: Link, attention: str, heads: Sequence[int], device: torch.device) -> None:
+    def __init__(self, link: AxisGroup, attention: str, heads: Sequence[int], device: torch.device) -> None:
         self.link, self._device = link, device
         if attention == "auto":
             attention = "ulysses" if heads and all(number % link.size == 0 for number in heads) else "ring"

@@ -34,7 +34,7 @@ from shardfold.torch_internals import version_of
 
 __all__ = [
     "WORKS",
-    "AxisRank",
+    "AxisPart",
     "Forward",
     "ModuleCut",
     "Owners",
@@ -63,7 +63,7 @@ Owners = Mapping[int, Sequence[tuple[nn.Module, str]]]
 
 
 @dataclass(frozen=True)
-class AxisRank:
+class AxisPart:
     """Which part of a model this rank has along an axis; ``ranks``: of the mesh, 0: not known."""
 
     axis: str
@@ -333,7 +333,7 @@ class ModuleCut:
         assert weight is not None
         return vars(weight).get(_FORWARD, (tuple(weight.shape),))[0]
 
-    def range(self, place: AxisRank) -> tuple[int, int]:
+    def range(self, place: AxisPart) -> tuple[int, int]:
         """This rank's rows of each block, or for ``row`` its columns.
 
         Raises:
@@ -353,7 +353,7 @@ class ModuleCut:
             start, stop = place.range(length, f"the outputs of {self.name!r}", even=self.word == "column")
         return start * self.unit, stop * self.unit
 
-    def check(self, place: AxisRank) -> None:
+    def check(self, place: AxisPart) -> None:
         """
         Raises:
             ConfigError: the module is of no kind that the word is for, or does not divide.
@@ -444,7 +444,7 @@ class ModuleCut:
         )
 
 
-def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Owners, parts: Parts) -> None:
+def cut_module(cut: ModuleCut, place: AxisPart, shared: SharedInput, owners: Owners, parts: Parts) -> None:
     """Cuts a module in place; ``shared`` is of its parent, ``owners`` of the model's parameters, ``parts`` of its
     tensors.
 
@@ -499,7 +499,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _cut(
-    owners: Owners, module: nn.Module, name: str, dim: int, rows: tuple[int, int], place: AxisRank, blocks: int = 1
+    owners: Owners, module: nn.Module, name: str, dim: int, rows: tuple[int, int], place: AxisPart, blocks: int = 1
 ) -> None:
     """Leaves of a parameter those rows of each of its blocks along ``dim``."""
     parameter = module._parameters[name]
@@ -526,7 +526,7 @@ def _cut(
             mark_slice(owner, own, axis=place.axis, whole=whole, start=start)
 
 
-def sum_gradients(module: nn.Module, place: AxisRank, names: Sequence[str] | None = None) -> None:
+def sum_gradients(module: nn.Module, place: AxisPart, names: Sequence[str] | None = None) -> None:
     """Gradients of the module's own parameters, or of some of them, are summed over the axis as they arrive, once
     :func:`hear_gradients` was called."""
     link = link_of(module, place.axis)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardfold import accelerator
 from shardfold.errors import ConfigError
-from shardfold.parallel.link import Link
+from shardfold.nn.axis_group import AxisGroup
 
 __all__ = ["DROPOUTS", "TOKENS", "SequenceParallel", "apart_draws"]
 
@@ -45,7 +45,7 @@ class SequenceParallel:
     def cut(self) -> bool:
         return self._begun or torch.is_grad_enabled()
 
-    def begin(self, length: int, link: Link) -> bool:
+    def begin(self, length: int, link: AxisGroup) -> bool:
         """Whether so many tokens are cut.
 
         Raises:
@@ -62,7 +62,7 @@ class SequenceParallel:
 
 
 @contextmanager
-def apart_draws(x: Tensor, link: Link) -> Iterator[None]:
+def apart_draws(x: Tensor, link: AxisGroup) -> Iterator[None]:
     """Inside, random numbers of ``x``'s device are this rank's own; behind it they go on alike on all ranks.
 
     They are seeded by a number that is drawn of the CPU's generator, which ranks have alike, and the rank: where a

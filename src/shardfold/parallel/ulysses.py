@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.nn.axis_group import AxisGroup, OneRank
 from shardfold.parallel.adjoint import paired
 from shardfold.parallel.cut import CutBatch
-from shardfold.parallel.link import Link, OneRank
 from shardfold.parallel.ring import ring_attention
 from shardfold.torch_internals import untraced_from_call
 
@@ -29,7 +29,7 @@ __all__ = ["across_heads", "check_heads", "ulysses_attention"]
 
 
 class _TokenExchange(NamedTuple):
-    link: Link
+    link: AxisGroup
     split: int
     concat: int
     sizes: Sequence[int]
@@ -62,7 +62,7 @@ def ulysses_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    link: Link,
+    link: AxisGroup,
     cut: CutBatch,
     *,
     causal: bool,
@@ -102,7 +102,7 @@ def across_heads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    link: Link,
+    link: AxisGroup,
     sizes: Sequence[int],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:

@@ -9,20 +9,21 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.compat.deepspeed.config_parallel import SEQUENCE_AXIS
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.engine.engine import Engine
-from shardfold.parallel.link import Link, MeshLink
+from shardfold.nn.axis_group import AxisGroup
 
 __all__ = ["cross", "link_for"]
 
-_LINKS: WeakKeyDictionary[nn.Module, tuple[Link, list[int]]] = WeakKeyDictionary()
+_LINKS: WeakKeyDictionary[nn.Module, tuple[AxisGroup, list[int]]] = WeakKeyDictionary()
 
 
 def cross(model: nn.Module, core: Engine) -> Callable[[], None]:
     """Modules of ``model`` have a link along the engine's axis of sequence from now on; returns what undoes it."""
     comm, loans = core.sharded.comm, core.sharded.loans
-    link = MeshLink(SEQUENCE_AXIS, comm, lambda: bool(loans))
+    link = MeshGroup(SEQUENCE_AXIS, comm, lambda: bool(loans))
     ranks = dist.get_process_group_ranks(comm.mesh.group((SEQUENCE_AXIS,)))
     modules = list(model.modules())
     for module in modules:
@@ -36,7 +37,7 @@ def cross(model: nn.Module, core: Engine) -> Callable[[], None]:
     return undo
 
 
-def link_for(module: nn.Module, group: Any) -> Link:
+def link_for(module: nn.Module, group: Any) -> AxisGroup:
     """The link of a module's attention, which was made for the ranks of ``group``.
 
     Raises:

@@ -32,10 +32,10 @@ from shardfold.compat.deepspeed.runtime.sequence_parallel.tiles import (
     sequence_tiled_compute,
 )
 from shardfold.compat.deepspeed.utils.logging import logger
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.parallel.attention import refuse_options
 from shardfold.parallel.batch import IGNORED, read_documents
 from shardfold.parallel.cut import CONTIGUOUS, CutBatch
-from shardfold.parallel.link import Link
 from shardfold.parallel.ulysses import across_heads, check_heads, ulysses_attention
 from shardfold.torch_internals import version_of
 
@@ -179,7 +179,7 @@ class UlyssesSPAttentionHF(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        link: Link,
+        link: AxisGroup,
         cut: CutBatch,
         args: Any,
         options: Mapping[str, Any],
@@ -191,7 +191,7 @@ class UlyssesSPAttentionHF(nn.Module):
 
         return across_heads(query, key, value, link, cut.sizes, attend)
 
-    def _cut(self, link: Link, query: Tensor, positions: Any) -> tuple[CutBatch, Tensor]:
+    def _cut(self, link: AxisGroup, query: Tensor, positions: Any) -> tuple[CutBatch, Tensor]:
         """How sequences lie on the ranks, and all of their positions, once for all layers of a forward."""
         if not isinstance(positions, Tensor) or positions.dim() != 2:
             raise WrongCall(
