@@ -185,7 +185,10 @@ class Sampled:
     @property
     def first(self) -> Layout:
         """A table with which ranks meet: what they meet for is in all that may be taken."""
-        return presets.named(ORDER[0] if self.layout == AUTO else self.layout)
+        return self._table(ORDER[0] if self.layout == AUTO else self.layout)
+
+    def _table(self, layout: str | Layout) -> Layout:
+        return presets.named(layout).with_outer(self.auto.outer)
 
     @property
     def layout(self) -> str | Layout:
@@ -196,12 +199,12 @@ class Sampled:
     def tables(self) -> dict[str, Layout]:
         """Layouts that may be taken, by name, what sends the least first."""
         if self.layout != AUTO:
-            table = presets.named(self.layout)
+            table = self._table(self.layout)
             return {str(self.layout) if isinstance(self.layout, str) else "layout": offloaded(table, self.offload)}
         found, refused = dict[str, Layout](), list[LayoutError]()
         for name in (*ORDER, *(name for name in LAYOUTS if name not in ORDER)):
             try:
-                found[name] = offloaded(presets.named(name), self.offload)
+                found[name] = offloaded(self._table(name), self.offload)
             except LayoutError as error:  # where it divides nothing that offload= names, for one
                 refused.append(error)
         if not found:
