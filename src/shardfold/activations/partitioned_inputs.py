@@ -44,9 +44,9 @@ def tensor_axis(over: str, mesh: Mesh) -> str:
     ]
     if len(named) != 1:
         raise LayoutError(
-            f"activations= splits inputs over {over!r}, and mesh= has {' x '.join(f'{n}={s}' for n, s in mesh.items())}"
-            f": name {'one' if named else 'its'} axis of role tensor, as in parallel={{'tensor': 2}}, or leave over= "
-            "out."
+            f"activations= splits inputs over {over!r}, and parallel= has "
+            f"{' x '.join(f'{n}={s}' for n, s in mesh.items())}: name {'one' if named else 'its'} axis of role tensor, "
+            "as in parallel={'tensor': 2}, or leave over= out."
         )
     if named[0].role is not Role.TENSOR:
         raise LayoutError(

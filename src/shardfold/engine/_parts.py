@@ -227,7 +227,7 @@ def _open_stages(sharded: ShardedModel, pipelined: Pipelined, options: PartOptio
     pipelined.order(options.accumulate)  # which may refuse it
     if (staged := pipelined.stages) is None:
         return
-    sharded.comm.job.same({"pipeline=": options.order.told})
+    sharded.comm.job.same({"Parallel(pipeline=...)": options.order.told})
     staged.settle()
     dress(staged.skeleton.module, sharded.rules, *_casts(sharded))
     staged.attach()

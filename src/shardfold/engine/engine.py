@@ -384,8 +384,8 @@ class Engine:
         held.callback(updater.close)
         if self.overlap.delayed_update and sharded.layout.outer is not None:
             raise ConfigError(
-                "Overlap(delayed_update=True) with outer= in the layout: an outer step needs the weights that the last "
-                "update made; leave one of the two out."
+                "Overlap(delayed_update=True) with an Outer in the layout: an outer step needs the weights that the "
+                "last update made; leave one of the two out."
             )
         if self.overlap.delayed_update:
             check_delayed(sharded.optimizer, sharded.layout, sharded.units)

@@ -565,7 +565,7 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
     for axis in mesh.axes:
         if axis.size > 1 and axis.role not in RUN:
             raise ConfigError(
-                f"mesh= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
+                f"parallel= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
                 f"engine does not run; use axes of {', '.join(map(str, RUN))}."
             )
     for name, cell in layout.cells().items():
@@ -577,7 +577,7 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
             )
     if layout.outer is not None and mesh.stages:
         raise ConfigError(
-            "outer= of the layout on a mesh with an axis of pipeline: this version takes outer steps without one; "
+            "an Outer in the layout on a mesh with an axis of pipeline: this version takes outer steps without one; "
             "leave one of the two out."
         )
     if layout.moments.dtype != layout.master.dtype:

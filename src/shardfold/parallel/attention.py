@@ -115,12 +115,12 @@ def open_sequence(
     if not axes:
         if attention is not None:
             raise ConfigError(
-                f"attention={attention!r} says how attention crosses an axis of sequence, which mesh= does not have: "
-                "add it, as in parallel={'sequence': 2}, or leave attention= out."
+                f"Parallel(attention={attention!r}) says how attention crosses an axis of sequence, which parallel= "
+                "does not have: add it, as in parallel={'sequence': 2}, or leave Parallel(attention=...) out."
             )
         return None
     if len(axes) > 1:
-        raise ConfigError(f"mesh= has two axes of role sequence, {axes[0].name!r} and {axes[1].name!r}: give one.")
+        raise ConfigError(f"parallel= has two axes of role sequence, {axes[0].name!r} and {axes[1].name!r}: give one.")
     own = list(_own(model))
     theirs = list(_of_transformers(model))
     if not own and not theirs and axes[0].size > 1:

@@ -120,12 +120,12 @@ def share_out(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None:
         return
     axis, size = axes[0], mesh[axes[0]]
     if len(axes) > 1:
-        raise ConfigError(f"mesh= has two axes of experts, {' and '.join(axes)}: give one.")
+        raise ConfigError(f"parallel= has two axes of experts, {' and '.join(axes)}: give one.")
     found = list(experts_of(model))
     if not found and not marked_on(model, axis):
         raise ConfigError(
-            f"mesh= has {size} ranks on {axis!r}, but {type(model).__name__} has no experts that are known: sf.nn.MoE, "
-            "sf.nn.Experts and the experts of transformers are; layers of your own say which they have with "
+            f"parallel= has {size} ranks on {axis!r}, but {type(model).__name__} has no experts that are known: "
+            "sf.nn.MoE, sf.nn.Experts and the experts of transformers are; layers of your own say which they have with "
             f"sf.mark_slice(module, 'weight', axis={axis!r}, dim=0), or leave the axis out."
         )
     for path, module in found:
@@ -142,8 +142,9 @@ def _share_out(path: str, module: Any, axis: str, rank: int, mesh: Mesh) -> None
     experts, size = module.num_experts, mesh[axis]
     if is_cut(module):
         raise ConfigError(
-            f"{path!r} has experts that tensor= cuts, and mesh= has an axis of experts: give tensor= a plan that "
-            "leaves them whole (without the word 'experts'), or leave one of the axes out."
+            f"{path!r} has experts that Parallel(tensor=...) cuts, and parallel= has an axis of experts: give "
+            "Parallel(tensor=...) a plan that leaves them whole (without the word 'experts'), or leave one of the axes "
+            "out."
         )
     if experts % size:
         raise ConfigError(

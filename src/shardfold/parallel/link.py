@@ -130,7 +130,7 @@ def bind_links(
         size = comm.mesh.sizes.parts(axes)
         if each.parts not in (1, size):
             raise UsageError(
-                f"the model was cut into {each.parts} parts along {each.axis!r}, and mesh= has {size} ranks there: "
+                f"the model was cut into {each.parts} parts along {each.axis!r}, and parallel= has {size} ranks there: "
                 "build it anew, or make the engine on as many ranks."
             )
         if size > 1:

@@ -44,7 +44,9 @@ def check_choice(attention: Any) -> None:
     """
     if attention is not None and attention not in CHOICES:
         near = did_you_mean(attention, CHOICES) if isinstance(attention, str) else ""
-        raise ConfigError(f"attention={described(attention)}: it is one of {', '.join(map(repr, CHOICES))}.{near}")
+        raise ConfigError(
+            f"Parallel(attention={described(attention)}): it is one of {', '.join(map(repr, CHOICES))}.{near}"
+        )
 
 
 class SequenceAxis:
@@ -182,7 +184,8 @@ class SequenceAxis:
             return ulysses_attention(query, key, value, self.link, batch.cut, dropout=dropout, **how)
         if dropout:
             raise ConfigError(
-                "attention='ring' has no dropout: set the model's dropout of attention to 0, or choose 'ulysses'."
+                "Parallel(attention='ring') has no dropout: set the model's dropout of attention to 0, or choose "
+                "'ulysses'."
             )
         return ring_attention(query, key, value, self.link, batch.cut, **how)
 

@@ -403,7 +403,7 @@ class ModuleCut:
         if kind is NonDynamicallyQuantizableLinear:
             raise ConfigError(
                 f"the plan calls {self.name!r} {self.word!r}, but nn.MultiheadAttention reads its weight by itself: "
-                "leave the attention whole, or give tensor='auto', which cuts it."
+                "leave the attention whole, or give Parallel(tensor='auto'), which cuts it."
             )
         plain = kind.forward in (nn.Linear.forward, nn.Embedding.forward)
         followed = kind.__module__.startswith("transformers.") and kind.__name__.endswith(_FOLLOWED)

@@ -54,9 +54,9 @@ class SequenceParallel:
         self._begun = length % link.size == 0
         if torch.is_grad_enabled() and not self._begun:
             raise ConfigError(
-                f"sequence_parallel=True divides sequences over the {link.size} ranks along {link.axis!r}, but this "
-                f"one has {length} tokens: pad it to a multiple of {link.size}, or evaluate under torch.no_grad(), "
-                "where sequences of other lengths stay whole."
+                f"Parallel(sequence_parallel=True) divides sequences over the {link.size} ranks along {link.axis!r}, "
+                f"but this one has {length} tokens: pad it to a multiple of {link.size}, or evaluate under "
+                "torch.no_grad(), where sequences of other lengths stay whole."
             )
         return self._begun
 

@@ -52,8 +52,8 @@ def check_heads(heads: int, ranks: int) -> None:
     """
     if heads % ranks:
         raise ConfigError(
-            f"attention='ulysses' gives each rank as many heads, but {heads} heads are not divisible by {ranks} ranks "
-            "of sequence: choose attention='ring', or a number of ranks that divides them."
+            f"Parallel(attention='ulysses') gives each rank as many heads, but {heads} heads are not divisible by "
+            f"{ranks} ranks of sequence: choose Parallel(attention='ring'), or a number of ranks that divides them."
         )
 
 

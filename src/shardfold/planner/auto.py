@@ -226,7 +226,7 @@ def _refusal(subjects: Sequence[Subject], table: Layout, least: Option) -> str:
     would = (
         f"a micro-batch of {largest} samples fits so, in place of {samples}"
         if largest
-        else f"give each rank {human(least.needed)}, a smaller sample=, or more ranks"
+        else f"give each rank {human(least.needed)}, a smaller Auto(sample=...), or more ranks"
     )
     held = ""
     if host is not None and least.host > host:

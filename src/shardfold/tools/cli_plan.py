@@ -255,9 +255,9 @@ def _divisions(
     divisions: list[Division] = []
     for t, n, e, p, order in product(tensors, sequences, experts, pipelines, orders):
         try:
-            _ = choose_order(order)
+            _ = choose_order(order, "--order")
         except ConfigError as error:
-            said = str(error).replace(f"pipeline={order!r}", f"--order {order}")
+            said = str(error)
             for name in AHEAD:  # which plans refuse
                 said = said.replace(f"{name}, ", "")
             raise ConfigError(said) from error
