@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfold.nn.axis_group import AxisGroup, OneRank
-from shardfold.parallel.link import AxisLink
+from shardfold.parallel.module_group import ModuleGroup
 
 __all__ = ["Threads"]
 
@@ -85,7 +85,7 @@ class ThreadGroup(OneRank):
     def bind(self, model: torch.nn.Module) -> None:
         """Its layers ask these threads from now on."""
         for module in model.modules():
-            links: dict[str, AxisLink] = vars(module).get("_shardfold_links", {})
-            for link in links.values():
+            groups: dict[str, ModuleGroup] = vars(module).get("_shardfold_groups", {})
+            for group in groups.values():
                 bound: AxisGroup = self
-                link.bind(bound)
+                group.bind(bound)

@@ -27,7 +27,7 @@ from shardfold.plan.order import contradiction, describe, merge_orders
 from shardfold.plan.part import Part, of_part
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.unit import Unit
 
 __all__ = ["Orders", "mode_of"]

@@ -41,7 +41,7 @@ from shardfold.parallel.pipeline.stages import Stages
 from shardfold.parallel.pipeline.stash import Stash
 from shardfold.parallel.sequence import SequenceAxis
 from shardfold.plan.layout import Layout
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES

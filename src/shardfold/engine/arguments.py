@@ -19,7 +19,7 @@ from shardfold.parallel.pipeline.stages import check_stages
 from shardfold.parallel.sequence import check_choice
 from shardfold.plan.checks import check_flags, check_times, described, is_integer
 from shardfold.plan.known_arguments import keywords, meant, regrouped
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.init import Init
 
 __all__ = [

@@ -34,7 +34,7 @@ from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.auto import AUTO, MODES, ORDER, choose, choose_layout, first_of, states_peak
 from shardfold.planner.division import Division

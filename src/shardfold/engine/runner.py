@@ -36,10 +36,10 @@ from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPas
 from shardfold.engine.track import Section, Track
 from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
-from shardfold.parallel.pipeline.late import DeferredWeightGrads
+from shardfold.parallel.pipeline.deferred import DeferredWeightGrads
 from shardfold.plan.bind import PASSES
 from shardfold.plan.part import Part
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.buffers import Buffers
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.unit import Life, Unit
@@ -600,23 +600,23 @@ class Runner:
             self._deliver_first()
         if grad.is_sparse:
             grad = grad.to_dense()
-        if (late := self._context.late) is not None:
+        if (deferred := self._context.deferred) is not None:
             if not self._context.weights:
-                late.kept.append((unit, place, grad))
+                deferred.kept.append((unit, place, grad))
                 return
-            self._take_kept(late, unit)
+            self._take_kept(deferred, unit)
         self._accept(unit, place, grad)
 
-    def _take_kept(self, late: DeferredWeightGrads, unit: Unit | None) -> None:
+    def _take_kept(self, deferred: DeferredWeightGrads, unit: Unit | None) -> None:
         """Gradients of a unit, or all, that the first part of this backward gave, each of which is given back then;
         with its next the unit may be complete."""
-        kept = late.take_kept()
+        kept = deferred.take_kept()
         while kept:
             other, place, grad = kept.popleft()
             if unit is None or other is unit:
-                self._accept(other, place, grad, late)
+                self._accept(other, place, grad, deferred)
             else:
-                late.kept.append((other, place, grad))
+                deferred.kept.append((other, place, grad))
 
     def _accept(
         self, unit: Unit, place: tuple[int, int], grad: Tensor, kept: DeferredWeightGrads | None = None
@@ -656,9 +656,9 @@ class Runner:
 
     @_uninterrupted
     def end_backward(self) -> None:
-        if (late := self._context.late) is not None:
-            if self._context.weights and late.kept:
-                self._take_kept(late, None)
+        if (deferred := self._context.deferred) is not None:
+            if self._context.weights and deferred.kept:
+                self._take_kept(deferred, None)
             self._delivered = self._context.weights  # both parts are one micro-batch
         if self._pass is not None:
             self._finish()

@@ -1,7 +1,7 @@
 """The ranks along one axis, as who computes with them asks them: layers, losses, optimizers, recomputed units.
 
 Here is what can be asked, and an axis of one rank. Those along the axes of an engine's mesh are in
-``comm.mesh_group``; what a module keeps, which an engine binds to them, is in ``parallel.link``.
+``comm.mesh_group``; what a module keeps, which an engine binds to them, is in ``parallel.module_group``.
 """
 
 from __future__ import annotations

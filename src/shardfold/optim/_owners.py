@@ -60,8 +60,9 @@ def exchanged(
     """Collectives that :func:`on_owners` takes for one batch, and bytes that this rank sends in them."""
     if group.size == 1 or not places:
         return 0, 0
-    away = sum(place.held for place, owner in zip(places, owners, strict=True) if owner != group.rank)
-    home = sum(place.numel - place.held for place, owner in zip(places, owners, strict=True) if owner == group.rank)
+    owned = list(zip(places, owners, strict=True))
+    away = sum(place.part_numel for place, owner in owned if owner != group.rank)
+    home = sum(place.numel - place.part_numel for place, owner in owned if owner == group.rank)
     calls = 2 * len(list(_batches_of([place.numel * itemsize for place in places], owners)))
     return calls, (away + home) * itemsize
 
@@ -96,7 +97,7 @@ def _exchange(
     theirs = [[i for i in batch if owners[i] == rank] for rank in range(group.size)]
     mine = theirs[group.rank]
     sent = torch.cat([parts[i] for owned in theirs for i in owned])
-    to = [sum(places[i].held for i in owned) for owned in theirs]
+    to = [sum(places[i].part_numel for i in owned) for owned in theirs]
     shares = [[(i, *places[i].shares[rank]) for i in mine] for rank in range(group.size)]  # in the order of arrival
     by = [sum(stop - start for _, start, stop in row) for row in shares]
     received = group.exchange(sent, to, by)
@@ -111,8 +112,8 @@ def _exchange(
     position = 0
     for owned in theirs:
         for i in owned:
-            yield i, back[position : position + places[i].held]
-            position += places[i].held
+            yield i, back[position : position + places[i].part_numel]
+            position += places[i].part_numel
 
 
 def _copy(

@@ -129,7 +129,7 @@ class Muon(PartOptimizer):
         return {"momentum_buffer": torch.zeros_like(tensor)}
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
-        return (2 if group["adamw"] else 1) * itemsize * place.held
+        return (2 if group["adamw"] else 1) * itemsize * place.part_numel
 
     def update(self, uses: list[Use]) -> None:
         for use in uses:

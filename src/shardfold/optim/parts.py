@@ -68,7 +68,7 @@ class ShardPlacement(NamedTuple):
         return self.shares[self.rank][0]
 
     @property
-    def held(self) -> int:
+    def part_numel(self) -> int:
         """Elements of this rank's part."""
         return self.shares[self.rank][1] - self.start
 
@@ -77,7 +77,7 @@ class Use(NamedTuple):
     """A part that has a gradient in this step, which all ranks agree on.
 
     Attributes:
-        tensor: the part, ``(place.held,)`` on shards and ``place.shape`` of a whole parameter; updated in place.
+        tensor: the part, ``(place.part_numel,)`` on shards and ``place.shape`` of a whole parameter; updated in place.
         grad: of the same shape and dtype.
     """
 

@@ -102,10 +102,10 @@ def open_sequence(
     *,
     shares: int,
     apart: Callable[[], bool],
-    link: type[MeshGroup] = MeshGroup,
+    group: type[MeshGroup] = MeshGroup,
 ) -> SequenceAxis | None:
     """The axis of sequence of an engine's mesh, which the model's attention crosses from now on; None: it has none.
-    ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshGroup`, which ``link`` is.
+    ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshGroup`, which ``group`` is.
 
     Raises:
         ConfigError: ``attention`` was chosen but there is no such axis, there are two, or heads do not divide.
@@ -130,7 +130,7 @@ def open_sequence(
             "F.scaled_dot_product_attention."
         )
     heads = [each.heads for each in own if each.heads] + [n for each in theirs if (n := _heads(each.config))]
-    made = link(axes[0].name, comm, apart) if axes[0].size > 1 else OneRank(axes[0].name)
+    made = group(axes[0].name, comm, apart) if axes[0].size > 1 else OneRank(axes[0].name)
     return SequenceAxis(made, attention or "auto", [max(n // shares, 1) for n in heads], comm.memory.device)
 
 

@@ -36,8 +36,8 @@ from shardfold.parallel.following import Expected, follow_calls
 from shardfold.parallel.head import split_heads
 from shardfold.parallel.infer import infer
 from shardfold.parallel.lengths import is_transposed
-from shardfold.parallel.link import link_of
 from shardfold.parallel.model_trace import leaf_of
+from shardfold.parallel.module_group import group_of
 from shardfold.parallel.split import AxisPart, ModuleCut, Owners, SharedInput, cut_module, is_cut, is_streamed
 from shardfold.parallel.stream import DROPOUTS, SequenceParallel
 from shardfold.plan.axes import Mesh, Role
@@ -330,7 +330,7 @@ def split_model(
             f"Parallel(tensor=...) cuts along one axis, but parallel= has {' and '.join(axes)} of role tensor."
         )
     cut = [module for module in model.modules() if is_cut(module)]
-    if axes and cut:  # for an engine that was closed; that it was for as many ranks is seen where links are bound
+    if axes and cut:  # for an engine that was closed; that it was for as many ranks is seen where groups are bound
         if sequence_parallel != any(map(is_streamed, cut)):
             raise ConfigError(
                 f"Parallel(sequence_parallel={sequence_parallel}), but the model was cut for an engine with "
@@ -385,7 +385,7 @@ class Splitting:
             vars(self._modules[path])["_shardfold_left"] = why
         self._follow({cut.name for cut in cuts if cut.word == "column"})
         for caller in dict.fromkeys(self._caller(cut.name) for cut in cuts if cut.word in ("column", "kv", "row")):
-            look_at_draws(caller, self._parts, link_of(caller, self._place.axis))
+            look_at_draws(caller, self._parts, group_of(caller, self._place.axis))
 
     def _follow(self, columns: set[str]) -> None:
         """Calls on parts of tensors, of a plan that was traced."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS, Op
-from shardfold.plan.program_passes import GATHERS
+from shardfold.plan.rewrites import GATHERS
 
 __all__ = ["MOMENTS", "AskedWalk", "Walk"]
 

@@ -23,7 +23,7 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.batch import INPUTS
 from shardfold.parallel.expert_parallel import dispatches, share_out
-from shardfold.parallel.link import bind_links
+from shardfold.parallel.module_group import bind_groups
 from shardfold.parallel.plan import Given, split_model
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan.axes import LINKS, Axis, Mesh
@@ -173,7 +173,7 @@ class Division:
         whole = _filled(batch) if self.sequence > 1 else {}
         comm: Any = _Paper(mesh, sent, self.streams)
         with ExitStack() as held:
-            held.callback(bind_links(model, comm, group=PaperGroup))
+            held.callback(bind_groups(model, comm, group=PaperGroup))
             held.callback(hear_gradients(model))
             for dispatch in dispatches(model):
                 dispatch.even = True

@@ -10,7 +10,7 @@ from typing import Any
 from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, GPU, Behaviour
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import MemoryPlan, Setting, plan_memory

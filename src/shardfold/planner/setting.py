@@ -21,7 +21,7 @@ from shardfold.plan.cost import resting_bytes, tier_bytes
 from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, Behaviour
 from shardfold.plan.part import Part
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.rules import Rules
 from shardfold.planner._gpu_kernels import gpu_kernels
 from shardfold.planner._stage_traces import StageTraces

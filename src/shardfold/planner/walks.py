@@ -16,7 +16,7 @@ from shardfold.plan.auto_wire import PURPOSES, AutoWire, wires
 from shardfold.plan.bind import Bound
 from shardfold.plan.layout import DATA_AXES, Layout, Precision, Tier
 from shardfold.plan.program import COLLECTIVES
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.candidate import Candidate, FittingCandidate, Refused, sizes_to_show
 from shardfold.planner.division import Division

@@ -18,7 +18,7 @@ from shardfold.parallel.pipeline.stage_order import OrderChoice
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Activations
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.unit import Unit
 
 __all__ = ["check_ahead", "check_together", "open_stages"]
