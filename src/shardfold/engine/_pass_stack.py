@@ -51,12 +51,6 @@ class PassStack:
         self.context = PassContext()
         return False
 
-    def help(self, section: str, run: Pass) -> tuple[Pass | None, str]:
-        """Begins a pass that others need, in place of the one under way; gives what :meth:`resume` takes."""
-        before = self.run, self.section
-        self.begin(section, run)
-        return before
-
-    def resume(self, run: Pass | None, section: str) -> None:
-        """The pass that was under way is so again."""
-        self.run, self.section = run, section
+    def resume(self, section: str, run: Pass | None) -> None:
+        """This pass, which another took the place of, is under way again."""
+        self.section, self.run = section, run

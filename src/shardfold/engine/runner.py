@@ -294,7 +294,8 @@ class Runner:
     @_uninterrupted
     def _help_on(self, section: str) -> None:
         """Takes part in what other ranks still need of the pass that this rank has ended."""
-        before = self._passes.help(section, self._asked(section, own=self._own))
+        before = self._passes.section, self._passes.run
+        self._passes.begin(section, self._asked(section, own=self._own))
         self._finish()
         self._passes.resume(*before)
 

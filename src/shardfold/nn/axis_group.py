@@ -60,6 +60,12 @@ class AxisGroup:
     def rank(self) -> int:
         return self._rank
 
+    def range(self, length: int) -> tuple[int, int]:
+        """``(start, stop)`` of this rank's part of so many rows; the first ranks have one more where need be."""
+        short, more = divmod(length, self.size)
+        start = self.rank * short + min(self.rank, more)
+        return start, start + short + (self.rank < more)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks."""
         raise NotImplementedError

@@ -205,14 +205,13 @@ def _place(who: str, weight: Tensor, ranks: AxisGroup, classes: int | None) -> t
         return rows * ranks.size, rows * ranks.rank
     if not is_integer(classes, 1):
         raise ConfigError(f"{who}: classes is {classes!r}, but must be a whole number, 1 or more.")
-    short, more = divmod(classes, ranks.size)
-    mine = short + (ranks.rank < more)
-    if rows != mine:
+    start, stop = ranks.range(classes)
+    if rows != stop - start:
         raise ConfigError(
             f"{who}: weight has {rows} rows on rank {ranks.rank} of {ranks.size}, whose part of {classes} classes is "
-            f"{mine}."
+            f"{stop - start}."
         )
-    return classes, ranks.rank * short + min(ranks.rank, more)
+    return classes, start
 
 
 def _columns(targets: Tensor, ignored: int, start: int, rows: int, classes: int) -> Tensor:

@@ -211,7 +211,7 @@ class MarginHead(nn.Module):
 
     def _place(self, group: AxisGroup) -> tuple[int, int]:
         """The first class that is here, and how many are."""
-        start, stop = AxisPart(group.axis, group.rank, group.size).range(self.classes, "the classes", even=False)
+        start, stop = group.range(self.classes)
         return start, stop - start
 
 
@@ -246,7 +246,7 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
                 "axis=None, with which every rank has all classes, or train on fewer ranks."
             )
         group = group_of(module, module.axis or "")
-        start, stop = place.range(module.classes, f"the classes of {where!r}", even=False)
+        start, stop = place.range(module.classes)
         whole = module.classes, module.weight.shape[1]
         if group.parts == 1:  # else cut for an engine that was closed; that it was for as many is seen in bind_groups
             group.part(place.size)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.parallel.draws import Parts
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
 from shardfold.parallel.lengths import adapt_lengths, is_transposed, keep_part
@@ -62,33 +63,30 @@ Owners = Mapping[int, Sequence[tuple[nn.Module, str]]]
 """Who has each parameter, by its ``id``: modules, and its name there."""
 
 
-@dataclass(frozen=True)
-class AxisPart:
-    """Which part of a model this rank has along an axis; ``ranks``: of the mesh, 0: not known."""
+class AxisPart(AxisGroup):
+    """Which part of a model this rank has along an axis, before an engine connects it to the others; ``ranks``: of the
+    mesh, 0: not known."""
 
-    axis: str
-    rank: int
-    size: int
-    ranks: int = 0
+    def __init__(self, axis: str, rank: int, size: int, ranks: int = 0) -> None:
+        super().__init__(axis, size, rank)
+        self.ranks = ranks
 
     def near(self, length: int) -> int:
         """The size of the axis next to this one that divides so many."""
         return nearest_that_divides(self.size, length, self.ranks)
 
-    def range(self, length: int, what: str, *, even: bool = True) -> tuple[int, int]:
-        """``(start, stop)`` of this rank's part of so many rows.
+    def divide(self, length: int, what: str) -> tuple[int, int]:
+        """As :meth:`range`.
 
         Raises:
-            ConfigError: they do not divide, and have to.
+            ConfigError: they do not divide.
         """
-        if even and length % self.size:
+        if length % self.size:
             raise ConfigError(
                 f"{what}: {length} cannot be divided over the {self.size} ranks along {self.axis!r}; give the axis "
                 f"another size, as {self.near(length)}, or the module the word 'replicated'."
             )
-        short, more = divmod(length, self.size)
-        start = self.rank * short + min(self.rank, more)
-        return start, start + short + (self.rank < more)
+        return self.range(length)
 
     def sizes(self, length: int) -> list[int]:
         """Of all ranks' parts."""
@@ -340,9 +338,9 @@ class ModuleCut:
             ConfigError: they do not divide.
         """
         if self.word == "experts":
-            return place.range(self._experts()[1].shape[2], f"the hidden units of each expert in {self.name!r}")
+            return place.divide(self._experts()[1].shape[2], f"the hidden units of each expert in {self.name!r}")
         if self.word == "row":
-            start, stop = place.range(self.lengths()[1 - self.outputs] // self.unit, f"the inputs of {self.name!r}")
+            start, stop = place.divide(self.lengths()[1 - self.outputs] // self.unit, f"the inputs of {self.name!r}")
         else:
             length = self.lengths()[self.outputs]
             if length % (self.blocks * self.unit):
@@ -350,7 +348,8 @@ class ModuleCut:
                     f"{self.name!r} has {length} rows, which are not {self.blocks} x {self.unit} times some."
                 )
             length //= self.blocks * self.unit
-            start, stop = place.range(length, f"the outputs of {self.name!r}", even=self.word == "column")
+            even = self.word == "column"
+            start, stop = place.divide(length, f"the outputs of {self.name!r}") if even else place.range(length)
         return start * self.unit, stop * self.unit
 
     def check(self, place: AxisPart) -> None:

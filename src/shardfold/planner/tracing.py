@@ -219,11 +219,7 @@ def _trace(
 ) -> Trace:
     """See :func:`trace_model`."""
     fake = nullcontext() if real else FakeMode(allow_non_fake_inputs=True)
-
-    def make(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        with fake:
-            return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
-
+    make = partial(_zeros, fake)
     names = {slot.name: s for c in cuts if c.spec is not None for s in c.spec.segments for slot in s.slots}
     dtypes = {name: TORCH_DTYPES[segment.dtype] for name, segment in names.items()}
     compute_dtype = TORCH_DTYPES[precision.compute]
@@ -239,15 +235,13 @@ def _trace(
         held.enter_context(fake)
         held.enter_context(listener.hooked(mode, precision, moving))
         listener.run(compute, values)
-    return Trace(
-        tuple(listener.events),
-        batch=_nbytes(values),
-        buffers=_nbytes([*made.buffers()]),
-        mode=mode,
-        tokens=_tokens(values),
-        touched=frozenset(listener.touched),
-        loss=listener.loss,
-    )
+    return listener.trace(values, mode)
+
+
+def _zeros(mode: AbstractContextManager[Any], tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In place of a tensor, made in that mode."""
+    with mode:
+        return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
 
 
 def trace_stage(
@@ -275,11 +269,7 @@ def trace_stage(
         borders: of a trace of as many samples in another mode; None: they are found.
     """
     fake = FakeMode(allow_non_fake_inputs=True)
-
-    def make(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        with fake:
-            return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
-
+    make = partial(_zeros, fake)
     fill(model, make)
     listener = _Listener(model, cuts)
     with ExitStack() as held:
@@ -293,16 +283,7 @@ def trace_stage(
         held.enter_context(fake)
         held.enter_context(listener.hooked(mode, precision, HERE))
         listener.run_stage(stage, compute, values, split=lane.split)
-    found = Trace(
-        tuple(listener.events),
-        batch=_nbytes(values),
-        buffers=_nbytes([*model.buffers()]),
-        mode=mode,
-        tokens=_tokens(values),
-        touched=frozenset(listener.touched),
-        loss=listener.loss,
-    )
-    return found, borders
+    return listener.trace(values, mode), borders
 
 
 def _borders(
@@ -394,6 +375,18 @@ class _Listener:
         self._units: dict[int, str] = {}  # of parameters, by ``id``
         self._movers: PaperMovers | None = None
         self._quiet = False
+
+    def trace(self, values: Any, mode: str) -> Trace:
+        """What was noted of a run on these values."""
+        return Trace(
+            tuple(self.events),
+            batch=_nbytes(values),
+            buffers=_nbytes([*self._model.buffers()]),
+            mode=mode,
+            tokens=_tokens(values),
+            touched=frozenset(self.touched),
+            loss=self.loss,
+        )
 
     # -- events
 
