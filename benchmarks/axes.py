@@ -228,10 +228,10 @@ class Head(nn.Module):
 
     def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
-        from shardfold.parallel.link import link_of
+        from shardfold.parallel.module_group import group_of
 
         self.words, self.vocab = Linear(shape.d_model, shape.vocab), shape.vocab
-        self.ranks = link_of(self.words, "tensor")
+        self.ranks = group_of(self.words, "tensor")
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         return sf.nn.parallel_cross_entropy(x, self.words.weight, targets, ranks=self.ranks, classes=self.vocab)

@@ -22,10 +22,10 @@ from matplotlib.patches import Patch
 import shardfold as sf
 from shardfold.parallel.pipeline.action import Action
 from shardfold.parallel.pipeline.flow import Made
+from shardfold.parallel.pipeline.point_to_point import Parcel, PointToPoint
 from shardfold.parallel.pipeline.simulate import Timeline, timeline
 from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.parallel.pipeline.watch import Watch
-from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.testing import run_ranks
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 

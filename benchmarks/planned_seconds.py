@@ -162,7 +162,7 @@ def here(device: Device, given: Any) -> None:
     print(f"\n{within} of {len(errors)} within 20 %, worst {max(errors, key=abs):+.1f} %")
 
 
-def link_of(mesh: Mapping[str, int]) -> tuple[float, float]:
+def group_of(mesh: Mapping[str, int]) -> tuple[float, float]:
     """On a rank: the rate and the latency of the link between nodes, of the slower of what gathers and what sums."""
     engine = sf.Engine(torch.nn.Linear(8, 8), optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", parallel=mesh)
     found = measured_links(engine.sharded.comm, FAR, ())
@@ -180,7 +180,7 @@ def links(device: Device, given: Any) -> None:
     with Links(2, 1) as nodes:
         for rate in RATES:
             nodes.limit(rate)
-            far = Interconnect(*nodes.run(link_of, mesh, timeout=600)[0])
+            far = Interconnect(*nodes.run(group_of, mesh, timeout=600)[0])
             args = WAYS, shape, given.rows, given.precisions.split(",")[0], mesh
             seen = middle(nodes.run(turns, *args, given.rounds, EVERY, timeout=3000))
             title = f"{rate or 'unthrottled'}: {far.rate / 1e6:.1f} MB/s, {1e3 * far.latency:.2f} ms"

@@ -32,7 +32,7 @@ from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.plan.outer import Outer
 from shardfold.plan.presets import PRESETS
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.signs import Signs
 from shardfold.plan.version import __version__ as __version__
 

@@ -297,7 +297,7 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
     It goes by what the device is and not by a measurement, which could fall out otherwise in the next process. A CPU
     without them takes 20 to 60 times as long in bf16 as in fp32. Devices of one job may differ: where replicas have to
-    compute alike, an engine asks all ranks (``optim.link``).
+    compute alike, an engine asks all ranks (``optim.master_ranks``).
     """
     if not has_streams(device):
         return torch.bfloat16 if _cpu_multiplies_bf16() else torch.float32

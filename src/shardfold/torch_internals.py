@@ -15,7 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce, wraps
 from inspect import signature
 from typing import Any, NamedTuple
@@ -64,7 +64,6 @@ __all__ = [
     "counted_together",
     "cuda_lazy_call",
     "default_store",
-    "disable_modes",
     "expired",
     "flatten_dense",
     "foreach_copy_",
@@ -83,7 +82,6 @@ __all__ = [
     "missing",
     "modes_are_on",
     "negative_view",
-    "no_functions",
     "no_subclass_functions",
     "packs_seen",
     "pop_saved_hooks",
@@ -110,6 +108,7 @@ __all__ = [
     "untraced_from_call",
     "weak_storage",
     "when_groups_end",
+    "without_user_modes",
 ]
 
 TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -430,7 +429,7 @@ def replace_backward(around: Callable[[Any], Any]) -> None:
 
 # -- modes and subclasses
 
-no_functions: Any = _get("torch._C.DisableTorchFunction")
+_no_functions: Any = _get("torch._C.DisableTorchFunction")
 """A context in which no ``__torch_function__`` is called."""
 no_subclass_functions: Any = _get("torch._C.DisableTorchFunctionSubclass")
 """The same for those of tensor subclasses."""
@@ -444,7 +443,7 @@ def replace_data_check(around: Callable[[Any], Any]) -> None:
     module._has_compatible_shallow_copy_type = around(module._has_compatible_shallow_copy_type)
 
 
-disable_modes: Any = _get("torch.utils._python_dispatch._disable_current_modes")
+_disable_modes: Any = _get("torch.utils._python_dispatch._disable_current_modes")
 """A context in which no dispatch mode acts."""
 DispatchMode: Any = _get("torch.utils._python_dispatch.TorchDispatchMode")
 _dispatch_modes = _get("torch._C._len_torch_dispatch_stack")
@@ -454,6 +453,19 @@ _function_modes = _get("torch._C._len_torch_function_stack")
 def modes_are_on() -> bool:
     """Whether any mode sees operations."""
     return _dispatch_modes() > 0 or _function_modes() > 0
+
+
+_NO_MODES = nullcontext()
+
+
+def without_user_modes() -> AbstractContextManager[object]:
+    """Modes of the user's (that count operations, fake them, or make them fail) do not see the engine's inside."""
+    if _dispatch_modes() == 0 and _function_modes() == 0:
+        return _NO_MODES
+    stack = ExitStack()
+    stack.enter_context(_disable_modes())
+    stack.enter_context(_no_functions())
+    return stack
 
 
 function_modes_are_on: Callable[[], bool] = _get("torch._C._is_torch_function_mode_enabled")

@@ -175,9 +175,9 @@ def test_axes_that_do_not_hold_the_same_are_refused() -> None:
     for over in ("intra", "sequence"):
         with pytest.raises(LayoutError, match="read other things"):
             tensor_axis(over, mesh)
-    with pytest.raises(LayoutError, match="'tensro', and mesh= has intra=2 x sequence=2 x heads=2"):
+    with pytest.raises(LayoutError, match="'tensro', and parallel= has intra=2 x sequence=2 x heads=2"):
         tensor_axis("tensro", mesh)
-    with pytest.raises(LayoutError, match="over 'tensor', and mesh= has"):
+    with pytest.raises(LayoutError, match="over 'tensor', and parallel= has"):
         sf.Engine(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), activations=SLICED())
 
 

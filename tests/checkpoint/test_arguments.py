@@ -147,7 +147,7 @@ def test_a_state_dict_that_is_none_changes_nothing(state: Any, words: str):
 
 def test_weights_and_losses_of_another_type_are_named():
     """Where a path or a tensor belongs."""
-    with pytest.raises(ModelError, match="weights= is of type int: give a state dict, or the path"):
+    with pytest.raises(ModelError, match=r"Init\(weights=\.\.\.\) is of type int: give a state dict, or the path"):
         sf.Engine(nn.Linear(2, 2), optimizer=SGD, init=sf.Init(weights=3))
     engine = make("ddp")
     for call in (engine.backward, engine.scale):

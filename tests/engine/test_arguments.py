@@ -142,7 +142,7 @@ SENTENCES: dict[str, tuple[Callable[[], Any], type[ShardfoldError], str]] = {
     ),
     "a pattern": (lambda: engine(units="0.*"), ConfigError, r"units=\['0.\*'\]"),
     "meta": (lambda: engine(device="meta"), ConfigError, "models are trained on 'cpu'"),
-    "no such GPU": (lambda: engine(device="cuda:99"), ConfigError, "'cuda:99': PyTorch finds .* of the type cuda here"),
+    "no such GPU": (lambda: engine(device="cuda:99"), ConfigError, "PyTorch finds .* of the type cuda here"),
     "no time": (lambda: engine(desync_timeout=0), ConfigError, "desync_timeout= is 0: it is a number of seconds"),
     "an axis": (lambda: engine(mesh={"intra": "x"}), ConfigError, "'x' for 'intra'"),
     "a schedule": (lambda: engine(lr_schedule=3), ConfigError, "lr_schedule= was given a int"),

@@ -6,10 +6,10 @@ import pytest
 
 from shardfold.engine.announced import Announced
 from shardfold.engine.pass_context import PassContext
-from shardfold.parallel.pipeline.late import DeferredWeightGrads
+from shardfold.parallel.pipeline.deferred import DeferredWeightGrads
 from shardfold.plan.walk import Part
 
-LATE = DeferredWeightGrads()
+DEFERRED = DeferredWeightGrads()
 STAGE = Part(frozenset({"a"}), frozenset({"root"}))
 
 
@@ -23,9 +23,9 @@ STAGE = Part(frozenset({"a"}), frozenset({"root"}))
         (PassContext(synchronize=False), 1, False, "quiet"),
         (PassContext(part=STAGE), 1, False, "backward"),
         (PassContext(part=STAGE._replace(last=True)), 0, True, "last"),
-        (PassContext(late=LATE), 1, False, "quiet"),
-        (PassContext(late=LATE, weights=True), 0, False, "weights"),
-        (PassContext(late=LATE, weights=True), 1, True, "last_weights"),
+        (PassContext(deferred=DEFERRED), 1, False, "quiet"),
+        (PassContext(deferred=DEFERRED, weights=True), 0, False, "weights"),
+        (PassContext(deferred=DEFERRED, weights=True), 1, True, "last_weights"),
     ],
 )
 def test_a_backward_runs_the_section_of_its_kind(context: PassContext, behind: int, sums: bool, section: str) -> None:

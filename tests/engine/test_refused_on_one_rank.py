@@ -49,7 +49,7 @@ def small(layout: str = "zero1", **options: Any) -> sf.Engine:
 MESHES: dict[str, tuple[list[Any], str]] = {  # by rank, and what is said of them
     "does not fit": ([None, {"intra": 3}], "rank 1: mesh intra=3 does not multiply up to the 2 ranks there are"),
     "unknown axis": ([{"intr": 2}, None], "rank 0: mesh names the axis 'intr', which is unknown"),
-    "no number": ([None, {"intra": "2"}], "rank 1: mesh= has '2' for 'intra'"),
+    "no number": ([None, {"intra": "2"}], "rank 1: parallel= has '2' for 'intra'"),
 }
 
 

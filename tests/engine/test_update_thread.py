@@ -19,7 +19,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.layout import PRECISIONS, Tier
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.program import Op, lower, parse
-from shardfold.plan.program_passes import Overlap, apply
+from shardfold.plan.rewrites import Overlap, apply
 from shardfold.testing import Ranks
 from tests.support import models
 from tests.support.options import grouped

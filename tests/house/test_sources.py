@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -12,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import shardfold
+from shardfold.plan.checks import GROUPS
 from tests.support.sources import trees
 
 SOURCES = Path(shardfold.__file__).parent
@@ -145,3 +148,41 @@ def test_every_all_names_what_exists():
 
 def _is_all(node: ast.stmt) -> bool:
     return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+
+
+GROUPED = [name for _, names in GROUPS.values() for name in names] + ["sample"]
+BARE = re.compile(rf"(?<![\w.(])({'|'.join(GROUPED)})=(?!=)")
+OTHERS = {("parallel/head.py", "sample"), ("planner/candidate.py", "pipeline")}
+"""A layer's own argument, and a line of a plan."""
+
+
+def _literals(tree: ast.Module) -> Iterator[str]:
+    """Its texts but for docstrings; what is put into one is ``?``."""
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    left_out |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "?" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+            yield node.value
+
+
+def _bare(text: str) -> list[str]:
+    """Arguments of values such as ``sf.Parallel`` that are named outside of a call."""
+    calls = [match.span() for match in re.finditer(r"\w\((?:[^()]|\([^()]*\))*\)?", text)]
+    return [match[1] for match in BARE.finditer(text) if not any(start < match.start() < stop for start, stop in calls)]
+
+
+def test_messages_name_an_argument_as_it_is_typed():
+    """``Parallel(tensor='auto')`` and not ``tensor='auto'``, which no engine takes by itself; of the mesh, which is
+    given as ``parallel=`` mostly, that. DeepSpeed's interface and the rooms for tests have calls of their own."""
+    assert _bare("tensor= is 3") == ["tensor"] and _bare("a mesh (or stages=?)") == ["stages"]
+    assert not _bare("sf.Parallel(mesh={'tensor': 2}, stages=?) is 3") and not _bare("f(g(x), seed=3)")
+    found = []
+    for path, tree in trees().items():
+        name = path.relative_to(SOURCES).as_posix()
+        if name.startswith(("compat/", "testing/")) or name == "plan/known_arguments.py":
+            continue
+        for text in _literals(tree):
+            found += [f"{name}: {each}= in {text!r}" for each in _bare(text) if (name, each) not in OTHERS]
+    assert not found, "\n".join(found)

@@ -170,7 +170,7 @@ def test_a_variable_of_no_name(line: str) -> None:
 
 def test_a_value_is_never_a_second_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a new line ends one: marks that other readers take for one are part of the value."""
-    from shardfold.launch.plan import exported
+    from shardfold.launch.decision import exported
 
     (tmp_path / ".deepspeed_env").write_text("A=1\u2028B=2\x0bC=3\n")
     assert exported({}, [tmp_path]) == {"A": "1\u2028B=2\x0bC=3"}
@@ -221,7 +221,7 @@ def test_what_starts_on_a_host_finds_no_module_of_its_folder(ssh: str, planted: 
 def _plan() -> Any:
     from collections import OrderedDict
 
-    from shardfold.launch.plan import Hosts
+    from shardfold.launch.decision import Hosts
 
     return Hosts(OrderedDict(a=[0], b=[0]), "slurm", given_slots=True)
 

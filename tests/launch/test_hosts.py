@@ -15,8 +15,8 @@ from shardfold.errors import ConfigError
 from shardfold.launch import _remote as remote
 from shardfold.launch import death, hosts, scheduler
 from shardfold.launch._rendezvous import Attempts, join_store, open_store
+from shardfold.launch.decision import Hosts, Node, Rank, decide, exported
 from shardfold.launch.options import Options, option_fields, streams
-from shardfold.launch.plan import Hosts, Node, Rank, decide, exported
 from shardfold.tiers.limit import memory_limit
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)

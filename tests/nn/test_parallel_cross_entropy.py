@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.nn import parallel_cross_entropy, parallel_margin_loss
-from shardfold.parallel.link import OneRank, link_of
+from shardfold.nn.axis_group import OneRank
+from shardfold.parallel.module_group import group_of
 from shardfold.testing import Ranks
 
 CLASSES, WIDTH, ROWS = 23, 6, 10
@@ -21,12 +22,12 @@ ALONE = OneRank("tensor")
 
 
 class Tailor(nn.Module):
-    """A module through which an engine gives a link."""
+    """A module through which an engine gives a group."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        link_of(self, "tensor")
+        group_of(self, "tensor")
 
 
 def problem(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -83,43 +84,43 @@ def _expected(options: dict[str, Any], margin: bool) -> list[Tensor]:
 
 def _compared(ranks: int) -> None:
     engine = sf.Engine(Tailor(), parallel={"tensor": ranks}, layout="ddp")
-    link = link_of(engine.module, "tensor")
+    group = group_of(engine.module, "tensor")
     sizes = [CLASSES // ranks + (r < CLASSES % ranks) for r in range(ranks)]
     for margin, options in [*((False, each) for each in OPTIONS), *((True, each) for each in MARGINS)]:
         hidden, weight, bias, targets = problem()
-        mine, my_bias = (each.split(sizes)[link.rank].clone().requires_grad_() for each in (weight, bias))
+        mine, my_bias = (each.split(sizes)[group.rank].clone().requires_grad_() for each in (weight, bias))
         hidden.requires_grad_()
         given = {key: value for key, value in options.items() if key != "bias"}
         if margin:
-            loss = parallel_margin_loss(hidden, mine, targets, ranks=link, classes=CLASSES, **given)
+            loss = parallel_margin_loss(hidden, mine, targets, ranks=group, classes=CLASSES, **given)
         else:
             given["bias"] = my_bias if options.get("bias") else None
-            loss = parallel_cross_entropy(hidden, mine, targets, ranks=link, classes=CLASSES, **given)
+            loss = parallel_cross_entropy(hidden, mine, targets, ranks=group, classes=CLASSES, **given)
         inputs = [hidden, mine, my_bias]
         got = [loss.detach(), *torch.autograd.grad(_weighed(loss), inputs, allow_unused=True, materialize_grads=True)]
         expected = _expected(options, margin)
-        expected[2:] = [each.split(sizes)[link.rank] for each in expected[2:]]
+        expected[2:] = [each.split(sizes)[group.rank] for each in expected[2:]]
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13, msg=lambda text, o=options: f"{o}: {text}")
     # A sample of classes is the same loss over these: those of targets are among them.
     hidden, weight, _, targets = problem()
-    mine = weight.split(sizes)[link.rank].clone().requires_grad_()
-    draw = torch.Generator().manual_seed(link.rank)
+    mine = weight.split(sizes)[group.rank].clone().requires_grad_()
+    draw = torch.Generator().manual_seed(group.rank)
     loss = parallel_margin_loss(
-        hidden, mine, targets, ranks=link, classes=CLASSES, sample=0.5, generator=draw, scale=8.0
+        hidden, mine, targets, ranks=group, classes=CLASSES, sample=0.5, generator=draw, scale=8.0
     )
     (grad,) = torch.autograd.grad(loss, [mine])
     touched = (grad.abs().sum(1) > 0).nonzero().flatten()
-    start = sum(sizes[: link.rank])
-    own = {int(t) - start for t in targets.flatten() if start <= t < start + sizes[link.rank]}
-    assert own <= set(touched.tolist()) and len(touched) == max(len(own), round(sizes[link.rank] * 0.5))
-    chosen = link.all_gather(F.pad(touched + start, (0, CLASSES - len(touched)), value=-1), 0)
+    start = sum(sizes[: group.rank])
+    own = {int(t) - start for t in targets.flatten() if start <= t < start + sizes[group.rank]}
+    assert own <= set(touched.tolist()) and len(touched) == max(len(own), round(sizes[group.rank] * 0.5))
+    chosen = group.all_gather(F.pad(touched + start, (0, CLASSES - len(touched)), value=-1), 0)
     kept = chosen[chosen >= 0]
     place = torch.searchsorted(kept, targets.clamp(min=0)).where(targets >= 0, -100)
     logits = angular(hidden, weight[kept], place, 8.0, 0.5, 0.0)
     torch.testing.assert_close(loss, F.cross_entropy(logits, place.flatten()), rtol=1e-12, atol=0)
     with pytest.raises(ConfigError, match="whose part of 24 classes"):
-        parallel_cross_entropy(hidden, weight[:3], targets, ranks=link, classes=24)
+        parallel_cross_entropy(hidden, weight[:3], targets, ranks=group, classes=24)
     engine.close()
 
 

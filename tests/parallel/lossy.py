@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfold as sf
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.comm.transport import Pending, Transport
-from shardfold.parallel.link import MeshLink
 
 __all__ = ["Lossy", "losing"]
 
@@ -70,21 +70,21 @@ def losing(engine: sf.Engine, lost: int | None) -> Iterator[list[str]]:
     or of norms; gives what each was. Agreements of the hosts are none of them."""
     comm = engine.sharded.comm
     lossy = Lossy(comm.transport, lost)
-    number, most = comm.number, MeshLink.max
+    number, most = comm.number, MeshGroup.max
 
     def lossy_number(value: Tensor, over: Any, op: Any, what: str) -> None:
         if not value.is_floating_point() or comm.mesh.parts(over) == 1 or not lossy.lose(what):
             number(value, over, op, what)
 
-    def lossy_max(link: MeshLink, tensor: Tensor) -> Tensor:
+    def lossy_max(link: MeshGroup, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and lossy.lose(f"maximum of {tensor.numel()}"):
             return tensor
         return most(link, tensor)
 
     before, comm.transport = comm.transport, lossy
-    comm.number, MeshLink.max = lossy_number, lossy_max  # type: ignore[method-assign]
+    comm.number, MeshGroup.max = lossy_number, lossy_max  # type: ignore[method-assign]
     try:
         yield lossy.seen
     finally:
-        comm.transport, MeshLink.max = before, most  # type: ignore[method-assign]
+        comm.transport, MeshGroup.max = before, most  # type: ignore[method-assign]
         del vars(comm)["number"]

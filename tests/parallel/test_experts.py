@@ -454,4 +454,4 @@ def _cut_twice() -> str:
 
 def test_experts_are_cut_along_one_axis(ranks: Ranks) -> None:
     for text in ranks.run(_cut_twice, world_size=4):
-        assert "'0.experts' has experts that tensor= cuts" in text
+        assert "'0.experts' has experts that Parallel(tensor=...) cuts" in text

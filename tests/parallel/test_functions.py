@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shardfold as sf
 from shardfold.parallel import functions
-from shardfold.parallel.link import link_of
+from shardfold.parallel.module_group import group_of
 from shardfold.testing import Ranks
 from tests.parallel.test_link import Linked, everyones
 
@@ -41,8 +41,8 @@ def _slope(name: str, mine: Tensor, like: Tensor, rank: int, n: int) -> Tensor:
 
 def _compared(ranks: int) -> None:
     engine = sf.Engine(Linked(), parallel={"tensor": ranks}, layout="ddp")
-    link = link_of(engine.module, "tensor")
-    me, alike = link.rank, ("copy", "scatter")
+    group = group_of(engine.module, "tensor")
+    me, alike = group.rank, ("copy", "scatter")
     for name in functions.__all__:
         whole, slopes = everyones(ranks, 2 * ranks, 3), everyones(ranks, 2 * ranks, 3)
         slopes = [each * (1 + i) for i, each in enumerate(slopes)]
@@ -52,7 +52,7 @@ def _compared(ranks: int) -> None:
             slopes = [slopes[0]] * ranks
         x = whole[me].clone().requires_grad_()
         call: Any = getattr(functions, name)
-        y = call(x, link) if name in ("copy", "reduce") else call(x, link, 0)
+        y = call(x, group) if name in ("copy", "reduce") else call(x, group, 0)
         (grad,) = torch.autograd.grad((y * _slope(name, slopes[me], y, me, ranks)).sum(), [x])
         output, slope = _expected(name, whole, slopes)[me]
         torch.testing.assert_close(y.detach(), output, rtol=1e-14, atol=1e-14)
@@ -80,7 +80,7 @@ class _Reversed(torch.autograd.Function):
 
 def _copied() -> None:
     engine = sf.Engine(Linked(), parallel={"tensor": 2}, layout="ddp")
-    link = link_of(engine.module, "tensor")
+    group = group_of(engine.module, "tensor")
     halves, slopes = everyones(2, 2, 3), [each * (1 + i) for i, each in enumerate(everyones(2, 4, 3))]
     total, heard = slopes[0] + slopes[1], list[Tensor]()
 
@@ -94,12 +94,12 @@ def _copied() -> None:
         "heard": (hooked, 1),
     }  # fmt: skip
     for name, (change, factor) in cases.items():
-        x = halves[link.rank].clone().requires_grad_()
-        y = functions.copy(change(functions.gather(x, link, 0)), link)
-        (grad,) = torch.autograd.grad((y * slopes[link.rank][: len(y)]).sum(), [x])
+        x = halves[group.rank].clone().requires_grad_()
+        y = functions.copy(change(functions.gather(x, group, 0)), group)
+        (grad,) = torch.autograd.grad((y * slopes[group.rank][: len(y)]).sum(), [x])
         expected = factor * total.clone()
         expected[len(y) :] = 0
-        torch.testing.assert_close(grad, expected.chunk(2)[link.rank], rtol=1e-14, atol=1e-14,
+        torch.testing.assert_close(grad, expected.chunk(2)[group.rank], rtol=1e-14, atol=1e-14,
                                    msg=lambda text, name=name: f"{name}: {text}")  # fmt: skip
     assert torch.equal(heard[0], total)
     engine.close()

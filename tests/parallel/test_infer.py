@@ -158,9 +158,9 @@ PIECES: dict[str, Callable[[], nn.Module]] = {
 X = torch.randn(ROWS, TIME, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def cut(model: nn.Module, given: Given, link: Any) -> nn.Module:
-    split_model(model, given, Mesh([Axis("tensor", link.size)]), {"tensor": link.rank})
-    link.bind(model)
+def cut(model: nn.Module, given: Given, group: Any) -> nn.Module:
+    split_model(model, given, Mesh([Axis("tensor", group.size)]), {"tensor": group.rank})
+    group.bind(model)
     hear_gradients(model)
     return model
 
@@ -171,8 +171,8 @@ def same(model: nn.Module, loss: Callable[[Any], Tensor], ranks: int, given: Giv
     expected = loss(whole)
     expected.backward()
 
-    def work(link: Any) -> None:
-        mine = cut(copy.deepcopy(model), given, link)
+    def work(group: Any) -> None:
+        mine = cut(copy.deepcopy(model), given, group)
         found = loss(mine)
         found.backward()
         assert found.item() == pytest.approx(expected.item(), rel=1e-12)

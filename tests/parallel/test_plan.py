@@ -90,10 +90,10 @@ BOTH = {"up": "column", "down": "row"}
             "no plan of Sequential is known, and a trace of it finds nothing "
             "to cut; '0': what it gives leaves the model",
         ),
-        (Feed, {}, "tensor= has no words: it is 'auto'"),
+        (Feed, {}, "Parallel(tensor=...) has no words: it is 'auto'"),
         (Feed, ["up"], "words by patterns"),
-        (Feed, {3: "row"}, "tensor= names 3"),
-        (Feed, {"up": 3}, "tensor= calls 'up' 3"),
+        (Feed, {3: "row"}, "Parallel(tensor=...) names 3"),
+        (Feed, {"up": 3}, "Parallel(tensor=...) calls 'up' 3"),
         (Feed, {"up": "colum"}, "mean 'column'"),
         (Feed, {"upp": "column"}, "'upp', which matches no module. Did you mean 'up'"),
         (Feed, {**BOTH, "norm": "column"}, "'norm' 'column', but LayerNorm has no weight of two dimensions"),
@@ -106,7 +106,7 @@ BOTH = {"up": "column", "down": "row"}
         (lambda: Feed(7), BOTH, "over the 2 ranks along 'tensor'; give the axis another size, as 1, or"),
         (Feed, {"up": "column"}, "columns and no row: of what 'up' gives, each rank has its part alone"),
         (Feed, {"up": ("column", 3)}, "'up' has 8 rows, which are not 3 x 1"),
-        (Feed, {"up": ("row", 3)}, "tensor= calls 'up'"),
+        (Feed, {"up": ("row", 3)}, "Parallel(tensor=...) calls 'up'"),
         (lambda: fed(down=Scaled(8, 4)), BOTH, "calls 'down' 'row', but Scaled computes in its own way"),
         (lambda: fed(up=Adapted(4, 8)), BOTH, "calls 'up' 'column', but Adapted has parameters besides (scale)"),
         (
@@ -197,7 +197,7 @@ def _lives() -> None:
     )  # it is cut already
     assert loss_of(engine, *batch).item() == pytest.approx(first, rel=1e-12)
     engine.close()
-    assert "cut into 2 parts along 'tensor', and mesh= has 1" in _said(lambda: sf.Engine(make_cut()), UsageError)
+    assert "cut into 2 parts along 'tensor', and parallel= has 1" in _said(lambda: sf.Engine(make_cut()), UsageError)
 
 
 def make_cut() -> nn.Module:

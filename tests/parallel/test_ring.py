@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfold as sf
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.errors import UsageError
+from shardfold.nn.axis_group import AxisGroup, Shift
 from shardfold.parallel import kernels
 from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG, CutBatch
 from shardfold.parallel.kernels import CPU_FLASH, MATH, kernel_for
-from shardfold.parallel.link import Link, MeshLink, Shift
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import ulysses_attention
 from shardfold.testing import Ranks
@@ -25,7 +26,7 @@ from tests.parallel.test_cut import mask_of, permuted, tokens_of
 
 
 class Own(nn.Module):
-    """A model with an attention, of which an engine is made for its link."""
+    """A model with an attention, of which an engine is made for its group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,19 +99,19 @@ def worst(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     )
 
 
-def compared(kind: Any, case: Case, link: Link, dtype: torch.dtype) -> float:
+def compared(kind: Any, case: Case, group: AxisGroup, dtype: torch.dtype) -> float:
     """The worst of outputs, and of the gradients of each block: those that the queries of one rank give alone."""
     full = whole(case, dtype)
-    mine = torch.tensor(tokens_of(case.cut, link.rank))
+    mine = torch.tensor(tokens_of(case.cut, group.rank))
     inputs = [each[:, :, mine].to(dtype).requires_grad_() for each in full[:3]]
     reference = [each.clone().requires_grad_() for each in full[:3]]
     expected = dense(case, *reference)
     found = kind(
-        *inputs, link, case.cut, causal=case.causal, scale=0.3, window=case.window, softcap=case.softcap
+        *inputs, group, case.cut, causal=case.causal, scale=0.3, window=case.window, softcap=case.softcap
     )  # fmt: skip
     assert found.dtype == dtype
     errors = [worst([found], [expected[:, :, mine]])]
-    for rank in range(link.size):
+    for rank in range(group.size):
         of_rank = torch.zeros(29, 1, dtype=torch.float64)
         of_rank[tokens_of(case.cut, rank)] = 1
         wanted = torch.autograd.grad(expected, reference, full[3] * of_rank, retain_graph=True)
@@ -129,10 +130,10 @@ def _engine() -> sf.Engine:
 def _compare() -> dict[str, float]:
     engine = _engine()
     assert engine.sequence is not None
-    link, ranks, found = engine.sequence.link, dist.get_world_size(), {}
+    group, ranks, found = engine.sequence.group, dist.get_world_size(), {}
     for kind, cases in ((ring_attention, ring_cases(ranks)), (ulysses_attention, ulysses_cases(ranks))):
         for dtype in (torch.float64, torch.float32):
-            errors = [compared(kind, case, link, dtype) for case in cases]
+            errors = [compared(kind, case, group, dtype) for case in cases]
             found[f"{kind.__name__} in {dtype}"] = max(errors)
     engine.close()
     return found
@@ -148,11 +149,11 @@ def test_each_block_is_that_of_whole_sequences(ranks: Ranks, world: int) -> None
             assert error < (1e-12 if "64" in name else 1e-6), (name, error)
 
 
-class Losing(MeshLink):
-    """A link on which one hop brings what was sent."""
+class Losing(MeshGroup):
+    """A group on which one hop brings what was sent."""
 
-    def __init__(self, link: MeshLink, lost: int) -> None:
-        super().__init__(link.axis, link._comm)
+    def __init__(self, group: MeshGroup, lost: int) -> None:
+        super().__init__(group.axis, group._comm)
         self.lost, self.hops = lost, 0
 
     def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
@@ -164,20 +165,20 @@ class Losing(MeshLink):
 def _lose() -> list[tuple[int, float]]:
     engine = _engine()
     assert engine.sequence is not None
-    link, found = engine.sequence.link, []
-    assert isinstance(link, MeshLink)
+    group, found = engine.sequence.group, []
+    assert isinstance(group, MeshGroup)
     case = Case(CutBatch.of(30, 3, CONTIGUOUS, None, 2), False, 2, 2)
     full = [torch.randn(2, 2, 30, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(4)]
-    mine = torch.tensor(tokens_of(case.cut, link.rank))
+    mine = torch.tensor(tokens_of(case.cut, group.rank))
 
-    def run(link: Link) -> list[Tensor]:
+    def run(group: AxisGroup) -> list[Tensor]:
         inputs = [each[:, :, mine].clone().requires_grad_() for each in full[:3]]
-        out = ring_attention(*inputs, link, case.cut, causal=False)
+        out = ring_attention(*inputs, group, case.cut, causal=False)
         return [out, *torch.autograd.grad(out, inputs, full[3][:, :, mine])]
 
-    right = run(link)
+    right = run(group)
     for lost in range(7):
-        losing = Losing(link, lost)
+        losing = Losing(group, lost)
         found.append((losing.hops, worst(run(losing), right)))
         assert losing.hops == 6  # 2 in forward, 2 of keys in backward and 2 of their gradients
     engine.close()
@@ -257,7 +258,7 @@ def _twice() -> str:
     engine = _engine()
     assert engine.sequence is not None
     q = torch.randn(1, 1, 2, 4, requires_grad=True)
-    out = ring_attention(q, q, q, engine.sequence.link, CutBatch.of(4, 2), causal=True)
+    out = ring_attention(q, q, q, engine.sequence.group, CutBatch.of(4, 2), causal=True)
     with pytest.raises(UsageError, match="no gradients of its gradients"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
     engine.close()

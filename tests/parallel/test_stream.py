@@ -301,7 +301,7 @@ def test_models_whose_blocks_are_not_known() -> None:
     del model.model.norm
     with pytest.raises(ConfigError, match="where LlamaForCausalLM has its blocks and its last norm is not known"):
         TensorPlan(model, "auto", sequence_parallel=True)
-    with pytest.raises(ConfigError, match="give a plan, as tensor='auto'"):
+    with pytest.raises(ConfigError, match=r"give a plan, as Parallel\(tensor='auto'\)"):
         sf.Engine(make("llama"), parallel=sf.Parallel(sequence_parallel=True))
     with pytest.raises(ShardfoldError, match="sequence_parallel"):
         sf.Engine(make("llama"), parallel=sf.Parallel(tensor="auto", sequence_parallel="yes"))  # type: ignore[arg-type]

@@ -178,9 +178,9 @@ def _differs(drop: str) -> list[str]:
     """What of a step is not plain PyTorch's where one kind of collective is left out."""
     kept = split.copy, split.reduce, split.gather, split.Summed.__call__
     if drop in ("copy", "reduce"):
-        setattr(split, drop, lambda x, link: x)
+        setattr(split, drop, lambda x, group: x)
     elif drop == "gather":
-        split.gather = lambda x, link, dim, sizes=None: torch.cat([x] * link.size, dim)[..., : sum(sizes or [])]
+        split.gather = lambda x, group, dim, sizes=None: torch.cat([x] * group.size, dim)[..., : sum(sizes or [])]
     elif drop == "partial":
         split.Summed.__call__ = lambda self, grad: grad  # type: ignore[method-assign]
     try:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardfold.parallel.link import AxisLink, Link, OneRank
+from shardfold.nn.axis_group import AxisGroup, OneRank
+from shardfold.parallel.module_group import ModuleGroup
 
 __all__ = ["Threads"]
 
@@ -28,7 +29,7 @@ class Threads:
         self._barrier = threading.Barrier(size, timeout=60)
         self._given: list[Any] = [None] * size
 
-    def run(self, work: Callable[[ThreadLink], T]) -> list[T]:
+    def run(self, work: Callable[[ThreadGroup], T]) -> list[T]:
         """What ``work`` gives on each rank.
 
         Raises:
@@ -39,7 +40,7 @@ class Threads:
 
         def one(rank: int) -> None:
             try:
-                results[rank] = work(ThreadLink(self, rank))
+                results[rank] = work(ThreadGroup(self, rank))
             except threading.BrokenBarrierError:
                 pass
             except BaseException as error:
@@ -64,35 +65,27 @@ class Threads:
         return everyones
 
 
-class ThreadLink(OneRank):
+class ThreadGroup(OneRank):
     """What layers ask of the other threads; also which rank this is."""
 
     def __init__(self, threads: Threads, rank: int) -> None:
         super().__init__("tensor")
-        self._threads, self._number = threads, rank
-
-    @property
-    def size(self) -> int:
-        return self._threads.size
-
-    @property
-    def rank(self) -> int:
-        return self._number
+        self._threads, self._size, self._rank = threads, threads.size, rank
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        everyones = self._threads.exchange(self._number, tensor)
+        everyones = self._threads.exchange(self._rank, tensor)
         return sum(everyones[1:], everyones[0])
 
     def max(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._threads.exchange(self._number, tensor)).amax(0)
+        return torch.stack(self._threads.exchange(self._rank, tensor)).amax(0)
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-        return torch.cat(self._threads.exchange(self._number, tensor), dim)
+        return torch.cat(self._threads.exchange(self._rank, tensor), dim)
 
     def bind(self, model: torch.nn.Module) -> None:
         """Its layers ask these threads from now on."""
         for module in model.modules():
-            links: dict[str, AxisLink] = vars(module).get("_shardfold_links", {})
-            for link in links.values():
-                bound: Link = self
-                link.bind(bound)
+            groups: dict[str, ModuleGroup] = vars(module).get("_shardfold_groups", {})
+            for group in groups.values():
+                bound: AxisGroup = self
+                group.bind(bound)

@@ -215,7 +215,7 @@ def test_an_order_that_cannot_run_is_refused_with_rank_and_action(change: Callab
 
 def test_an_order_is_refused_where_ranks_or_micro_batches_are_others() -> None:
     choice = choose_order(OWN)
-    with pytest.raises(ConfigError, match="2 ranks have a line, where the axis has 3: give mesh= 2 ranks of pipeline"):
+    with pytest.raises(ConfigError, match="where the axis has 3: give parallel= 2 ranks of pipeline"):
         choice.places(3)
     with pytest.raises(ConfigError, match="2 micro-batches, where accumulate= gives 3: give accumulate=2, or"):
         make_order(choice, 2, 3)

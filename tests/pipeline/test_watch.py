@@ -14,9 +14,9 @@ from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline._vshape import V_SHAPED
 from shardfold.parallel.pipeline.action import Action
 from shardfold.parallel.pipeline.flow import Made
+from shardfold.parallel.pipeline.point_to_point import Parcel, PointToPoint
 from shardfold.parallel.pipeline.simulate import Times, timeline
 from shardfold.parallel.pipeline.watch import Watch
-from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, compute, model_of

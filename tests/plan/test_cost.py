@@ -33,7 +33,7 @@ from shardfold.plan.lifetimes import ALONE, Behaviour, Lifetimes, in_use, peak_b
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec, pack
 from shardfold.plan.presets import ddp, fsdp2, hpz, zero1, zero2, zero3, zeropp
 from shardfold.plan.program import SECTIONS, Op, lower, parse
-from shardfold.plan.program_passes import Overlap, apply
+from shardfold.plan.rewrites import Overlap, apply
 
 NAMES = presets.NAMES
 PRECISION = {

@@ -38,8 +38,8 @@ from shardfold.plan.program import (
     parse,
     redistribute,
 )
-from shardfold.plan.program_passes import Overlap, apply, closing, defer_reduce, delay_waits, prefetch
-from shardfold.plan.program_passes import late as late_section
+from shardfold.plan.rewrites import Overlap, apply, closing, defer_reduce, delay_waits, prefetch
+from shardfold.plan.rewrites import late as late_section
 from shardfold.plan.signs import Signs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "program"

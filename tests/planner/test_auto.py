@@ -45,7 +45,7 @@ def test_an_engine_takes_auto(caplog: pytest.LogCaptureFixture) -> None:
     engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
     engine.step()
     engine.close()
-    with pytest.raises(ConfigError, match="mesh= has tensor"):
+    with pytest.raises(ConfigError, match="parallel= has tensor"):
         sf.Engine(_model(), layout="auto", parallel={"tensor": 2})
 
 

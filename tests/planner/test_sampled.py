@@ -53,7 +53,7 @@ def _run(memory: list[float], rows: int = 8, **given: Any) -> Ran:
     known, fitting.memory_of = fitting.memory_of, lambda device: memory[rank % len(memory)] + RESERVE
     batch = _batch(rows)
     try:
-        layout = sf.Auto(sample=batch, layout=given.pop("layout", "auto"))
+        layout = sf.Auto(sample=batch, layout=given.pop("layout", "auto"), outer=given.pop("outer", None))
         engine = sf.Engine(GPT(SHAPE), optimizer=OPTIMIZER, **grouped(layout=layout, **given))
     finally:
         fitting.memory_of = known
@@ -124,7 +124,7 @@ def test_where_nothing_fits_it_is_said_what_would() -> None:
     said = re.search(r"a micro-batch of (\d) samples fits so, in place of 8", str(found.value))
     assert said is not None, str(found.value)
     assert _run([6 * MIB], rows=int(said[1])).measured <= 6 * MIB
-    with pytest.raises(ConfigError, match=r"no layout fits .*: give each rank .*, a smaller sample=, or more ranks"):
+    with pytest.raises(ConfigError, match=r"no layout fits .*: give each rank .*, a smaller Auto\(sample=...\), or"):
         _run([MIB])
 
 
@@ -197,7 +197,7 @@ SAMPLED = sf.Auto(sample=torch.ones(2, 8))
         ({"layout": SAMPLED, "precision": {"*": "bf16"}}, "precision=.* follows one policy"),
         ({"layout": SAMPLED, "activations": "packed"}, "activations='packed' with Auto"),
         ({"layout": SAMPLED, "wire": "auto"}, "wire='auto' with Auto"),
-        ({"layout": SAMPLED, "parallel": sf.Parallel(stages=["1"])}, "stages=.* with Auto"),
+        ({"layout": SAMPLED, "parallel": sf.Parallel(stages=["1"])}, "stages=.*\\) with Auto"),
         ({"layout": sf.Auto(sample=3)}, "without a tensor"),
     ],
 )
@@ -205,6 +205,42 @@ def test_what_no_plan_follows_is_refused(given: dict[str, Any], said: str) -> No
     """In a sentence."""
     with pytest.raises(ConfigError, match=said):
         sf.Engine(nn.Sequential(nn.Linear(8, 8), nn.GELU()), **{"optimizer": OPTIMIZER} | given)
+
+
+def test_what_is_no_choice_is_refused_where_it_is_made() -> None:
+    """Before there is an engine, in a sentence."""
+    with pytest.raises(ConfigError, match=r"give one as the model takes it, as in sf.Auto\(sample=batch\), or take"):
+        sf.Auto(sample=None)
+    with pytest.raises(ConfigError, match=r"Auto.outer is 100: give sf.Outer\(every=...\)"):
+        sf.Auto(sample=torch.ones(2, 8), outer=100)  # type: ignore[arg-type]
+
+
+def _grouped(layout: str) -> tuple[sf.Layout, list[bool]]:
+    """The layout of two groups of a rank each, and after which steps both have the same weights."""
+    torch.manual_seed(0)
+    choice = sf.Auto(sample=torch.ones(2, 8), layout=layout, outer=sf.Outer(every=2))
+    engine = sf.Engine(
+        nn.Sequential(nn.Linear(8, 8)), optimizer=OPTIMIZER, layout=choice, parallel={"inter": 2, "intra": 1}
+    )
+    same = list[bool]()
+    for _ in range(2):
+        engine.backward(engine(torch.full((2, 8), 1.0 + engine.rank)).square().mean())
+        engine.step()
+        value = engine.state_dict()["0.weight"].sum().item()
+        same.append(engine.max_over_ranks([value]) == [-each for each in engine.max_over_ranks([-value])])
+    table = engine.layout
+    engine.close()
+    return table, same
+
+
+@pytest.mark.parametrize("layout", ["auto", "zero1"])
+def test_what_is_chosen_has_the_outer_steps(ranks: Ranks, layout: str) -> None:
+    """Groups have other weights after one step and the same after two; the plan counts what outer steps keep."""
+    for table, same in ranks.run(_grouped, layout, world_size=2):
+        assert table.outer == sf.Outer(every=2) and same == [False, True]
+    given = {"layout": layout, "outer": sf.Outer(every=2), "mesh": {"inter": 2, "intra": 1}}
+    for ran in ranks.run(partial(_run, **given), [1e9], world_size=2):
+        assert ran.measured * (1 - BELOW) <= ran.planned <= ran.measured * (1 + ABOVE)
 
 
 def _refused(samples: list[Any]) -> str:
@@ -222,4 +258,4 @@ def test_ranks_with_other_samples_are_told(ranks: Ranks) -> None:
     for said in ranks.run(_refused, [torch.ones(2, 8), None], world_size=2):
         assert "Auto(sample=...) is " in said and "not given on rank" in said
     for said in ranks.run(_refused, [torch.ones(2, 8), torch.ones(4, 8)], world_size=2):
-        assert "sample= of rank 1 differ from rank 0's ([4, 8] fp" in said.replace("float32", "fp")
+        assert "Auto(sample=...) of rank 1 differ from rank 0's ([4, 8] fp" in said.replace("float32", "fp")

@@ -399,7 +399,7 @@ def test_what_is_refused_is_one_sentence_and_changes_nothing(ranks: Ranks) -> No
     assert "was refused on another rank" in first
     assert first.endswith(both[1][3]) and "'weight' as a DTensor of a mesh that rank 1 is not in" in first
     assert "sharded" in flag
-    assert "weights= has 'weight' as a DTensor, which other ranks have parts of" in weights
+    assert "Init(weights=...) has 'weight' as a DTensor, which other ranks have parts of" in weights
     assert "'up' is divided over tensor into parts that are no chunks along one dimension" in stacked
     assert "call engine.outer_step() and take rank 0's" in outer
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import shardfold as sf
 from shardfold.errors import StepError
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.testing import Ranks
 from shardfold.tiers import _drive as drives
 from shardfold.tiers.disk import DiskTier

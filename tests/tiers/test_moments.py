@@ -24,7 +24,7 @@ from shardfold.plan.cost import Moved, moves, resting_bytes, state_bytes, step_o
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
 from shardfold.plan.lifetimes import ALONE, Lifetimes
 from shardfold.plan.program import Op, Program, lower, parse
-from shardfold.plan.program_passes import AHEAD, Overlap, apply, prefetch
+from shardfold.plan.rewrites import AHEAD, Overlap, apply, prefetch
 from shardfold.testing import Ranks
 from shardfold.tiers import disk as disks
 from shardfold.tiers.device import DeviceTier

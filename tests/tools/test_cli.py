@@ -73,7 +73,7 @@ def test_every_setting_has_an_option_with_its_default(
 
 
 BAD = [
-    (["train", "--pipeline", "2", "--order", "zb"], "pipeline='zb' is not an order. Did you mean 'zbv'?"),
+    (["train", "--pipeline", "2", "--order", "zb"], "--order zb is not an order. Did you mean 'zbv'?"),
     (["train", "--pipeline", "2", "--sequence", "2"], "stages do not cut sequences: leave --sequence out"),
     (["train", "--order", "gpipe"], "it is an order of stages, of which there is 1: give --pipeline 2"),
     (["trian"], "Did you mean 'train'?"),

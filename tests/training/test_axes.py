@@ -231,15 +231,15 @@ def test_what_is_not_built_is_refused(ranks: Ranks) -> None:
     [
         ({"tensr": 2}, "did you mean 'tensor'"),
         ({"tensor": 0}, "leave the axis out"),
-        ({"intra": 0}, "mesh= has 0 for 'intra'"),
-        ({"intra": -2}, "mesh= has -2 for 'intra'"),
-        ({"inter": True}, "mesh= has True for 'inter'"),
-        ({"intra": "8"}, "mesh= has '8' for 'intra'"),
-        ({"intra": 8.0}, "mesh= has 8.0 for 'intra'"),
-        ({"intra": None}, "mesh= has None for 'intra'"),
+        ({"intra": 0}, "parallel= has 0 for 'intra'"),
+        ({"intra": -2}, "parallel= has -2 for 'intra'"),
+        ({"inter": True}, "parallel= has True for 'inter'"),
+        ({"intra": "8"}, "parallel= has '8' for 'intra'"),
+        ({"intra": 8.0}, "parallel= has 8.0 for 'intra'"),
+        ({"intra": None}, "parallel= has None for 'intra'"),
         ({1: 8}, "names the axis 1"),
-        ({}, "mesh= is empty"),
-        ([], "mesh= is empty"),
+        ({}, "parallel= is empty"),
+        ([], "parallel= is empty"),
         (
             {"intra": 3},
             "intra=3 does not multiply up to the 8 ranks there are: change the sizes, as to intra=4 x "

@@ -14,7 +14,7 @@ from shardfold.plan.axes import Mesh
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
 from shardfold.plan.program import lower
-from shardfold.plan.program_passes import apply
+from shardfold.plan.rewrites import apply
 from shardfold.testing import Ranks
 from tests.support import models
 

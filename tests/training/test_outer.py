@@ -285,7 +285,7 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
             sf.Outer(**wrong)
     with pytest.raises(
         LayoutError,
-        match="the axis of outer= is 'inner', which is not an axis of data of the mesh; these are inter, intra",
+        match=r"Outer\.axis is 'inner', which is not an axis of data of the mesh; these are inter, intra",
     ):
         sf.Engine(model(), optimizer=SGD, layout=sf.PRESETS["zero3"].replace(outer=sf.Outer(every=2, axis="inner")))
     with pytest.raises(LayoutError, match=r"what outer steps send travels as 'bf17'.*Did you mean 'bf16'"):

@@ -47,7 +47,7 @@ from shardfold.plan.checks import human
 from shardfold.sharding.autograd import keep, tensors_in
 from shardfold.torch_internals import expired, free_weak, storage_key, top_saved_hooks, untraced, weak_storage
 
-__all__ = ["Planner"]
+__all__ = ["ModeChooser"]
 
 ROUNDS = 3
 """How often each mode is timed."""
@@ -55,8 +55,8 @@ ROUNDS = 3
 LOG = getLogger("shardfold")
 
 
-class Planner:
-    """Plans the modes of a model's units for a budget.
+class ModeChooser:
+    """Chooses the modes of a model's units for a budget.
 
     Args:
         budget: bytes.

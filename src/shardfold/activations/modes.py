@@ -28,14 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from shardfold import accelerator
-from shardfold.activations._fit import Planner
+from shardfold.activations._fit import ModeChooser
 from shardfold.activations._tiles import tiling
-from shardfold.activations.partitioned_inputs import Along, SliceBuffer, Slicer, tensor_axis
+from shardfold.activations.partitioned_inputs import SliceBuffer, Slicer, tensor_axis
 from shardfold.activations.profile import Spot
 from shardfold.activations.recompute import KEPT, recomputing, without_filling
 from shardfold.activations.replaced import ReplacedForward
 from shardfold.activations.saved_tensors import Movers, counted, held
 from shardfold.errors import ConfigError, ModelError
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import ENCODED, MODES, Activations, Layout
 from shardfold.plan.report import SavedReport, SavedRow
@@ -103,16 +104,16 @@ class Replacements:
         self._axes = {over: axis for over, axis in axes.items() if mesh[axis] > 1}
         self._slicers: dict[str, Slicer] = {}
         self._rooms: dict[Activations, SliceBuffer] = {}
-        self._planner: Planner | None = None
+        self._chooser: ModeChooser | None = None
         if budgets := {value.budget: value.mode for value in self._values if value.budget is not None}:
             if len(budgets) > 1:
                 raise ConfigError(
                     f"the rules of activations= have {' and '.join(map(repr, budgets.values()))}: a device has one "
                     "budget, so give all of these rules the same."
                 )
-            self._planner = Planner(*budgets.popitem(), self._device, self._movers.tally, self._put)
+            self._chooser = ModeChooser(*budgets.popitem(), self._device, self._movers.tally, self._put)
 
-    def follow_ranks(self, along: Callable[[str], Along]) -> None:
+    def follow_ranks(self, along: Callable[[str], AxisGroup]) -> None:
         """From now on inputs are split over the ranks along an axis that ``along`` gives for its name."""
         self._slicers = {
             over: Slicer(along(axis), self._movers.moves, self._device, always=self._debug)
@@ -142,10 +143,10 @@ class Replacements:
         self.places = self._find(units)
         self._units, self._needs = units, needs
         self._movers.follow([storage for unit in units for storage in unit.storages()])
-        if self._planner is not None:
+        if self._chooser is not None:
             for place in self.places:
                 place.plan(self._spot(place) if place.given.tile is None else None)
-            self._planner.follow([place.spot for place in self.places if place.spot], self._movers.stays)
+            self._chooser.follow([place.spot for place in self.places if place.spot], self._movers.stays)
         self._put()
 
     def check(self, cuts: Sequence[Any]) -> None:
@@ -176,14 +177,14 @@ class Replacements:
 
     def _put(self) -> None:
         """Puts the forwards of the present modes in place."""
-        measuring = self._planner is not None and self._planner.measuring
+        measuring = self._chooser is not None and self._chooser.measuring
         for place in self.places:
             restore_forward(place.module)
             own = place.module.forward
             if place.spot is not None:
                 own = without_filling(own)
-                if self._planner is not None and measuring:
-                    own = _looked_at(place, place.spot, own, self._planner)
+                if self._chooser is not None and measuring:
+                    own = _looked_at(place, place.spot, own, self._chooser)
             if place.current.mode in MOVED:
                 replace_forward(place.module, _moving(place, own, self._movers))
             elif place.current.mode in RECOMPUTED:
@@ -234,12 +235,12 @@ class Replacements:
     @property
     def waits(self) -> bool:
         """Whether this rank has measured something that ranks are to agree on."""
-        return self._planner is not None and self._planner.waits
+        return self._chooser is not None and self._chooser.waits
 
     def agree(self, control: Callable[[list[float]], list[float]]) -> None:
-        """See :meth:`Planner.agree`; every rank calls it if one waits."""
-        if self._planner is not None:
-            self._planner.agree(control)
+        """See :meth:`ModeChooser.agree`; every rank calls it if one waits."""
+        if self._chooser is not None:
+            self._chooser.agree(control)
 
     def begin_forward(self, inputs: Any) -> bool:
         """See :class:`shardfold.engine.hooks.Replaced`.
@@ -247,7 +248,7 @@ class Replacements:
         Raises:
             ModelError: what is to be measured is compiled.
         """
-        if self._planner is None:
+        if self._chooser is None:
             return False
         for place in self.places:
             if any(vars(module).get("_compiled_call_impl") is not None for module in place.inner):
@@ -255,19 +256,19 @@ class Replacements:
                     f"activations={place.given.mode!r} measures what runs, but {place.path!r} is compiled: name a mode "
                     "instead, or compile nothing."
                 )
-        return self._planner.begin_forward(inputs)
+        return self._chooser.begin_forward(inputs)
 
     def look(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]]:
-        assert self._planner is not None
-        return self._planner.look()
+        assert self._chooser is not None
+        return self._chooser.look()
 
     def end_forward(self, output: Any) -> None:
-        if self._planner is not None:
-            self._planner.end_forward(output)
+        if self._chooser is not None:
+            self._chooser.end_forward(output)
 
     def end_backward(self) -> None:
-        if self._planner is not None:
-            self._planner.end_backward()
+        if self._chooser is not None:
+            self._chooser.end_backward()
 
     # -- reports
 
@@ -294,7 +295,7 @@ class Replacements:
 
     def explained(self) -> list[str]:
         """What happens in units, in lines of text."""
-        lines = self._planner.described() if self._planner is not None else []
+        lines = self._chooser.described() if self._chooser is not None else []
         left = {n: mode for n, mode in self.described().items() if not lines or "left to" in mode}
         if left:
             lines += ["activations (of all others: keep):", *(f"  {name:<28}  {mode}" for name, mode in left.items())]
@@ -329,7 +330,7 @@ class Replacements:
                     "which contains it and is made again as a whole: leave one of them out."
                 )
             modes = (value.mode,) if value.budget is None else self._among(value)
-            planned = self._planner is not None and id(module) in tops
+            planned = self._chooser is not None and id(module) in tops
             if (modes == ("keep",) and not planned) or id(module) not in unit_of:
                 continue
             if isinstance(module, ONLY_INPUTS) and not set(modes) & set(MOVED):
@@ -373,15 +374,17 @@ def _moving(place: ReplacedForward, forward: Callable[..., Any], movers: Movers)
     return run
 
 
-def _looked_at(place: ReplacedForward, spot: Spot, forward: Callable[..., Any], planner: Planner) -> Callable[..., Any]:
-    """A module's own forward, of which the planner learns."""
+def _looked_at(
+    place: ReplacedForward, spot: Spot, forward: Callable[..., Any], chooser: ModeChooser
+) -> Callable[..., Any]:
+    """A module's own forward, of which the chooser learns."""
 
     @torch.compiler.disable
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if place.left or place.leaves or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with (planner.again if in_backward() else planner.first)(spot, (args, kwargs)):
+        with (chooser.again if in_backward() else chooser.first)(spot, (args, kwargs)):
             return forward(*args, **kwargs)
 
     return run

@@ -13,35 +13,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from shardfold.errors import LayoutError, UsageError
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.plan.axes import Mesh, Role
-from shardfold.sharding.freed import apart
-from shardfold.torch_internals import counted_together, storage_key
+from shardfold.torch_internals import counted_together, storage_key, without_user_modes
 
-__all__ = ["Along", "SliceBuffer", "Sliced", "Slicer", "tensor_axis"]
+__all__ = ["SliceBuffer", "Sliced", "Slicer", "tensor_axis"]
 
 SHARE = 4
 """A storage is sliced as a whole if the tensor that is given has this part of it or more: others may have the rest."""
 
 CHUNK = 1 << 20
 """Bytes that are summed at a time for a checksum."""
-
-
-class Along(Protocol):
-    """The ranks along one axis (see :class:`shardfold.parallel.link.Link`)."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor: ...
-    def max(self, tensor: Tensor) -> Tensor: ...
 
 
 def tensor_axis(over: str, mesh: Mesh) -> str:
@@ -55,9 +44,9 @@ def tensor_axis(over: str, mesh: Mesh) -> str:
     ]
     if len(named) != 1:
         raise LayoutError(
-            f"activations= splits inputs over {over!r}, and mesh= has {' x '.join(f'{n}={s}' for n, s in mesh.items())}"
-            f": name {'one' if named else 'its'} axis of role tensor, as in parallel={{'tensor': 2}}, or leave over= "
-            "out."
+            f"activations= splits inputs over {over!r}, and parallel= has "
+            f"{' x '.join(f'{n}={s}' for n, s in mesh.items())}: name {'one' if named else 'its'} axis of role tensor, "
+            "as in parallel={'tensor': 2}, or leave over= out."
         )
     if named[0].role is not Role.TENSOR:
         raise LayoutError(
@@ -114,7 +103,7 @@ class _Kept:
         piece: 1-D.
     """
 
-    def __init__(self, flat: Tensor, argument: int, ranks: Along, room: SliceBuffer | None) -> None:
+    def __init__(self, flat: Tensor, argument: int, ranks: AxisGroup, room: SliceBuffer | None) -> None:
         numel = -(-len(flat) // ranks.size)
         mine = flat[ranks.rank * numel : (ranks.rank + 1) * numel]
         self._release: Callable[[], None] = lambda: None
@@ -150,13 +139,15 @@ class Sliced:
         held: what gives its memory back when nobody needs it.
     """
 
-    def __init__(self, inputs: dict[int, _Input], places: Sequence[int], ranks: Along, held: Sequence[_Kept]) -> None:
+    def __init__(
+        self, inputs: dict[int, _Input], places: Sequence[int], ranks: AxisGroup, held: Sequence[_Kept]
+    ) -> None:
         self._inputs, self._places, self._ranks, self._held = inputs, places, ranks, held
 
     def whole(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments as they were, of those with slices in their places; every rank calls it."""
         out = list(leaves)
-        with torch.no_grad(), apart():
+        with torch.no_grad(), without_user_modes():
             # As bytes, which any transport takes.
             gathered = [
                 self._ranks.all_gather(leaves[p].view(torch.uint8), 0).view(leaves[p].dtype) for p in self._places
@@ -178,7 +169,7 @@ class Slicer:
     """
 
     def __init__(
-        self, ranks: Along, cuts: Callable[[Tensor, int], bool], device: torch.device, *, always: bool = False
+        self, ranks: AxisGroup, cuts: Callable[[Tensor, int], bool], device: torch.device, *, always: bool = False
     ) -> None:
         self._ranks, self._cuts, self._device, self._always = ranks, cuts, device, always
         self._known: dict[Any, tuple[weakref.ref[Tensor], _Kept]] = {}  # what several units are called with: kept once
@@ -202,7 +193,7 @@ class Slicer:
         kept: list[_Kept] = []
         numbers: dict[Any, list[tuple[Tensor, int]]] = {}
         inputs: dict[int, _Input] = {}
-        with torch.no_grad(), apart():
+        with torch.no_grad(), without_user_modes():
             found = [
                 (i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._cuts(leaf, smallest)
             ]
@@ -255,7 +246,7 @@ def _memory_of(tensor: Tensor) -> tuple[Tensor, int, Any] | None:
     return tensor.detach().as_strided((span,), (1,), start), 0, (*key, start, span)
 
 
-def _compare(tensors: Sequence[Tensor], who: str, ranks: Along, device: torch.device) -> None:
+def _compare(tensors: Sequence[Tensor], who: str, ranks: AxisGroup, device: torch.device) -> None:
     """
     Raises:
         UsageError: these tensors differ between ranks, on each of which it raises.

@@ -25,7 +25,6 @@ from shardfold.activations._encoded import EncodedRegion, EncodedTier
 from shardfold.plan.layout import ENCODED
 from shardfold.plan.report import SavedReport, SavedRow
 from shardfold.sharding.autograd import Kept, inside_checkpoint, keep, tensors_in
-from shardfold.sharding.freed import apart
 from shardfold.sharding.partition import ROOT
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.disk import DiskRegion
@@ -38,6 +37,7 @@ from shardfold.torch_internals import (
     storage_key,
     top_saved_hooks,
     untraced,
+    without_user_modes,
 )
 
 __all__ = ["Counter", "Movers", "Results", "Tally", "counted", "held"]
@@ -330,7 +330,7 @@ class Movers:
 
     def apart(self) -> AbstractContextManager[object]:
         """Inside, modes of the user's do not see what is moved."""
-        return apart()
+        return without_user_modes()
 
     def follow(self, flats: Sequence[int]) -> None:
         """The memory of parameters, whose comings and goings are a layout's, and of buffers is not moved."""

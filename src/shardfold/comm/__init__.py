@@ -11,6 +11,7 @@
     hops               collectives in two hops: over nodes, and over the ranks of each
     links              seconds that collectives and formats take, measured
     mesh               the ranks by axis, and every process group
+    mesh_group         the ranks along axes of the mesh, as layers and optimizers ask them
     meter              bytes handed to collectives and moved between tiers
     peers              the ranks of one program, and the small messages of all of them
     polling            waiting for keys of the shared store, so that it can end

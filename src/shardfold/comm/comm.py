@@ -274,7 +274,7 @@ class Comm:
             self.job.aside(what)
             group = self.mesh.among(places)
             self.job.wait(dist.all_reduce(values, group=group, async_op=True))
-        self.meter.layer(
+        self.meter.send(
             Sent(LAYERS, "SHARE", self.mesh.sizes.stages), int(ring_bytes("ALL_REDUCE", values.nbytes, len(places)))
         )
 

@@ -34,26 +34,26 @@ def named_sizes(mesh: Any) -> Given | None:
     names: tuple[str, ...] | None = mesh.mesh_dim_names
     if not names:
         raise LayoutError(
-            "mesh= is a DeviceMesh whose dimensions have no names: make it with mesh_dim_names=, of "
+            "parallel= is a DeviceMesh whose dimensions have no names: make it with mesh_dim_names=, of "
             f"{', '.join(KNOWN)}."
         )
     for name in names:
         if name not in KNOWN:
             near = f" Did you mean {ALSO[name]!r}?" if name in ALSO else did_you_mean(name, KNOWN)
-            raise LayoutError(f"mesh= is a DeviceMesh with the dimension {name!r}, which is unknown.{near}")
+            raise LayoutError(f"parallel= is a DeviceMesh with the dimension {name!r}, which is unknown.{near}")
     ranks, world = mesh.mesh, dist.get_world_size() if dist.is_initialized() else 1
     if sorted(ranks.flatten().tolist()) != list(range(world)):
         raise LayoutError(
-            f"mesh= is a DeviceMesh of rank {', '.join(map(str, sorted(ranks.flatten().tolist())))}, but the job has "
-            f"{world} ranks, which all take part in an engine: give a mesh of all of them."
+            f"parallel= is a DeviceMesh of rank {', '.join(map(str, sorted(ranks.flatten().tolist())))}, but the job "
+            f"has {world} ranks, which all take part in an engine: give a mesh of all of them."
         )
     order = sorted(names, key=lambda name: (LINKS.index(KNOWN[name]), [*DATA_AXES, name].index(name)))
     counted = ranks.permute([names.index(name) for name in order]).flatten()
     if counted.tolist() != list(range(world)):
         raise LayoutError(
-            f"mesh= is a DeviceMesh that counts ranks along ({', '.join(names)}) as {ranks.tolist()}, but an engine "
-            f"counts them along ({', '.join(order)}), the last fastest: give init_device_mesh() its dimensions in that "
-            "order."
+            f"parallel= is a DeviceMesh that counts ranks along ({', '.join(names)}) as {ranks.tolist()}, but an "
+            f"engine counts them along ({', '.join(order)}), the last fastest: give init_device_mesh() its dimensions "
+            "in that order."
         )
     return dict(zip(names, ranks.shape, strict=True))
 

@@ -92,12 +92,14 @@ def _given_sizes(mesh: Given) -> dict[str, int]:
         LayoutError: it is no mesh, names an unknown axis, or gives one a size that is no number of ranks.
     """
     if isinstance(mesh, (Mapping, list, tuple)) and not mesh:
-        raise LayoutError("mesh= is empty: give sizes by axis, as in {'intra': 8}, or None for the ranks of one node.")
+        raise LayoutError(
+            "parallel= is empty: give sizes by axis, as in {'intra': 8}, or None for the ranks of one node."
+        )
     if isinstance(mesh, (list, tuple)) and all(isinstance(axis, Axis) for axis in mesh):
         return dict(Mesh(mesh))
     if not isinstance(mesh, Mapping):
         raise LayoutError(
-            f"mesh= is {described(mesh)}: it is sizes by axis, as in {{'intra': 8}}, or a list of Axis(name, size)."
+            f"parallel= is {described(mesh)}: it is sizes by axis, as in {{'intra': 8}}, or a list of Axis(name, size)."
         )
     for axis, size in mesh.items():
         if axis not in KNOWN:
@@ -105,13 +107,13 @@ def _given_sizes(mesh: Given) -> dict[str, int]:
             raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{near}")
         if isinstance(size, (list, tuple)) and "pipeline" in mesh:
             raise LayoutError(
-                f"mesh= has {described(size)} for {axis!r}, but all stages have as many ranks along each of the other "
-                "axes: give one number, and let stages= give slow stages fewer layers."
+                f"parallel= has {described(size)} for {axis!r}, but all stages have as many ranks along each of the "
+                "other axes: give one number, and let Parallel(stages=...) give slow stages fewer layers."
             )
         if not is_integer(size, 1):
             raise LayoutError(
-                f"mesh= has {described(size)} for {axis!r}: the size of an axis is a number of ranks, 1 or more; leave "
-                "the axis out for what remains."
+                f"parallel= has {described(size)} for {axis!r}: the size of an axis is a number of ranks, 1 or more; "
+                "leave the axis out for what remains."
             )
     return {axis: int(size) for axis, size in mesh.items()}
 
@@ -186,17 +188,18 @@ def _usable(device: torch.device) -> torch.device:
     there = accelerator.found()
     known = "'cpu'" if there is None or accelerator.lacking(there) else f"'cpu' or {there.type!r}"
     if not accelerator.has_streams(device) or not accelerator.is_known(device):
-        raise ConfigError(f"device={str(device)!r}: models are trained on {known} here.")
+        raise ConfigError(f"Runtime(device={str(device)!r}): models are trained on {known} here.")
     if lacks := accelerator.lacking(device):
         raise ConfigError(
-            f"device={str(device)!r}: PyTorch's module for it has no {', '.join(lacks)}, which training needs; models "
-            f"are trained on {known} here."
+            f"Runtime(device={str(device)!r}): PyTorch's module for it has no {', '.join(lacks)}, which training "
+            f"needs; models are trained on {known} here."
         )
     count = accelerator.count(device)
     if (device.index or 0) >= count:
         there = f"{count}, up to {device.type}:{count - 1}" if count else "none"
         raise ConfigError(
-            f"device={str(device)!r}: PyTorch finds {there} of the type {device.type} here; choose another device."
+            f"Runtime(device={str(device)!r}): PyTorch finds {there} of the type {device.type} here; choose another "
+            "device."
         )
     return accelerator.indexed(device)
 
@@ -321,7 +324,8 @@ class DataMesh:
             if theirs != mine:
                 here, there = (" x ".join(_axis_text(*axis) for axis in each) for each in (mine, theirs))
                 raise LayoutError(
-                    f"mesh is {here} on rank {self.rank} and {there} on rank {first}: give every rank the same mesh=."
+                    f"mesh is {here} on rank {self.rank} and {there} on rank {first}: give every rank the same "
+                    "parallel=."
                 )
             if store.add("came", 1) == self.world:
                 store.compare_set(JOINED, "", ALL)

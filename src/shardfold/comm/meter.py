@@ -176,12 +176,8 @@ class Meter:
         self._asked += int(ring_bytes(verb, num_bytes, self._mesh.parts(axes)))
         self._asked_calls += 1
 
-    def exchange(self, kind: Sent, num_bytes: int) -> None:
-        """One collective of the step in which this rank sends that many bytes to others."""
-        self._add(self._step, kind, 1, num_bytes)
-
-    def layer(self, kind: Sent, num_bytes: int) -> None:
-        """One collective of a layer's own, in which this rank sends that many bytes to others."""
+    def send(self, kind: Sent, num_bytes: int) -> None:
+        """One collective that is no operation of the program, in which this rank sends that many bytes to others."""
         self._add(self._forward if self._in_forward else self._step, kind, 1, num_bytes)
 
     def move(self, op: Op, num_bytes: int) -> None:

@@ -25,6 +25,7 @@
     _norms        the norm of gradients, clipping, overflow
     _orders       in which order units run, and the programs of it
     _parts        what runs passes and steps, made at once
+    _pass_stack   the pass under way, on top of those that it interrupts
     _pipelined    a batch through the stages of a pipeline
     _reports      memory, traffic, times, text
     _step         the optimizer step

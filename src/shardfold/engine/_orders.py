@@ -26,7 +26,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.walk import Part, of_part
 from shardfold.sharding.unit import Unit
 

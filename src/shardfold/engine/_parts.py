@@ -41,7 +41,7 @@ from shardfold.parallel.pipeline.stages import Stages
 from shardfold.parallel.pipeline.stash import Stash
 from shardfold.parallel.sequence import SequenceAxis
 from shardfold.plan.layout import Layout
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES
@@ -227,7 +227,7 @@ def _open_stages(sharded: ShardedModel, pipelined: Pipelined, options: PartOptio
     pipelined.order(options.accumulate)  # which may refuse it
     if (staged := pipelined.stages) is None:
         return
-    sharded.comm.job.same({"pipeline=": options.order.told})
+    sharded.comm.job.same({"Parallel(pipeline=...)": options.order.told})
     staged.settle()
     dress(staged.skeleton.module, sharded.rules, *_casts(sharded))
     staged.attach()

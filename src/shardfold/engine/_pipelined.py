@@ -25,6 +25,7 @@ from shardfold.engine.hooks import UP_TO_32, Hooks, cast_inputs
 from shardfold.engine.runner import Runner
 from shardfold.errors import CollectiveError, ModelError, OrderError, UsageError
 from shardfold.parallel.batch import Sharded
+from shardfold.parallel.pipeline.deferred import DeferredWeightGrads, Splits
 from shardfold.parallel.pipeline.flow import (
     Constant,
     Made,
@@ -34,17 +35,16 @@ from shardfold.parallel.pipeline.flow import (
     placeholder,
     signature,
 )
-from shardfold.parallel.pipeline.late import DeferredWeightGrads, Splits
 from shardfold.parallel.pipeline.micro_batches import default_compute, micro_batches
 from shardfold.parallel.pipeline.parts import parts_of
 from shardfold.parallel.pipeline.picture import drawn
+from shardfold.parallel.pipeline.point_to_point import Parcel, PointToPoint
 from shardfold.parallel.pipeline.simulate import most, timeline
 from shardfold.parallel.pipeline.stage_order import Action, OrderChoice, forwards, lower, make_order
 from shardfold.parallel.pipeline.stages import Borders, StageDone, StageForward, Stages
 from shardfold.parallel.pipeline.stash import Stash
 from shardfold.parallel.pipeline.underway import StageActivations, UnderWay
 from shardfold.parallel.pipeline.watch import PipelineStats, Watch
-from shardfold.parallel.pipeline.wire import Parcel, PointToPoint
 from shardfold.parallel.sequence import SequenceAxis
 from shardfold.plan.rules import Rules
 from shardfold.plan.walk import Part
@@ -106,7 +106,7 @@ class Pipelined:
         self._at: Action | None = None  # what is under way
         self._final: Action | None = None
         self._finals: dict[int, Action] = {}
-        self._late: dict[tuple[int, int], DeferredWeightGrads] = {}  # of backwards in two parts
+        self._deferred: dict[tuple[int, int], DeferredWeightGrads] = {}  # of backwards in two parts
         self.watch = Watch()
         self._parts: dict[int, Part] = self._parts_of(stages) if stages is not None and choice.chunks > 1 else {}
 
@@ -382,9 +382,9 @@ class Pipelined:
             comm.broadcast(values, "the loss of a batch", last, over=(self._axis,))
         self._losses.clear()
         total, weight = values[0], values[1]
-        if self.sequence is not None and self.sequence.link.size > 1:
+        if self.sequence is not None and self.sequence.group.size > 1:
             for value in (total, weight):
-                comm.number(value, (self.sequence.link.axis,), dist.ReduceOp.SUM, "the loss of parts of a batch")
+                comm.number(value, (self.sequence.group.axis,), dist.ReduceOp.SUM, "the loss of parts of a batch")
         return total / weight
 
     @contextmanager
@@ -394,7 +394,7 @@ class Pipelined:
             yield
         except BaseException as error:
             self._under.drop()
-            self._late.clear()
+            self._deferred.clear()
             if self._wire is not None:
                 self._wire.forget()
                 if not isinstance(error, OrderError):
@@ -420,7 +420,8 @@ class Pipelined:
         assert self._wire is not None and self.stages is not None
         self._finals = {each.stage: each for each in order[self._here] if each.verb in "BW"}
         self._final = next((each for each in reversed(order[self._here]) if each.verb in "BW"), None)
-        self._late = {(stage, batch): DeferredWeightGrads() for verb, stage, batch in order[self._here] if verb == "W"}
+        second = [(stage, batch) for verb, stage, batch in order[self._here] if verb == "W"]
+        self._deferred = {each: DeferredWeightGrads() for each in second}
         coming: dict[int, list[Parcel]] = {}
         forms: dict[Parcel, list[Any]] = {}
         for place, steps in enumerate(order):
@@ -449,9 +450,9 @@ class Pipelined:
 
     def _give_nothing(self) -> None:
         """The backward of a batch in which this rank has none, as the first batches reach the last stages only."""
-        before, late = self._model.run.micro_batch, DeferredWeightGrads()
-        with self._announced.announcing(last=True, late=late, weights=True):
-            self._backward.run_weights(late, self._hooks.begin_backward)
+        before, deferred = self._model.run.micro_batch, DeferredWeightGrads()
+        with self._announced.announcing(last=True, deferred=deferred, weights=True):
+            self._backward.run_weights(deferred, self._hooks.begin_backward)
         self._runner.count_backward(before, final=True)
 
     def _do(self, action: Action, parts: Sequence[Any], borders: Mapping[int, Borders], compute: Compute) -> None:
@@ -493,8 +494,8 @@ class Pipelined:
                 received[origin] = tensor.requires_grad_(grad and borders.trace.made(origin).requires_grad)
         run, loss = StageForward(stage, borders, received), None
         kind = self._announced.announcing(part=self._parts.get(stage), in_batch=self._in_batch)
-        late = self._late.get((stage, batch))
-        splits = nullcontext() if late is None else Splits(late, self._model.device)
+        deferred = self._deferred.get((stage, batch))
+        splits = nullcontext() if deferred is None else Splits(deferred, self._model.device)
         stash = self._under.stash if grad else None
         version, reads = (None, nullcontext()) if stash is None else stash.reading()
         with kind, self.stages.running(run), splits, reads:
@@ -524,12 +525,12 @@ class Pipelined:
             part = part._replace(last=action == self._finals[stage], final=final)
         last = self._announced.context.last if self._under.stash is None else final  # first batches have fewer
         if verb == "W":
-            late = self._late.pop((stage, batch))
-            with self._announced.announcing(part=part, last=last, late=late, weights=True):
-                self._backward.run_weights(late, self._hooks.begin_backward)
+            deferred = self._deferred.pop((stage, batch))
+            with self._announced.announcing(part=part, last=last, deferred=deferred, weights=True):
+                self._backward.run_weights(deferred, self._hooks.begin_backward)
         else:
-            late = self._late[stage, batch] if verb == "I" else None
-            with self._announced.announcing(part=part, last=last, late=late):
+            deferred = self._deferred[stage, batch] if verb == "I" else None
+            with self._announced.announcing(part=part, last=last, deferred=deferred):
                 kept = self._under.take(stage, batch)
                 self._give(stage, batch, kept)
                 self._under.done(kept)

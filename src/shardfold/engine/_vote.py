@@ -28,8 +28,8 @@ class Vote:
         self._store, self._ranks, self._deadline = store, ranks, deadline
         self._number = 0
 
-    def held(self) -> bool:
-        """Whether the next round is held; every rank asks once for each.
+    def taken(self) -> bool:
+        """Whether the next outer step is taken; every rank asks once for each.
 
         Raises:
             CollectiveError: the store does not answer.

@@ -16,7 +16,7 @@ from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import step_of
 from shardfold.plan.layout import Layout
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.rules import Rules
 
 __all__ = ["chosen"]

@@ -18,7 +18,7 @@ from shardfold.parallel.parallel import Parallel
 from shardfold.parallel.pipeline.stages import check_stages
 from shardfold.parallel.sequence import check_choice
 from shardfold.plan.checks import check_flags, check_times, described, is_integer, keywords, meant, regrouped
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.init import Init
 
 __all__ = [
@@ -115,15 +115,15 @@ def check_settings(parallel: Parallel, runtime: Runtime, init: Init, overlap: An
     units = init.units
     if isinstance(units, (str, type)):
         one = repr(units) if isinstance(units, str) else units.__name__
-        raise ConfigError(f"units= is one pattern: give a list, units=[{one}].")
+        raise ConfigError(f"Init(units=...) is one pattern: give a list, Init(units=[{one}]).")
     if units is not None and not (
         isinstance(units, (Sequence, Set)) and all(isinstance(each, (str, type)) for each in units)
     ):
-        raise ConfigError(f"units= is {described(units)}: it is a list of path patterns and classes, or None.")
+        raise ConfigError(f"Init(units=...) is {described(units)}: it is a list of path patterns and classes, or None.")
     if overlap is not None and not isinstance(overlap, Overlap):
         raise ConfigError(f"overlap= is {described(overlap)}: it is an Overlap, as in Overlap(prefetch=2), or None.")
     if not is_integer(init.seed):
-        raise ConfigError(f"seed= is {described(init.seed)}: it is an integer.")
+        raise ConfigError(f"Init(seed=...) is {described(init.seed)}: it is an integer.")
     check_times("Runtime", desync_timeout=runtime.desync_timeout, timeout=runtime.timeout)
     check_flags("Runtime", debug=runtime.debug)
     check_flags("Parallel", sequence_parallel=parallel.sequence_parallel)

@@ -13,7 +13,7 @@ from shardfold.errors import ShardfoldError, UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler, scaled
 from shardfold.numerics.token_weights import Shares
-from shardfold.parallel.pipeline.late import DeferredWeightGrads
+from shardfold.parallel.pipeline.deferred import DeferredWeightGrads
 from shardfold.sharding.model import ShardedModel
 
 __all__ = ["Backward"]
@@ -62,9 +62,9 @@ class Backward:
         if sent:
             self._run(lambda: torch.autograd.backward(list(sent), list(grads)))
 
-    def run_weights(self, late: DeferredWeightGrads, begin: Callable[[Tensor], None]) -> None:
+    def run_weights(self, deferred: DeferredWeightGrads, begin: Callable[[Tensor], None]) -> None:
         """The second part of a backward: the gradients of weights that the first has left."""
-        roots = late.roots(self._runner.orders.numbers, self._model.device)
+        roots = deferred.roots(self._runner.orders.numbers, self._model.device)
         roots[0].register_hook(begin)
         self._run(lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))
 

@@ -14,7 +14,7 @@ from shardfold.comm.agreement import ALIKE, Agreement, Claim
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.compared import PARTS, SLICES, UNEQUAL, parts, slices
 
 __all__ = ["given", "same_settings", "settings"]

@@ -45,6 +45,7 @@ from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
 from shardfold.comm.device_mesh import named_sizes
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.comm.runtime import Runtime
 from shardfold.engine._parts import PartOptions, make_parts
 from shardfold.engine._tf32 import hold_tf32
@@ -80,7 +81,7 @@ from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.optim.sign_exchange import SignExchange
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.expert_parallel import connect_routers, rebalance, share_out
-from shardfold.parallel.link import MeshLink, bind_links
+from shardfold.parallel.module_group import bind_groups
 from shardfold.parallel.parallel import Parallel
 from shardfold.parallel.pipeline.open import check_together, open_stages
 from shardfold.parallel.pipeline.stage_order import OrderChoice, choose_order
@@ -94,8 +95,8 @@ from shardfold.plan.checks import check_flags, known_arguments
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import Program
-from shardfold.plan.program_passes import Overlap
 from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.rules import Rules
 from shardfold.planner.auto import Auto
 from shardfold.sharding import ownership
@@ -243,7 +244,7 @@ class Engine:
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 made = self._share(model, optimizer, lr_schedule, rules, data_mesh, agreement, tiers, staged, held)
                 #: The axis of sequence, or None.
-                self.sequence: SequenceAxis | None = self._link(
+                self.sequence: SequenceAxis | None = self._connect(
                     model, parallel.attention, parallel.tensor is not None, held
                 )
                 self._changes = Changes(
@@ -304,13 +305,13 @@ class Engine:
             held.callback(hold_tf32(self, rules.default.tf32))
         return rules
 
-    def _link(self, model: nn.Module, attention: str | None, is_cut: bool, held: ExitStack) -> SequenceAxis | None:
+    def _connect(self, model: nn.Module, attention: str | None, is_cut: bool, held: ExitStack) -> SequenceAxis | None:
         """Gives layers their ways to other ranks; the axis of sequence."""
         comm, loans = self.sharded.comm, self.sharded.loans
-        held.callback(bind_links(model, comm, lambda: bool(loans)))
+        held.callback(bind_groups(model, comm, lambda: bool(loans)))
         held.callback(connect_routers(model, comm, lambda: bool(loans)))
         self.sharded.run.after_step.append(partial(rebalance, model))
-        self._replaced.follow_ranks(lambda axis: MeshLink(axis, comm, lambda: bool(loans)))
+        self._replaced.follow_ranks(lambda axis: MeshGroup(axis, comm, lambda: bool(loans)))
         shares = comm.mesh.sizes.parts(comm.mesh.sizes.of_role(Role.TENSOR)) if is_cut else 1
         sequence = open_sequence(model, comm, attention, shares=shares, apart=lambda: bool(loans))
         if sequence is not None:
@@ -382,8 +383,8 @@ class Engine:
         held.callback(updater.close)
         if self.overlap.delayed_update and sharded.layout.outer is not None:
             raise ConfigError(
-                "Overlap(delayed_update=True) with outer= in the layout: an outer step needs the weights that the last "
-                "update made; leave one of the two out."
+                "Overlap(delayed_update=True) with an Outer in the layout: an outer step needs the weights that the "
+                "last update made; leave one of the two out."
             )
         if self.overlap.delayed_update:
             check_delayed(sharded.optimizer, sharded.layout, sharded.units)

@@ -34,7 +34,7 @@ from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.planner.auto import AUTO, MODES, ORDER, Auto, choose, choose_layout, first_of, states_peak
 from shardfold.planner.division import Division
 from shardfold.planner.given import shapes_of
@@ -70,7 +70,7 @@ def table_of(
         sizes = mesh_of(mesh) if mesh is not None else Mesh.of({"inter": 1, "intra": world})
         if others := [axis.name for axis in sizes.axes if axis.role is not Role.DATA and axis.size > 1]:
             raise ConfigError(
-                f"layout='auto' chooses for ranks that read other samples, but mesh= has {' and '.join(others)}, "
+                f"layout='auto' chooses for ranks that read other samples, but parallel= has {' and '.join(others)}, "
                 "whose ranks have parts of the model: name a layout, or give a micro-batch, layout=sf.Auto(sample=...)."
             )
         found = choose_layout(model, precision, sizes, memory_of(pick_device(device)))
@@ -166,23 +166,26 @@ class Sampled:
     def __post_init__(self) -> None:
         if self.optimizer is None:
             raise ConfigError("Auto(sample=...) is a micro-batch of training: give optimizer=, too, or name a layout.")
-        for name, given, follows in (
-            ("precision", self.precision, isinstance(self.precision, (str, Precision))),
-            ("activations", self.activations, self.activations is None or self.activations in (AUTO, *MODES)),
-            ("wire", self.wire, self.wire is None),
-            ("stages", self.parallel.stages, self.parallel.stages is None),
+        mode, stages = self.activations, self.parallel.stages
+        for given, follows, known in (
+            (f"precision={described(self.precision)}", isinstance(self.precision, (str, Precision)), "one policy"),
+            (f"activations={described(mode)}", mode is None or mode in (AUTO, *MODES), f"auto, {', '.join(MODES)}"),
+            (f"wire={described(self.wire)}", self.wire is None, "None"),
+            (f"Parallel(stages={described(stages)})", stages is None, "None"),
         ):
             if not follows:
-                known = {"precision": "one policy", "activations": f"auto, {', '.join(MODES)}"}.get(name, "None")
                 raise ConfigError(
-                    f"{name}={described(given)} with Auto(sample=...): a plan of an engine follows {known} there; say "
+                    f"{given} with Auto(sample=...): a plan of an engine follows {known} there; say "
                     "that, or name a layout and a mode."
                 )
 
     @property
     def first(self) -> Layout:
         """A table with which ranks meet: what they meet for is in all that may be taken."""
-        return presets.named(ORDER[0] if self.layout == AUTO else self.layout)
+        return self._table(ORDER[0] if self.layout == AUTO else self.layout)
+
+    def _table(self, layout: str | Layout) -> Layout:
+        return presets.named(layout).with_outer(self.auto.outer)
 
     @property
     def layout(self) -> str | Layout:
@@ -193,12 +196,12 @@ class Sampled:
     def tables(self) -> dict[str, Layout]:
         """Layouts that may be taken, by name, what sends the least first."""
         if self.layout != AUTO:
-            table = presets.named(self.layout)
+            table = self._table(self.layout)
             return {str(self.layout) if isinstance(self.layout, str) else "layout": offloaded(table, self.offload)}
         found, refused = dict[str, Layout](), list[LayoutError]()
         for name in (*ORDER, *(name for name in LAYOUTS if name not in ORDER)):
             try:
-                found[name] = offloaded(presets.named(name), self.offload)
+                found[name] = offloaded(self._table(name), self.offload)
             except LayoutError as error:  # where it divides nothing that offload= names, for one
                 refused.append(error)
         if not found:
@@ -213,13 +216,13 @@ class Sampled:
             ModelError: on all ranks: the model does not train on the micro-batch.
         """
         batch, _ = self._parts()
-        job.same({"sample=": shapes_of(batch), "the layouts to choose from": str(list(self.tables))})
+        job.same({"Auto(sample=...)": shapes_of(batch), "the layouts to choose from": str(list(self.tables))})
         memory = memory_of(mesh.device)
         host = memory_limit() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         said = [json.loads(text) for text in job.exchange("memory", json.dumps([memory, host]))]
         memory, host = (min(each) for each in zip(*said, strict=True))
         mine = self._answer(model, mesh, memory, host) if mesh.rank == 0 else ""
-        answer = json.loads(job.exchange("what is taken for sample=", mine)[0])
+        answer = json.loads(job.exchange("what is taken for Auto(sample=...)", mine)[0])
         if "error" in answer:
             raise ERRORS.get(answer["error"], ConfigError)(answer["told"])
         if mesh.rank == 0:
@@ -259,8 +262,8 @@ class Sampled:
             for name in mesh.sizes.of_role(role):
                 if name != role.value:
                     raise ConfigError(
-                        f"mesh= has an axis {name!r} of {role}, which a plan for Auto(sample=...) finds by its name: "
-                        f"call it {role.value!r}."
+                        f"parallel= has an axis {name!r} of {role}, which a plan for Auto(sample=...) finds by its "
+                        f"name: call it {role.value!r}."
                     )
                 sizes[name] = mesh.sizes[name]
         how, plan = self.parallel, cast("Any", self.parallel.tensor)

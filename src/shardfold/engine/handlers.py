@@ -23,7 +23,7 @@ from shardfold.numerics.clipping import Clip
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.global_weights import GlobalWeights
-from shardfold.optim.link import RankLink
+from shardfold.optim.master_ranks import MasterRanks
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.optim.sign_exchange import SignExchange, sign_exchange
 from shardfold.parallel.pipeline.stash import Stash
@@ -93,7 +93,7 @@ class Handlers:
         self.units = {unit.name: unit for unit in model.units}
         self.optimizer = optimizer
         if optimizer is not None:
-            optimizer.connect(RankLink(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
+            optimizer.connect(MasterRanks(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
         self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
         self.stash = stash
         self.used: dict[str, list[list[bool]]] = {}
@@ -565,7 +565,7 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
     for axis in mesh.axes:
         if axis.size > 1 and axis.role not in RUN:
             raise ConfigError(
-                f"mesh= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
+                f"parallel= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
                 f"engine does not run; use axes of {', '.join(map(str, RUN))}."
             )
     for name, cell in layout.cells().items():
@@ -577,7 +577,7 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
             )
     if layout.outer is not None and mesh.stages:
         raise ConfigError(
-            "outer= of the layout on a mesh with an axis of pipeline: this version takes outer steps without one; "
+            "an Outer in the layout on a mesh with an axis of pipeline: this version takes outer steps without one; "
             "leave one of the two out."
         )
     if layout.moments.dtype != layout.master.dtype:

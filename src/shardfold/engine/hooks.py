@@ -30,7 +30,6 @@ from shardfold.engine.announced import Announced
 from shardfold.engine.pass_context import PassContext
 from shardfold.parallel.pipeline.stages import StageDone
 from shardfold.sharding.autograd import Kept, hear, inside_checkpoint, keep, tensors_in
-from shardfold.sharding.freed import apart
 from shardfold.sharding.pickling import copy_alone, copy_without_hooks, forget_hooks
 from shardfold.sharding.tree import cast_floats, widened
 from shardfold.sharding.unit import Life, Unit
@@ -42,6 +41,7 @@ from shardfold.torch_internals import (
     push_saved_hooks,
     storage_key,
     top_saved_hooks,
+    without_user_modes,
 )
 
 UP_TO_32 = (torch.float32, torch.bfloat16, torch.float16)
@@ -243,7 +243,7 @@ class Hooks:
         if self._calls(2):  # the model calls itself: a part of the pass that is under way
             self._inside.append((module, sys.exc_info()[1]))
             return None
-        with apart():
+        with without_user_modes():
             self._listener.begin_forward(self._announced.context)
         self._inside.append((module, sys.exc_info()[1]))
         if torch.is_grad_enabled():
@@ -284,7 +284,7 @@ class Hooks:
         self._watch(given, self._model_backward)
         if self._replaced is not None and torch.is_grad_enabled():
             self._replaced.end_forward(given)
-        with apart():
+        with without_user_modes():
             self._listener.end_forward()
         return given
 
@@ -304,7 +304,7 @@ class Hooks:
         early, self._early = self._early, False
         self._watch(list(sent), self._model_backward)
         if early:
-            with apart():
+            with without_user_modes():
                 self._listener.end_forward()
 
     def enter(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -365,7 +365,7 @@ class Hooks:
         def pack(tensor: Tensor) -> tuple[Kept, Unit | None]:
             storage = _storage(tensor)
             unit = owners.get(storage) if storage is not None else None
-            with apart():
+            with without_user_modes():
                 if unit is None:
                     return keep(tensor), None
                 self._listener.saved(unit)
@@ -377,7 +377,7 @@ class Hooks:
                 return kept.get()
             if unit.life is not Life.GATHERED:
                 self._ensure_backward()
-                with apart():
+                with without_user_modes():
                     self._listener.enter_aside(unit)
             if kept.tensor._version != kept.version:
                 raise RuntimeError(
@@ -396,10 +396,10 @@ class Hooks:
             self._stay_last(module)
             if in_backward():
                 self._ensure_backward()
-                with apart():
+                with without_user_modes():
                     listener.enter_backward(unit)
             else:
-                with apart():
+                with without_user_modes():
                     listener.enter_forward(unit)
                 self._inside.append((module, sys.exc_info()[1]))
                 if torch.is_grad_enabled() and listener.remembers(unit):
@@ -414,7 +414,7 @@ class Hooks:
 
         def backward(grad: Tensor) -> None:
             self._ensure_backward(create_graph=torch.is_grad_enabled())
-            with apart():
+            with without_user_modes():
                 listener.enter_backward(unit)
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -430,7 +430,7 @@ class Hooks:
             self._watch(outputs, backward)
             if not in_backward():
                 weights = any(_storage(tensor) in storages for tensor in outputs)  # what it gives is a view of a weight
-                with apart():
+                with without_user_modes():
                     listener.leave_forward(unit, aliased=weights)
 
         return hook
@@ -445,7 +445,7 @@ class Hooks:
         """A unit's forward runs again: it was gathered for its backward, unless that came by another way."""
         if unit.split and unit.life is not Life.GATHERED:
             self._ensure_backward()
-            with apart():
+            with without_user_modes():
                 self._listener.enter_aside(unit)
 
     @staticmethod
@@ -466,7 +466,7 @@ class Hooks:
         at_end_of_backward(done)
         queued = self._queued = ref(done, self._let_go)
         del done  # autograd alone has it
-        with apart():
+        with without_user_modes():
             # Of one that is refused autograd lets go.
             self._listener.begin_backward(self._announced.context, create_graph=create_graph)
         self._queued = queued  # what begins may have forgotten an interrupted one
@@ -480,7 +480,7 @@ class Hooks:
     def _done(self) -> None:
         self._queued = None
         try:
-            with apart():
+            with without_user_modes():
                 self._listener.end_backward()
         except BaseException:
             self._listener.interrupt()
@@ -509,7 +509,7 @@ class Hooks:
             if not modes_are_on():  # asked here: to enter and leave nothing costs as much as to copy a small gradient
                 deliver(unit, place, grad)
                 return
-            with apart():
+            with without_user_modes():
                 deliver(unit, place, grad)
 
         return hook

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardfold.parallel.pipeline.late import DeferredWeightGrads
+from shardfold.parallel.pipeline.deferred import DeferredWeightGrads
 from shardfold.plan.walk import Part
 
 __all__ = ["PassContext"]
@@ -19,7 +19,7 @@ class PassContext:
         last: whether a backward is the last before a step; None: each ``accumulate``-th is.
         synchronize: False inside ``no_sync()``.
         in_batch: whether a batch goes through stages, behind its first forward.
-        late: where a backward is one of two parts: what the first leaves to the second.
+        deferred: where a backward is one of two parts: what the first leaves to the second.
         weights: whether it is the second.
     """
 
@@ -27,7 +27,7 @@ class PassContext:
     last: bool | None = None
     synchronize: bool = True
     in_batch: bool = False
-    late: DeferredWeightGrads | None = None
+    deferred: DeferredWeightGrads | None = None
     weights: bool = False
 
     @property
@@ -46,11 +46,11 @@ class PassContext:
         last = self.last if self.last is not None else behind + 1 >= accumulate
         if self.part is not None:
             last = self.part.last
-        return not nested and self.synchronize and last and (self.late is None or self.weights)
+        return not nested and self.synchronize and last and (self.deferred is None or self.weights)
 
     def section(self, *, sums: bool, nested: bool) -> str:
         """Of the program, that a backward runs."""
-        if self.late is not None:
+        if self.deferred is not None:
             return "quiet" if not self.weights else "last_weights" if sums else "weights"
         return "quiet" if nested or not self.synchronize else "last" if sums else "backward"
 

@@ -89,8 +89,8 @@ class Replicated:
                 raise ModelError(
                     f"the gradient of {wrong[0]!r}{more} differs between ranks along {axis!r}, which all have it. If "
                     "its module works on a part of what a cut layer gives, its gradient has to be summed: give it the "
-                    "word 'partial' in tensor=. Or ranks draw other random numbers: seed them alike. Nothing was "
-                    "updated; engine.zero_grad() drops these gradients."
+                    "word 'partial' in Parallel(tensor=...). Or ranks draw other random numbers: seed them alike. "
+                    "Nothing was updated; engine.zero_grad() drops these gradients."
                 )
 
     def _check_loss(self, loss: Tensor, axis: str) -> None:

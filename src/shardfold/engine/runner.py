@@ -28,6 +28,7 @@ from torch import Tensor
 from shardfold.comm.agreement import CAUGHT, Place
 from shardfold.engine._away import Away
 from shardfold.engine._orders import Orders, mode_of
+from shardfold.engine._pass_stack import PassStack
 from shardfold.engine._visible import VisibleGradients
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.hooks import Hooks
@@ -36,9 +37,9 @@ from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPas
 from shardfold.engine.track import Section, Track
 from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
-from shardfold.parallel.pipeline.late import DeferredWeightGrads
+from shardfold.parallel.pipeline.deferred import DeferredWeightGrads
 from shardfold.plan.bind import PASSES
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.walk import Part
 from shardfold.sharding.buffers import Buffers
 from shardfold.sharding.model import ShardedModel
@@ -109,9 +110,7 @@ class Runner:
         self._delivered = False  # whether this backward gave gradients
         self._asked_backward = False  # whether a backward of this step was a negotiated pass
         self._grad_forward = True
-        self._pass: Pass | None = None  # of the pass under way
-        self._section = ""
-        self._context = PassContext()  # of the pass under way
+        self._passes = PassStack()
         self._ran: Part | None = None  # what of the model the pass under way, or else the one before, goes through
         self._between: Section | None = None  # of the program, that runs between passes
         self._thread = get_ident()  # that runs forward
@@ -119,7 +118,6 @@ class Runner:
         self._own: list[str] = []  # what this rank ran in the pass before
         self._forwards = 0  # in training since the last step, those that were dropped too
         self._shared = False  # gradients of what several stages have are summed over them
-        self._outer: list[tuple[Pass, str, PassContext]] = []  # forwards that a backward inside of them interrupts
         self.renew(model.units)
         if handlers.optimizer is not None:
             handlers.optimizer.guard_by(self._optimizer_zero_grad)
@@ -146,12 +144,11 @@ class Runner:
         return self.orders.roots
 
     def _start(self, section: str, *, nested: bool = False) -> Pass:
-        """A pass of that section, which is now the one under way."""
-        self._section = section
+        """A pass of that section, which does not run yet."""
         verb = "B" if mode_of(section) == "backward" else "F"
         if not self.orders.moves(section):
             return LocalPass()
-        part, weights = self._context.part, self._context.weights
+        part, weights = self._passes.context.part, self._passes.context.weights
         self._ran = part
         held = self._of_pass(self.roots) if not weights else ()  # gradients of weights need no values of these
         roots = [unit for unit in self.units if unit.name in held]
@@ -182,35 +179,34 @@ class Runner:
 
     def _deviate(self, unit: Unit) -> None:
         """A unit is needed that the recorded order has passed."""
-        assert self._pass is not None
+        assert self._passes.run is not None
         if unit.name not in self.roots:
-            self._pass.own.pop()
+            self._passes.run.own.pop()
         self._go_on_asking().enter(unit)
 
     def _go_on_asking(self) -> NegotiatedPass:
         """[Note: more of a pass] The replayed pass is finished as by a rank that needs nothing more, so that all ranks
         end it together; what this rank still needs it asks for in a second pass, in which the others, who wait at
         their next meeting, take part."""
-        run, section = self._pass, self._section
+        run, section = self._passes.run, self._passes.section
         assert isinstance(run, ReplayedPass)
         run.finish()
         self.meet(f"more of {_title(section)}", more=PASSES.index(section))
         again = self._asked(section, own=run.own)
-        self._pass, self._section = again, section
-        again.begin()
+        self._passes.begin(section, again)
         return again
 
     @_uninterrupted
     def _finish(self, *, whole: bool = True) -> None:
         """Ends the pass under way on all ranks; what a negotiated pass found becomes the order of the next, if it is
         ``whole`` on all of them."""
-        run, section = self._pass, self._section
+        run, section = self._passes.run, self._passes.section
         assert run is not None
         run.finish()
         self.comm.transport.fence(self.agreement.wait)
-        self._pass = None
+        self._passes.end()
         self._own = run.own
-        if isinstance(run, NegotiatedPass) and not self._outer:
+        if isinstance(run, NegotiatedPass) and not self._passes.nested:
             self._asked_backward |= mode_of(section) == "backward"
             self.orders.adopt(mode_of(section), run, self._ran, whole=whole)
 
@@ -298,11 +294,10 @@ class Runner:
     @_uninterrupted
     def _help_on(self, section: str) -> None:
         """Takes part in what other ranks still need of the pass that this rank has ended."""
-        outer, self._pass = self._pass, self._asked(section, own=self._own)
-        before, self._section = self._section, section
-        self._pass.begin()
+        before = self._passes.section, self._passes.run
+        self._passes.begin(section, self._asked(section, own=self._own))
         self._finish()
-        self._pass, self._section = outer, before
+        self._passes.resume(*before)
 
     @_uninterrupted
     def _help_evaluate(self, flags: Sequence[int]) -> None:
@@ -311,15 +306,14 @@ class Runner:
         self.comm.meter.begin_forward()
         self.handlers.expect_backward(False)
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
-        self._pass = self._start("eval")
-        self._pass.begin()
+        self._passes.begin("eval", self._start("eval"))
         self._finish()
         self._free_all()
 
     @property
     def under_way(self) -> bool:
         """Whether a pass runs, or was interrupted and is not settled."""
-        return self._pass is not None or self.interrupted
+        return self._passes.run is not None or self.interrupted
 
     def settle(self, what: str = "this call") -> None:
         """Ends what an exception interrupted, so that all ranks are where a pass begins.
@@ -364,14 +358,13 @@ class Runner:
         self._hooks.forget()
         for unit in self.units:
             unit.forget_running()
-        while self._pass is not None or self._outer:
-            if isinstance(self._pass, NegotiatedPass):
-                self._pass.touched.clear()
-            if self._pass is not None:
+        going = True
+        while going:
+            if isinstance(self._passes.run, NegotiatedPass):
+                self._passes.run.touched.clear()
+            if self._passes.run is not None:
                 self._finish(whole=False)
-            if self._outer:
-                self._pass, self._section, self._context = self._outer.pop()
-        self._context = PassContext()
+            going = self._passes.go_on()
         self.handlers.detours.clear()
         for unit in self.units:
             if unit.life is Life.GATHERING:
@@ -406,7 +399,7 @@ class Runner:
     def begin_forward(self, context: PassContext) -> None:
         if self.under_way:  # of an interrupted pass: the hooks deliver no forward inside of another
             self.reset()
-        self._context = context
+        self._passes.prepare(context)
         self._scaled = False
         self._thread = get_ident()
         self.model.gate.follow()
@@ -439,21 +432,20 @@ class Runner:
         self.away.come_back("params")
         self.comm.memory.after_compute()  # updates and users wrote the shards that gathers read on the side stream
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
-        self._pass = LocalPass() if local else self._start(section)
-        self._pass.begin()
+        self._passes.begin(section, LocalPass() if local else self._start(section))
 
     def _first(self) -> bool:
         """Whether a forward has to gather what stays gathered until the step."""
         if not self.orders.bound.program.first:
             return False
-        names = self._context.units
+        names = self._passes.context.units
         return any(u.split and not u.kept for u in self.units if u.keeps and (names is None or u.name in names))
 
     @_uninterrupted
     def end_forward(self) -> None:
-        if self._pass is not None:
+        if self._passes.run is not None:
             self._finish()
-        self._context = PassContext()
+        self._passes.prepare(PassContext())
         if not self._grad_forward:  # nothing will need what a layout keeps for backward
             self._free_all()
 
@@ -465,7 +457,7 @@ class Runner:
 
     @_uninterrupted
     def enter_forward(self, unit: Unit) -> None:
-        if self._pass is None:
+        if self._passes.run is None:
             if unit.life is Life.RESTING:
                 raise UsageError(
                     f"{unit.name!r} ran outside of its model's forward: call the model itself, make the method that "
@@ -474,31 +466,32 @@ class Runner:
                 )
             unit.enter()
             return
-        self._pass.enter(unit)
+        self._passes.run.enter(unit)
         unit.enter()
 
     @_uninterrupted
     def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None:
         """``interrupted``: by an exception. ``aliased``: what it returned is a view of one of its weights."""
         unit.leave()
-        if self._pass is None or interrupted:
+        if self._passes.run is None or interrupted:
             return
         if aliased and unit.name not in self.roots:
             self.touch(unit)
         else:
-            self._pass.leave(unit)
+            self._passes.run.leave(unit)
 
     @_uninterrupted
     def touch(self, unit: Unit) -> bool:
         """A freed weight is read outside of its unit's forward: gathers it if a pass is under way."""
-        if self._pass is None or self.interrupted or isinstance(self._pass, LocalPass) or not self._in_its_thread():
+        run = self._passes.run
+        if run is None or self.interrupted or isinstance(run, LocalPass) or not self._in_its_thread():
             return False
         if unit.life is Life.GATHERING:
             self.handlers.finish_gather(unit)
-        if isinstance(self._pass, ReplayedPass):
+        if isinstance(self._passes.run, ReplayedPass):
             self._go_on_asking()
-        assert isinstance(self._pass, NegotiatedPass)
-        self._pass.touch(unit)
+        assert isinstance(self._passes.run, NegotiatedPass)
+        self._passes.run.touch(unit)
         return True
 
     def _in_its_thread(self) -> bool:
@@ -508,7 +501,7 @@ class Runner:
     @_uninterrupted
     def hold(self, units: Sequence[Unit]) -> bool:
         """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
-        if self._pass is None or self.interrupted or not self._in_its_thread():
+        if self._passes.run is None or self.interrupted or not self._in_its_thread():
             return False
         for unit in units:
             if unit.life is Life.GATHERING:
@@ -545,35 +538,32 @@ class Runner:
         self.away.come_back()
         self.handlers.withdraw()  # of a step that this backward adds to
         self._delivered, self._boundary_before = False, self._state.gradients_ready
-        nested = self._pass is not None
+        nested = self._passes.run is not None
         ready = context.sums(self._state.micro_batch, self.accumulate, nested=nested)
         section = context.section(sums=ready, nested=nested)
         refusal = self.visible.try_hide()
         # Inside of `gathered()` a forward is this rank's own, and so is what it takes gradients of in itself.
-        alone = nested and isinstance(self._pass, LocalPass) and all(u.pins or not u.split for u in self.units)
+        alone = nested and isinstance(self._passes.run, LocalPass) and all(u.pins or not u.split for u in self.units)
         if self.orders.moves(section) and not alone:
             self._announce(context.title(self._state.micro_batch, self.accumulate, nested=nested), refusal)
         elif refusal is not None:
             raise refusal
         self._state.sum_for_step(ready and (context.part is None or context.part.final))
-        if self._pass is not None:  # torch.autograd.grad inside of the model's forward
-            self._outer.append((self._pass, self._section, self._context))
-        self._context = context
+        self._passes.prepare(context)
         self.comm.meter.begin_backward(section, context.part)
         self.comm.memory.after_compute()  # as before a forward: users may have written to shards since then
         for unit in self.units:
             unit.gradients.seen.clear()
-        self._pass = LocalPass() if alone else self._start(section, nested=nested)
-        self._pass.begin()
-        if isinstance(self._pass, NegotiatedPass):
+        self._passes.begin(section, LocalPass() if alone else self._start(section, nested=nested))
+        if isinstance(self._passes.run, NegotiatedPass):
             for name in sorted(self._of_pass(self.orders.touched - self.roots)):
-                self._pass.touch(self.by_name[name])
+                self._passes.run.touch(self.by_name[name])
 
     @_uninterrupted
     def enter_backward(self, unit: Unit) -> None:
         unit.check_current()
-        if self._pass is not None:
-            self._pass.enter(unit)
+        if self._passes.run is not None:
+            self._passes.run.enter(unit)
 
     def remembers(self, unit: Unit | None = None) -> bool:
         """Whether a forward (of a unit, or of the model) marks the weights that it saves.
@@ -582,13 +572,13 @@ class Runner:
         """
         if unit is not None:
             return unit.aside
-        return isinstance(self._pass, NegotiatedPass) or any(u.aside for u in self.units if u.spec.root)
+        return isinstance(self._passes.run, NegotiatedPass) or any(u.aside for u in self.units if u.spec.root)
 
     def saved(self, unit: Unit) -> None:
         """A weight was saved for backward by a module outside of its unit's forward: it is held like one that was freed
         when it was read."""
-        if not unit.running and unit.name not in self.roots and isinstance(self._pass, NegotiatedPass):
-            self._pass.touch(unit)
+        if not unit.running and unit.name not in self.roots and isinstance(self._passes.run, NegotiatedPass):
+            self._passes.run.touch(unit)
 
     def enter_aside(self, unit: Unit) -> None:
         unit.mark_aside()
@@ -600,23 +590,23 @@ class Runner:
             self._deliver_first()
         if grad.is_sparse:
             grad = grad.to_dense()
-        if (late := self._context.late) is not None:
-            if not self._context.weights:
-                late.kept.append((unit, place, grad))
+        if (deferred := self._passes.context.deferred) is not None:
+            if not self._passes.context.weights:
+                deferred.kept.append((unit, place, grad))
                 return
-            self._take_kept(late, unit)
+            self._take_kept(deferred, unit)
         self._accept(unit, place, grad)
 
-    def _take_kept(self, late: DeferredWeightGrads, unit: Unit | None) -> None:
+    def _take_kept(self, deferred: DeferredWeightGrads, unit: Unit | None) -> None:
         """Gradients of a unit, or all, that the first part of this backward gave, each of which is given back then;
         with its next the unit may be complete."""
-        kept = late.take_kept()
+        kept = deferred.take_kept()
         while kept:
             other, place, grad = kept.popleft()
             if unit is None or other is unit:
-                self._accept(other, place, grad, late)
+                self._accept(other, place, grad, deferred)
             else:
-                late.kept.append((other, place, grad))
+                deferred.kept.append((other, place, grad))
 
     def _accept(
         self, unit: Unit, place: tuple[int, int], grad: Tensor, kept: DeferredWeightGrads | None = None
@@ -634,11 +624,11 @@ class Runner:
         if (
             kept is None
             and len(gradients.seen) == gradients.count
-            and self._pass is not None
+            and self._passes.run is not None
             and unit.name not in self.roots
         ):
             with self.agreement.uninterrupted():
-                self._pass.complete(unit)
+                self._passes.run.complete(unit)
 
     def gradient_dropped(self) -> None:
         """A gradient came, and a hook of the user's took it away: the backward counts as a micro-batch all the same."""
@@ -656,16 +646,14 @@ class Runner:
 
     @_uninterrupted
     def end_backward(self) -> None:
-        if (late := self._context.late) is not None:
-            if self._context.weights and late.kept:
-                self._take_kept(late, None)
-            self._delivered = self._context.weights  # both parts are one micro-batch
-        if self._pass is not None:
+        if (deferred := self._passes.context.deferred) is not None:
+            if self._passes.context.weights and deferred.kept:
+                self._take_kept(deferred, None)
+            self._delivered = self._passes.context.weights  # both parts are one micro-batch
+        if self._passes.run is not None:
             self._finish()
-        if self._outer:
-            self._pass, self._section, self._context = self._outer.pop()
-        else:
-            self._context, self._scaled = PassContext(), False
+        if not self._passes.go_on():
+            self._scaled = False
         if self._delivered:
             self._state.count_micro_batch()
             self.handlers.shares.counted()
@@ -697,7 +685,7 @@ class Runner:
 
     def _where(self, doing: object) -> str:
         """Where in the program this rank is, which waits for ``doing``; empty where none of it runs."""
-        section = self._between or (self._pass.section if self._pass is not None else None)
+        section = self._between or (self._passes.run.section if self._passes.run is not None else None)
         return section.where(doing) if section is not None else ""
 
     @_uninterrupted

@@ -1,11 +1,11 @@
 """Starting ranks: Shardfold's own commands on this machine, a user's script anywhere.
 
 death         how a rank died: signal, status, memory
+decision      what a call of ``shardfold run`` is to do
 hosts         which hosts, and which of their slots
 local         Shardfold's own commands as ranks on this machine
 namespaces    nodes on this machine, as network namespaces
 options       the options of ``shardfold run``
-plan          what a call of ``shardfold run`` is to do
 process       ports, cores, signals, and how an end is told
 remote_agent  the agent on one of several hosts, as a program
 run           ``shardfold run``: decides what to do and does it

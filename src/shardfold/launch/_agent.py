@@ -30,8 +30,8 @@ from shardfold.errors import ConfigError
 from shardfold.launch import hosts
 from shardfold.launch._rendezvous import Attempts, meeting_of
 from shardfold.launch.death import Death, OomWatch, host_name
+from shardfold.launch.decision import Node, script_command
 from shardfold.launch.options import Options, streams
-from shardfold.launch.plan import Node, script_command
 from shardfold.launch.process import SAID, exit_status, num_cores
 from shardfold.launch.workers import Outlet, Worker, caused, end_all, watch
 from shardfold.tiers.limit import memory_limit

@@ -27,8 +27,8 @@ from typing import IO
 
 import shardfold
 from shardfold.errors import ConfigError
+from shardfold.launch.decision import Hosts, Node, exported
 from shardfold.launch.options import Options
-from shardfold.launch.plan import Hosts, Node, exported
 from shardfold.launch.process import INTERRUPTED, die_with_parent, exit_status, python_module
 
 __all__ = ["run_hosts", "scheduler_command"]

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shardfold.errors import ConfigError
 from shardfold.launch.death import Death
-from shardfold.launch.plan import Node
+from shardfold.launch.decision import Node
 
 __all__ = ["Attempts", "FixedRendezvous", "meeting_of"]
 

@@ -16,8 +16,8 @@ import threading
 from typing import IO
 
 from shardfold.errors import ShardfoldError
+from shardfold.launch.decision import Node
 from shardfold.launch.options import Options
-from shardfold.launch.plan import Node
 from shardfold.launch.process import SAID
 from shardfold.launch.run import become_deepspeed, quietly_imported
 

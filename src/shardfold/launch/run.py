@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardfold.errors import ConfigError
+from shardfold.launch.decision import Hosts, Node, Rank, decide, script_command
 from shardfold.launch.options import Options
-from shardfold.launch.plan import Hosts, Node, Rank, decide, script_command
 
 __all__ = ["become_deepspeed", "quietly_imported", "run"]
 

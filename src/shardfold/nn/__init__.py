@@ -1,11 +1,11 @@
 """Modules and functions for models that are trained on several ranks.
 
+axis_group              the ranks along one axis, as who computes with them asks them
 batchnorm               batch normalization over the batches of all ranks together
 cross_entropy           the loss of a language model's head without the logits of all rows at once
 experts                 feed-forward layers of which each token goes through some
 moe                     a mixture of experts: a router, experts, and experts that all tokens go through
 parallel_cross_entropy  losses over classes that are split over ranks
-ranks                   what functions of this room ask of the ranks that have the other parts of a tensor
 router                  which experts each token goes to, and with what weights
 stacked                 any module as experts: its parameters stacked, a row for each expert
 tiled                   functions of single tokens, computed for some tokens at a time

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
-from shardfold.nn.ranks import AxisRanks
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.plan.checks import described, is_integer, is_number, known_arguments
 from shardfold.torch_internals import keeps_graph, untraced_from_call
 
@@ -99,7 +99,7 @@ def chunked_cross_entropy(
     elif weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
         given = f"{dtype}, weight {weight.dtype}" + (f", bias {bias.dtype}" if bias is not None else "")
         raise ConfigError(f"chunked_cross_entropy takes tensors of one dtype, but hidden is {given}: cast them.")
-    plan = Head(
+    how = Head(
         rows=chunk or rows_at_once(targets.numel(), weight.shape[0], dtype, device),
         dtype=dtype,
         ignore_index=ignore_index,
@@ -112,7 +112,7 @@ def chunked_cross_entropy(
     whole = weight.view_as(weight)
     flat = targets.reshape(-1)
     columns = flat.where(flat != ignore_index, 0).long()
-    losses = losses_of(hidden.reshape(-1, hidden.shape[-1]), whole, bias, flat, columns, plan)
+    losses = losses_of(hidden.reshape(-1, hidden.shape[-1]), whole, bias, flat, columns, how)
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
@@ -169,7 +169,7 @@ class Head(NamedTuple):
     reduction: str
     softcap: float | None
     wanted: tuple[bool, ...]
-    ranks: AxisRanks | None = None
+    ranks: AxisGroup | None = None
     classes: int = 0
     margin: Margin | None = None
     summed: bool = True
@@ -184,14 +184,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, columns: Tensor, plan: Head
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, columns: Tensor, how: Head
     ) -> Tensor:
-        ctx.plan = plan
-        if plan.reduction == "none":
+        ctx.how = how
+        if how.reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, targets, columns)
-            return by_chunks(hidden, weight, bias, targets, columns, plan._replace(wanted=(False,) * 3))[0]
-        losses, grads = by_chunks(hidden, weight, bias, targets, columns, plan)
-        count = (targets != plan.ignore_index).sum() if plan.reduction == "mean" else losses.new_ones(())
+            return by_chunks(hidden, weight, bias, targets, columns, how._replace(wanted=(False,) * 3))[0]
+        losses, grads = by_chunks(hidden, weight, bias, targets, columns, how)
+        count = (targets != how.ignore_index).sum() if how.reduction == "mean" else losses.new_ones(())
         ctx.save_for_backward(*grads, count.clamp(min=1))
         return losses.sum() / count
 
@@ -202,10 +202,10 @@ class _CrossEntropy(torch.autograd.Function):
                 "chunked_cross_entropy has no gradients of its gradients (create_graph=True): take "
                 "F.cross_entropy(F.linear(hidden, weight), targets)."
             )
-        ranks: AxisRanks | None = ctx.plan.ranks if ctx.plan.summed else None
-        if ctx.plan.reduction == "none":
+        ranks: AxisGroup | None = ctx.how.ranks if ctx.how.summed else None
+        if ctx.how.reduction == "none":
             hidden, weight, bias, targets, columns = ctx.saved_tensors
-            grads = by_chunks(hidden, weight, bias, targets, columns, ctx.plan, outputs[0])[1]
+            grads = by_chunks(hidden, weight, bias, targets, columns, ctx.how, outputs[0])[1]
             return *_summed(grads, ranks), None, None, None
         *grads, count = ctx.saved_tensors
         grads = _summed(grads, ranks)
@@ -215,7 +215,7 @@ class _CrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-def _summed(grads: Sequence[Tensor | None], ranks: AxisRanks | None) -> list[Tensor | None]:
+def _summed(grads: Sequence[Tensor | None], ranks: AxisGroup | None) -> list[Tensor | None]:
     """Of the gradient of hidden each rank has what its classes contribute."""
     of_hidden, *rest = grads
     return [of_hidden if ranks is None or of_hidden is None else ranks.all_reduce(of_hidden), *rest]
@@ -268,28 +268,28 @@ def by_chunks(
     bias: Tensor | None,
     targets: Tensor,
     columns: Tensor,
-    plan: Head,
+    how: Head,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses ``(rows,)`` and the gradients of their sum, each row's scaled by ``scales`` ``(rows,)``."""
-    of_hidden, of_weight, of_bias = plan.wanted
+    of_hidden, of_weight, of_bias = how.wanted
     number, vocab = len(hidden), weight.shape[0]
-    wide = torch.float32 if plan.dtype in SIXTEEN_BITS else plan.dtype
-    weight = weight.to(plan.dtype)
-    bias = bias if bias is None else bias.to(plan.dtype)
+    wide = torch.float32 if how.dtype in SIXTEEN_BITS else how.dtype
+    weight = weight.to(how.dtype)
+    bias = bias if bias is None else bias.to(how.dtype)
     # One memory for all chunks: the system would have to clear a fresh one each time.
-    products = hidden.new_empty(min(plan.rows, number), vocab, dtype=plan.dtype)
-    wides = products if wide == plan.dtype else torch.empty_like(products, dtype=wide)
+    products = hidden.new_empty(min(how.rows, number), vocab, dtype=how.dtype)
+    wides = products if wide == how.dtype else torch.empty_like(products, dtype=wide)
     losses = hidden.new_empty(number, dtype=wide)
     grads = [
-        torch.empty_like(hidden, dtype=plan.dtype) if of_hidden else None,
-        _sums(weight, number, plan.rows, wide) if of_weight else None,
+        torch.empty_like(hidden, dtype=how.dtype) if of_hidden else None,
+        _sums(weight, number, how.rows, wide) if of_weight else None,
         weight.new_zeros(vocab, dtype=wide) if of_bias else None,
     ]
     with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, number, plan.rows):
-            rows = slice(start, start + plan.rows)
-            part = hidden[rows].to(plan.dtype)
+        for start in range(0, number, how.rows):
+            rows = slice(start, start + how.rows)
+            part = hidden[rows].to(how.dtype)
             product, logits = products[: len(part)], wides[: len(part)]
             if bias is None:
                 torch.mm(part, weight.t(), out=product)
@@ -297,9 +297,9 @@ def by_chunks(
                 torch.addmm(bias, part, weight.t(), out=product)
             if logits is not product:
                 logits.copy_(product)
-            counts = targets[rows] != plan.ignore_index
-            losses[rows] = _rows_loss(logits, counts, columns[rows], plan, None if scales is None else scales[rows])
-            if any(plan.wanted):
+            counts = targets[rows] != how.ignore_index
+            losses[rows] = _rows_loss(logits, counts, columns[rows], how, None if scales is None else scales[rows])
+            if any(how.wanted):
                 slope = logits if logits is product else product.copy_(logits)
                 _add(grads, rows, part, weight, slope, logits, number)
     return losses, grads
@@ -311,42 +311,42 @@ def _sums(weight: Tensor, number: int, rows: int, wide: torch.dtype) -> Tensor:
     return torch.empty_like(weight) if alone else weight.new_zeros(weight.shape, dtype=wide)
 
 
-def _rows_loss(logits: Tensor, counts: Tensor, columns: Tensor, plan: Head, scales: Tensor | None) -> Tensor:
+def _rows_loss(logits: Tensor, counts: Tensor, columns: Tensor, how: Head, scales: Tensor | None) -> Tensor:
     """Losses ``(rows,)`` of ``logits`` ``(rows, vocab)``, in whose place are then the gradients of the products."""
-    certain, classes = 1 - plan.smoothing, plan.classes or logits.shape[1]
+    certain, classes = 1 - how.smoothing, how.classes or logits.shape[1]
     here = (counts & (columns >= 0)).unsqueeze(1)
-    column = (columns if plan.ranks is None else columns.clamp(min=0)).unsqueeze(1)
+    column = (columns if how.ranks is None else columns.clamp(min=0)).unsqueeze(1)
     bend = slope = None
-    if plan.softcap is not None:
-        logits.div_(plan.softcap).tanh_()
-        bend = 1 - logits.square() if any(plan.wanted) else None
-        logits.mul_(plan.softcap)
+    if how.softcap is not None:
+        logits.div_(how.softcap).tanh_()
+        bend = 1 - logits.square() if any(how.wanted) else None
+        logits.mul_(how.softcap)
     factor: Tensor | float = 1.0
-    if plan.margin is not None:
-        factor = plan.margin.scale if plan.lengths is None else plan.margin.scale / plan.lengths
-        slope = plan.margin.bend(logits, column, here, factor)
+    if how.margin is not None:
+        factor = how.margin.scale if how.lengths is None else how.margin.scale / how.lengths
+        slope = how.margin.bend(logits, column, here, factor)
     expected = logits.gather(1, column).mul_(certain)
-    if plan.ranks is not None:
+    if how.ranks is not None:
         expected = expected.where(here, 0)
-    if plan.smoothing:
-        expected += logits.sum(1, keepdim=True) * (plan.smoothing / classes)
+    if how.smoothing:
+        expected += logits.sum(1, keepdim=True) * (how.smoothing / classes)
     top = logits.amax(1, keepdim=True)
-    if plan.ranks is not None:
-        top = plan.ranks.max(top)
+    if how.ranks is not None:
+        top = how.ranks.max(top)
     total = logits.sub_(top).exp_().sum(1, keepdim=True)
-    if plan.ranks is not None:
-        expected, total = plan.ranks.all_reduce(torch.stack((expected, total))).unbind()
+    if how.ranks is not None:
+        expected, total = how.ranks.all_reduce(torch.stack((expected, total))).unbind()
     losses = (total.log() + top - expected).squeeze(1).where(counts, 0)
-    if any(plan.wanted):
+    if any(how.wanted):
         scale = (counts.to(losses.dtype) if scales is None else scales.where(counts, 0)).unsqueeze(1)
         logits.mul_(scale / total)
         own = logits.gather(1, column) - (certain * scale).where(here, 0)
         logits.scatter_(1, column, own)  # scatter_add_ is not deterministic on CUDA
-        if plan.smoothing:
-            logits.sub_(scale * (plan.smoothing / classes))
+        if how.smoothing:
+            logits.sub_(scale * (how.smoothing / classes))
         if bend is not None:
             logits.mul_(bend)
-        if plan.margin is not None and slope is not None:
+        if how.margin is not None and slope is not None:
             logits.scatter_(1, column, logits.gather(1, column) * slope).mul_(factor)
     return losses
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
+from shardfold.nn.axis_group import Everyone
 from shardfold.nn.experts import Experts, FeedForward
-from shardfold.nn.ranks import Everyone
 from shardfold.nn.router import Router, Routing
 from shardfold.plan.checks import known_arguments
 

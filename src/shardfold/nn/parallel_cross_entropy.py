@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.nn.cross_entropy import (
     LARGE,
     Head,
@@ -25,7 +26,6 @@ from shardfold.nn.cross_entropy import (
     rows_at_once,
     wanted_of,
 )
-from shardfold.nn.ranks import AxisRanks
 from shardfold.plan.checks import is_integer, is_number, known_arguments
 
 __all__ = ["margin_of", "parallel_cross_entropy", "parallel_margin_loss", "sampled_classes"]
@@ -37,7 +37,7 @@ def parallel_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    ranks: AxisRanks,
+    ranks: AxisGroup,
     classes: int | None = None,
     bias: Tensor | None = None,
     chunk: int | None = None,
@@ -71,13 +71,9 @@ def parallel_cross_entropy(
         UsageError: in backward with ``create_graph=True``.
 
     Examples:
-        >>> class Alone:  # one rank that has all classes; a layer of an engine gets a `Link`
-        ...     size, rank = 1, 0
-        ...     def all_reduce(self, tensor):
-        ...         return tensor
-        ...     max = all_reduce
+        >>> from shardfold.nn.axis_group import OneRank  # it has all classes; a layer takes a link
         >>> hidden, head, targets = torch.randn(6, 8), torch.randn(100, 8), torch.arange(6)
-        >>> loss = sf.nn.parallel_cross_entropy(hidden, head, targets, ranks=Alone())
+        >>> loss = sf.nn.parallel_cross_entropy(hidden, head, targets, ranks=OneRank())
         >>> torch.allclose(loss, nn.functional.cross_entropy(hidden @ head.T, targets))
         True
     """
@@ -112,7 +108,7 @@ def parallel_margin_loss(
     weight: Tensor,
     targets: Tensor,
     *,
-    ranks: AxisRanks,
+    ranks: AxisGroup,
     classes: int | None = None,
     scale: float = 64.0,
     angle: float = 0.5,
@@ -151,13 +147,9 @@ def parallel_margin_loss(
         UsageError: in backward with ``create_graph=True``.
 
     Examples:
-        >>> class Alone:  # one rank that has all classes
-        ...     size, rank = 1, 0
-        ...     def all_reduce(self, tensor):
-        ...         return tensor
-        ...     max = all_reduce
+        >>> from shardfold.nn.axis_group import OneRank  # it has all classes
         >>> hidden, centres, targets = torch.randn(6, 8), torch.randn(100, 8), torch.arange(6)
-        >>> loss = sf.nn.parallel_margin_loss(hidden, centres, targets, ranks=Alone(), angle=0.5)
+        >>> loss = sf.nn.parallel_margin_loss(hidden, centres, targets, ranks=OneRank(), angle=0.5)
         >>> loss.shape
         torch.Size([])
     """
@@ -201,7 +193,7 @@ def margin_of(who: str, scale: float, angle: float, cosine: float, sample: float
     return Margin(float(scale), float(angle), float(cosine))
 
 
-def _place(who: str, weight: Tensor, ranks: AxisRanks, classes: int | None) -> tuple[int, int]:
+def _place(who: str, weight: Tensor, ranks: AxisGroup, classes: int | None) -> tuple[int, int]:
     """The number of classes, and the first that is here.
 
     Raises:
@@ -212,14 +204,13 @@ def _place(who: str, weight: Tensor, ranks: AxisRanks, classes: int | None) -> t
         return rows * ranks.size, rows * ranks.rank
     if not is_integer(classes, 1):
         raise ConfigError(f"{who}: classes is {classes!r}, but must be a whole number, 1 or more.")
-    short, more = divmod(classes, ranks.size)
-    mine = short + (ranks.rank < more)
-    if rows != mine:
+    start, stop = ranks.range(classes)
+    if rows != stop - start:
         raise ConfigError(
             f"{who}: weight has {rows} rows on rank {ranks.rank} of {ranks.size}, whose part of {classes} classes is "
-            f"{mine}."
+            f"{stop - start}."
         )
-    return classes, ranks.rank * short + min(ranks.rank, more)
+    return classes, start
 
 
 def _columns(targets: Tensor, ignored: int, start: int, rows: int, classes: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
-from shardfold.nn.ranks import Everyone
+from shardfold.nn.axis_group import Everyone
 from shardfold.plan.checks import known_arguments
 from shardfold.torch_internals import in_backward
 

@@ -13,8 +13,8 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     global_weights    the weights that all groups of ranks share, and how outer steps change them
     guard             methods of an engine's optimizer that users must not call
     lamb              LAMB
-    link              the ranks that hold the other parts of this rank's parameters, as an optimizer of ours asks them
     lion              Lion: the sign of an interpolation of gradient and momentum
+    master_ranks      the ranks that hold the other parts of this rank's parameters, as an optimizer of ours asks them
     muon              Muon: momentum whose singular values are made equal, for the matrices of hidden layers
     onebit            1-bit Adam
     onebit_lamb       1-bit LAMB

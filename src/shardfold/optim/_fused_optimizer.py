@@ -28,7 +28,7 @@ from shardfold.tiers.tiers import Tiers
 __all__ = ["FusedOptimizer"]
 
 
-class _LateUpdate(NamedTuple):
+class _DelayedUpdate(NamedTuple):
     """What an update behind its step is made with: options of its group, which parameters some rank used, what
     gradients are multiplied by, and memory of the host for the compute-dtype copy, ``(n,)``."""
 
@@ -65,7 +65,7 @@ class FusedOptimizer(ShardedOptimizer):
         self._names, self._dtype, self._block = names, dtype, block
         self._stochastic, self._threads, self._compiles = stochastic, UpdateThreads(threads), compiles
         self._fused: dict[int, FusedShard] = {}  # by segment
-        self._held: dict[int, _LateUpdate] = {}  # by segment
+        self._held: dict[int, _DelayedUpdate] = {}  # by segment
 
     @property
     def compiled(self) -> bool:
@@ -187,7 +187,7 @@ class FusedOptimizer(ShardedOptimizer):
                 options = options_of(self._group(segment))
                 copies = segment.keeps_copy and any(flags)
                 aside = self._host_memory(segment.shard_numel, segment.dtype) if copies else None
-                self._held[id(segment)] = _LateUpdate(options, flags, factor_of(segment, factor), aside)
+                self._held[id(segment)] = _DelayedUpdate(options, flags, factor_of(segment, factor), aside)
 
     def take_updated(self) -> None:
         self._held.clear()

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardfold.optim.parts import ShardGroup, ShardPlacement
+from shardfold.nn.axis_group import AxisGroup
+from shardfold.optim.parts import ShardPlacement
 
 __all__ = ["balanced", "exchanged", "on_owners"]
 
@@ -33,7 +34,7 @@ def on_owners(
     parts: Sequence[Tensor],
     places: Sequence[ShardPlacement],
     owners: Sequence[int],
-    link: ShardGroup,
+    group: AxisGroup,
     function: Callable[[int, Tensor], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
     """``(i, part)``: this rank's part ``(held,)`` of ``function(i, whole)``, which runs on the owner of each matrix.
@@ -41,26 +42,27 @@ def on_owners(
     Args:
         parts: of each parameter, ``(held,)``, all of one dtype and device.
         places: of the parameters.
-        owners: rank of the link that completes each.
-        link: the ranks.
+        owners: rank that completes each.
+        group: the ranks.
         function: takes the number of a parameter and all of it in its shape; gives as many values of the same dtype.
     """
-    if link.ranks == 1:
+    if group.size == 1:
         for i, (part, place) in enumerate(zip(parts, places, strict=True)):
             yield i, function(i, part.view(place.shape)).reshape(-1)
         return
     for batch in _batches(parts, places, owners):
-        yield from _exchange(batch, parts, places, owners, link, function)
+        yield from _exchange(batch, parts, places, owners, group, function)
 
 
 def exchanged(
-    places: Sequence[ShardPlacement], owners: Sequence[int], itemsize: int, link: ShardGroup
+    places: Sequence[ShardPlacement], owners: Sequence[int], itemsize: int, group: AxisGroup
 ) -> tuple[int, int]:
     """Collectives that :func:`on_owners` takes for one batch, and bytes that this rank sends in them."""
-    if link.ranks == 1 or not places:
+    if group.size == 1 or not places:
         return 0, 0
-    away = sum(place.held for place, owner in zip(places, owners, strict=True) if owner != link.rank)
-    home = sum(place.numel - place.held for place, owner in zip(places, owners, strict=True) if owner == link.rank)
+    owned = list(zip(places, owners, strict=True))
+    away = sum(place.part_numel for place, owner in owned if owner != group.rank)
+    home = sum(place.numel - place.part_numel for place, owner in owned if owner == group.rank)
     calls = 2 * len(list(_batches_of([place.numel * itemsize for place in places], owners)))
     return calls, (away + home) * itemsize
 
@@ -89,29 +91,29 @@ def _exchange(
     parts: Sequence[Tensor],
     places: Sequence[ShardPlacement],
     owners: Sequence[int],
-    link: ShardGroup,
+    group: AxisGroup,
     function: Callable[[int, Tensor], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    theirs = [[i for i in batch if owners[i] == rank] for rank in range(link.ranks)]
-    mine = theirs[link.rank]
+    theirs = [[i for i in batch if owners[i] == rank] for rank in range(group.size)]
+    mine = theirs[group.rank]
     sent = torch.cat([parts[i] for owned in theirs for i in owned])
-    to = [sum(places[i].held for i in owned) for owned in theirs]
-    shares = [[(i, *places[i].shares[rank]) for i in mine] for rank in range(link.ranks)]  # in the order of arrival
+    to = [sum(places[i].part_numel for i in owned) for owned in theirs]
+    shares = [[(i, *places[i].shares[rank]) for i in mine] for rank in range(group.size)]  # in the order of arrival
     by = [sum(stop - start for _, start, stop in row) for row in shares]
-    received = sent.new_empty(sum(by))
-    link.exchange(sent, to, received, by)
+    received = group.exchange(sent, to, by)
+    del sent  # what comes back takes its memory
 
-    whole = {i: sent.new_empty(places[i].numel) for i in mine}
+    whole = {i: received.new_empty(places[i].numel) for i in mine}
     _copy(received, shares, whole, read=True)
     for i in mine:
         whole[i] = function(i, whole[i].view(places[i].shape)).reshape(-1)
     _copy(received, shares, whole, read=False)
-    link.exchange(received, by, sent, to)
+    back = group.exchange(received, by, to)
     position = 0
     for owned in theirs:
         for i in owned:
-            yield i, sent[position : position + places[i].held]
-            position += places[i].held
+            yield i, back[position : position + places[i].part_numel]
+            position += places[i].part_numel
 
 
 def _copy(

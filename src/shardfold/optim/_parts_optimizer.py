@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfold.optim.class_optimizer import ClassOptimizer
-from shardfold.optim.link import RankLink
+from shardfold.optim.master_ranks import MasterRanks
 from shardfold.optim.parts import PartOptimizer, ShardPlacement
 from shardfold.optim.sharded import MasterPiece
 from shardfold.plan.axes import Axes
@@ -33,10 +33,10 @@ class PartsOptimizer(ClassOptimizer):
         super().__init__(optimizer, tiers)
         self._ours = optimizer
 
-    def connect(self, link: RankLink, axes: Axes) -> None:
-        self._ours.connect(link, link.product_dtype() if self._ours.multiplies else None)
+    def connect(self, ranks: MasterRanks, axes: Axes) -> None:
+        self._ours.connect(ranks, ranks.product_dtype() if self._ours.multiplies else None)
         for axis in axes if self._ours.exchanges else ():
-            link.join((axis,))
+            ranks.join((axis,))
 
     def _begin(self, segment: Segment) -> None:
         for piece in self._pieces[id(segment)]:

@@ -74,7 +74,7 @@ class Adafactor(PartOptimizer):
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         if len(place.shape) < 2:
-            return itemsize * place.held
+            return itemsize * place.part_numel
         return max(itemsize, 4) * (place.whole_numel // place.whole[-1] + place.whole_numel // place.whole[-2])
 
     def update(self, uses: list[Use]) -> None:
@@ -142,7 +142,7 @@ def _follow(use: Use, sums: Tensor) -> None:
 
 
 def _direction(use: Use) -> Tensor:
-    """The gradient over the root of its second moment, ``(place.held,)``, a new tensor."""
+    """The gradient over the root of its second moment, ``(place.part_numel,)``, a new tensor."""
     grad, least = use.grad.reshape(-1), use.group["eps"][0]
     least = torch.finfo(use.tensor.dtype).eps if least is None else least
     if "variance" in use.state:
@@ -154,12 +154,12 @@ def _direction(use: Use) -> Tensor:
     row_var, col_var = use.state["row_var"].view(whole[:-1]), use.state["col_var"].view(*whole[:-2], whole[-1])
     mean = row_var.mean(dim=-1, keepdim=True).expand_as(row_var)[of_row].reshape(-1, rows)[:, :1].clamp(min=least)
     row_var, col_var = row_var[of_row].reshape(-1, 1), col_var[of_column].reshape(-1, columns)
-    first, stop = use.place.start // columns, -(-(use.place.start + use.place.held) // columns)
+    first, stop = use.place.start // columns, -(-(use.place.start + use.place.part_numel) // columns)
     mine = row_var[first:stop]
     matrix = _matrix_of(mine, first, rows)
     estimate = (mine * col_var[matrix]).div_(mean[matrix])
     offset = use.place.start - first * columns
-    part = estimate.view(-1)[offset : offset + use.place.held]
+    part = estimate.view(-1)[offset : offset + use.place.part_numel]
     return part.clamp_(min=least * least).rsqrt_().to(grad.dtype).mul_(grad)
 
 
@@ -170,13 +170,13 @@ def _step_size(use: Use, square: Tensor) -> Tensor:
 
 
 def _in_rows(place: ShardPlacement, part: Tensor) -> tuple[Tensor, int]:
-    """A part ``(place.held,)`` as the rows that it touches, zeros where others have them; and the first's number."""
+    """A part ``(place.part_numel,)`` as the rows that it touches, zeros where others have some; the first's number."""
     columns = place.shape[-1]
-    first, stop = place.start // columns, -(-(place.start + place.held) // columns)
+    first, stop = place.start // columns, -(-(place.start + place.part_numel) // columns)
     offset, size = place.start - first * columns, (stop - first) * columns
-    if size != place.held:
+    if size != place.part_numel:
         whole = part.new_zeros(size)
-        whole[offset : offset + place.held] = part
+        whole[offset : offset + place.part_numel] = part
         part = whole
     return part.view(-1, columns), first
 

@@ -86,14 +86,14 @@ class AdamW8bit(PartOptimizer):
         state: dict[str, Any] = {"step": 0}
         for name in self.per_element:
             zero = _code_of_zero(signed=name == "exp_avg")
-            state[f"{name}_codes"] = torch.full((place.held,), zero, dtype=torch.uint8, device=tensor.device)
-            state[f"{name}_scales"] = torch.zeros(-(-place.held // self.block), device=tensor.device)
+            state[f"{name}_codes"] = torch.full((place.part_numel,), zero, dtype=torch.uint8, device=tensor.device)
+            state[f"{name}_scales"] = torch.zeros(-(-place.part_numel // self.block), device=tensor.device)
         return state
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
         if place.whole_numel < self.min_8bit_size:
-            return 8 * place.held
-        return 2 * (place.held + 4 * -(-place.held // self.block))
+            return 8 * place.part_numel
+        return 2 * (place.part_numel + 4 * -(-place.part_numel // self.block))
 
     def update(self, uses: list[Use]) -> None:
         for use in uses:

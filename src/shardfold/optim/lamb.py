@@ -70,7 +70,7 @@ class LAMB(PartOptimizer):
         return {"step": 0, "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
-        return 2 * itemsize * place.held
+        return 2 * itemsize * place.part_numel
 
     def update(self, uses: list[Use]) -> None:
         if not uses:

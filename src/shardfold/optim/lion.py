@@ -52,7 +52,7 @@ class Lion(PartOptimizer):
         return {"exp_avg": torch.zeros_like(tensor)}
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
-        return itemsize * place.held
+        return itemsize * place.part_numel
 
     def update(self, uses: list[Use]) -> None:
         for use in uses:

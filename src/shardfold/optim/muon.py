@@ -14,7 +14,7 @@ from shardfold import accelerator
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.optim._owners import balanced, exchanged, on_owners
 from shardfold.optim.adamw import adamw_
-from shardfold.optim.parts import PartOptimizer, ShardGroup, ShardPlacement, Use, check_betas, check_number
+from shardfold.optim.parts import PartOptimizer, PartRanks, ShardPlacement, Use, check_betas, check_number
 from shardfold.plan.axes import Axes
 from shardfold.plan.checks import known_arguments
 from shardfold.plan.cost import Sent
@@ -129,7 +129,7 @@ class Muon(PartOptimizer):
         return {"momentum_buffer": torch.zeros_like(tensor)}
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
-        return (2 if group["adamw"] else 1) * itemsize * place.held
+        return (2 if group["adamw"] else 1) * itemsize * place.part_numel
 
     def update(self, uses: list[Use]) -> None:
         for use in uses:
@@ -160,16 +160,16 @@ class Muon(PartOptimizer):
             self._exchange(axes, [uses[i] for i in these], [parts[i] for i in these])
 
     def _exchange(self, axes: Axes, uses: list[Use], parts: list[Tensor]) -> None:
-        link = self.link.beside(axes)
-        places = [_joined(use.place, link) for use in uses]
-        owners = balanced([_cost(use.place, use.group) for use in uses], link.ranks)
+        ranks = self.ranks.beside(axes)
+        places = [_joined(use.place, ranks) for use in uses]
+        owners = balanced([_cost(use.place, use.group) for use in uses], ranks.group.size)
         boxes = [use.place for use in uses]
 
         def equalized(i: int, matrix: Tensor) -> Tensor:
             products = uses[i].group["ns_dtype"] or self.products or accelerator.product_dtype(matrix.device)
             return _whole_equalized(matrix.to(products), boxes[i], uses[i].group).to(matrix.dtype)
 
-        for i, part in on_owners(parts, places, owners, link, equalized):
+        for i, part in on_owners(parts, places, owners, ranks.group, equalized):
             group, tensor = uses[i].group, uses[i].tensor
             lr = float(group["lr"])
             tensor.mul_(1 - lr * group["weight_decay"])
@@ -184,13 +184,14 @@ class Muon(PartOptimizer):
         found: dict[Sent, tuple[int, int]] = {}
         matrices = [(group, place) for group, _, place in self.parts() if not group["adamw"] and place.whole_numel]
         for dtype, axes in dict.fromkeys((group["ns_dtype"], place.axes) for group, place in matrices):
-            link = self.link.beside(axes)
+            ranks = self.ranks.beside(axes)
             some = [(g, place) for g, place in matrices if g["ns_dtype"] is dtype and place.axes == axes]
-            owners = balanced([_cost(place, group) for group, place in some], link.ranks)
-            more = exchanged([_joined(place, link) for _, place in some], owners, (dtype or TRAVELS).itemsize, link)
-            calls, sent = found.get(link.kind, (0, 0))
+            owners = balanced([_cost(place, group) for group, place in some], ranks.group.size)
+            joined = [_joined(place, ranks) for _, place in some]
+            more = exchanged(joined, owners, (dtype or TRAVELS).itemsize, ranks.group)
+            calls, sent = found.get(ranks.kind, (0, 0))
             if more[0]:
-                found[link.kind] = calls + more[0], sent + more[1]
+                found[ranks.kind] = calls + more[0], sent + more[1]
         return found
 
 
@@ -237,15 +238,16 @@ def _equalized(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _joined(place: ShardPlacement, link: ShardGroup) -> ShardPlacement:
+def _joined(place: ShardPlacement, ranks: PartRanks) -> ShardPlacement:
     """Where parts of a matrix are on all ranks that have some: its boxes lie one behind the other, ``(boxes, rows,
     columns)``."""
     if place.box is None:
         return place
     shares = tuple(
-        (box * place.numel + place.shares[own][0], box * place.numel + place.shares[own][1]) for own, box in link.places
+        (box * place.numel + place.shares[own][0], box * place.numel + place.shares[own][1])
+        for own, box in ranks.places
     )
-    return ShardPlacement((link.ranks // len(place.shares), *place.shape), shares, link.rank)
+    return ShardPlacement((ranks.group.size // len(place.shares), *place.shape), shares, ranks.group.rank)
 
 
 def _whole_equalized(matrix: Tensor, place: ShardPlacement, group: dict[str, Any]) -> Tensor:

@@ -72,7 +72,7 @@ class OneBitAdam(SignOptimizer):
         return {"step": 0, "variance_steps": 0, **moments, **self.watched()}
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
-        return 2 * itemsize * place.held
+        return 2 * itemsize * place.part_numel
 
     def update(self, uses: list[Use]) -> None:
         how = self.how

@@ -95,7 +95,7 @@ class OneBitLamb(SignOptimizer):
         return {"step": 0, "variance_steps": 0, **moments, "coeff": 0.0, "factor": 1.0, **self.watched()}
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
-        return 3 * itemsize * place.held
+        return 3 * itemsize * place.part_numel
 
     def update(self, uses: list[Use]) -> None:
         if not uses:

@@ -14,26 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError
+from shardfold.nn.axis_group import AxisGroup, OneRank
 from shardfold.plan.axes import Axes
 from shardfold.plan.cost import Sent
 from shardfold.plan.placement import Box
 
-__all__ = ["Alone", "PartOptimizer", "ShardGroup", "ShardPlacement", "Use", "check_betas", "check_number"]
+__all__ = ["PartOptimizer", "PartRanks", "ShardPlacement", "Use", "check_betas", "check_number"]
 
 
 class ShardPlacement(NamedTuple):
     """Where parts of one parameter are.
 
     Attributes:
-        shape: of the parameter, as ranks of the link have it together.
-        shares: ``(start, stop)`` in the flattened parameter of each rank's part, by rank of the link.
+        shape: of the parameter, as the ranks have it together.
+        shares: ``(start, stop)`` in the flattened parameter of each rank's part, by rank.
         rank: whose part is this one.
         larger: the shape of the larger parameter that this one is a box of; empty: it is the whole.
         box: which box; None: it is the whole.
@@ -67,7 +68,7 @@ class ShardPlacement(NamedTuple):
         return self.shares[self.rank][0]
 
     @property
-    def held(self) -> int:
+    def part_numel(self) -> int:
         """Elements of this rank's part."""
         return self.shares[self.rank][1] - self.start
 
@@ -76,7 +77,7 @@ class Use(NamedTuple):
     """A part that has a gradient in this step, which all ranks agree on.
 
     Attributes:
-        tensor: the part, ``(place.held,)`` on shards and ``place.shape`` of a whole parameter; updated in place.
+        tensor: the part, ``(place.part_numel,)`` on shards and ``place.shape`` of a whole parameter; updated in place.
         grad: of the same shape and dtype.
     """
 
@@ -87,62 +88,34 @@ class Use(NamedTuple):
     place: ShardPlacement
 
 
-class ShardGroup(Protocol):
-    """The ranks that hold parts of the same parameters; ``kind``: what an exchange is counted as; ``places``: of each
-    rank, whose part of a box it has and of which box."""
+class PartRanks:
+    """The ranks that hold parts of the same parameters. These here are one process that holds all of every parameter.
 
-    rank: int
-    ranks: int
-    kind: Sent
-    places: Sequence[tuple[int, int]]
+    Attributes:
+        group: the ranks.
+        kind: what an exchange is counted as.
+        places: of each rank, whose part of a box it has and of which box.
+    """
 
-    def beside(self, axes: Axes) -> ShardGroup:
-        """These ranks and those along more axes, which have other boxes of parameters."""
-        ...
-
-    def sum(self, numbers: Tensor) -> None:
-        """Sums a small vector over the ranks, in place."""
-        ...
-
-    def most(self, numbers: Tensor) -> None:
-        """The greatest of each number of a small vector over the ranks, in place."""
-        ...
-
-    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
-        """Sends the next ``to[r]`` elements of 1-D ``sent`` to rank ``r``; its ``by[r]`` come in the order of ranks."""
-        ...
-
-
-class Alone:
-    """One process that holds all of every parameter."""
-
-    rank, ranks = 0, 1
+    group: AxisGroup = OneRank()
     kind = Sent("update", "ALL_TO_ALL", ())
     places: Sequence[tuple[int, int]] = ((0, 0),)
 
-    def beside(self, axes: Axes) -> ShardGroup:
+    def beside(self, axes: Axes) -> PartRanks:
+        """These ranks and those along more axes, which have other boxes of parameters."""
         return self
-
-    def sum(self, numbers: Tensor) -> None:
-        return
-
-    def most(self, numbers: Tensor) -> None:
-        return
-
-    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
-        received.copy_(sent)
 
 
 class PartOptimizer(Optimizer):
     """A ``torch.optim`` optimizer whose update is right on parts of parameters.
 
-    It works on a plain model as any other. An engine gives it a link and the place of every part.
+    It works on a plain model as any other. An engine gives it the other ranks and the place of every part.
 
     Attributes:
         per_element: names of the states that have a value for each element.
         per_parameter: names of the states that a parameter has once; equal on all ranks.
         elementwise: whether it reads nothing but the elements it updates, so that it asks no other rank.
-        exchanges: whether it asks the link for more than sums.
+        exchanges: whether it asks the other ranks for more than sums.
         multiplies: whether it multiplies matrices in a dtype that it takes by what devices are fast in.
         products: that dtype, the same on all ranks that compute alike; None: nobody has asked them.
         places: of parts; what is not in it is a whole parameter.
@@ -154,7 +127,7 @@ class PartOptimizer(Optimizer):
     exchanges: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
     products: torch.dtype | None = None
-    link: ShardGroup = Alone()
+    ranks = PartRanks()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.places: dict[Tensor, ShardPlacement] = {}
@@ -164,9 +137,9 @@ class PartOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("places", {})  # a copy is an optimizer of whole parameters
 
-    def connect(self, link: ShardGroup, products: torch.dtype | None) -> None:
+    def connect(self, ranks: PartRanks, products: torch.dtype | None) -> None:
         """The ranks that have the other parts, and the dtype in which all of them multiply; None: nobody has asked."""
-        self.link, self.products = link, products
+        self.ranks, self.products = ranks, products
 
     @property
     def align(self) -> int:
@@ -231,7 +204,7 @@ class PartOptimizer(Optimizer):
         """Every part with its group and place, in an order that all ranks share."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p in self.places or isinstance(self.link, Alone):  # else it stands for a group that is elsewhere
+                if p in self.places or type(self.ranks) is PartRanks:  # else it stands for a group that is elsewhere
                     yield group, p, self.places.get(p) or ShardPlacement(tuple(p.shape), ((0, p.numel()),))
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -244,20 +217,19 @@ class PartOptimizer(Optimizer):
 
     def summed(self, uses: Sequence[Use], parts: Sequence[Tensor]) -> list[Tensor]:
         """The sums of 1-D ``parts``, one for each use, over all ranks that have elements of its parameter."""
-        return self._joined(uses, parts, lambda link, every: link.sum(every))
+        return self._joined(uses, parts, lambda group, every: group.all_reduce(every))
 
     def greatest(self, uses: Sequence[Use], parts: Sequence[Tensor]) -> list[Tensor]:
         """As :meth:`summed`, the greatest."""
-        return self._joined(uses, parts, lambda link, every: link.most(every))
+        return self._joined(uses, parts, lambda group, every: group.max(every))
 
     def _joined(
-        self, uses: Sequence[Use], parts: Sequence[Tensor], join: Callable[[ShardGroup, Tensor], None]
+        self, uses: Sequence[Use], parts: Sequence[Tensor], join: Callable[[AxisGroup, Tensor], Tensor]
     ) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         for axes in sorted({use.place.axes for use in uses}):
             these = [i for i, use in enumerate(uses) if use.place.axes == axes]
-            every = torch.cat([parts[i] for i in these])
-            join(self.link.beside(axes), every)
+            every = join(self.ranks.beside(axes).group, torch.cat([parts[i] for i in these]))
             found.update(zip(these, every.split([len(parts[i]) for i in these]), strict=True))
         return [found[i] for i in range(len(uses))]
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardfold.errors import ConfigError
 from shardfold.optim.fused import fused_moments
 from shardfold.optim.guard import Guard
-from shardfold.optim.link import RankLink
+from shardfold.optim.master_ranks import MasterRanks
 from shardfold.optim.speculation import Snapshots
 from shardfold.plan.axes import Axes
 from shardfold.plan.cost import Sent
@@ -96,7 +96,7 @@ class ShardedOptimizer(Updater):
         """From now on calls of users' are refused, but for ``zero_grad()``, which calls that method."""
         self._guard = Guard(self.torch_optimizer, zero_grad)
 
-    def connect(self, link: RankLink, axes: Axes) -> None:
+    def connect(self, ranks: MasterRanks, axes: Axes) -> None:
         """The ranks that hold the other pieces, for an optimizer that asks them, and the axes of the mesh on which
         parameters may be cut; all ranks call it."""
 

@@ -85,7 +85,7 @@ class ZeroOneAdam(SignOptimizer):
         return {"step": 0, "variance_steps": 0, "rates": 0.0, **{name: torch.zeros_like(tensor) for name in names}}
 
     def state_bytes(self, group: dict[str, Any], place: ShardPlacement, itemsize: int) -> int:
-        return 4 * itemsize * place.held
+        return 4 * itemsize * place.part_numel
 
     def meeting(self, steps: int) -> Literal["dense", "signs", "local"]:
         if steps < self.freeze_step:

@@ -13,8 +13,9 @@ infer            which layers can be cut, found in a run without memory
 kernels          attention of one tile, forward and backward
 layer_traffic    bytes that layers cut along an axis of tensor send
 lengths          what a module has in place of a whole: a part of a parameter, and numbers of its own shape
-link             what layers ask of the ranks along one axis, or along all axes of data
+link             where ``link_of`` was, which is ``group_of`` now
 model_trace      what a model does, operation by operation, without memory: a run of a copy of it on the meta device
+module_group     what a module keeps of the ranks along one axis, or along all axes of data
 numbers          the whole numbers among the arguments of a call: sizes of views, lengths of pieces, edges of slices
 parallel         how ranks share a model: the axes of their mesh, and what is cut along which
 pipeline         stages of layers

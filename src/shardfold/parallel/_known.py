@@ -203,9 +203,9 @@ def _between(model: nn.Module, plan: Plan) -> Plan:
     last = f"{prefix}{norm.format(last=f'{blocks}.{count - 1}')}"
     if not count or last not in modules:
         raise ConfigError(
-            f"sequence_parallel=True: where {type(model).__name__} has its blocks and its last norm is not known; give "
-            "a plan with the words 'scattered' for the first block, 'collected' for attention, 'sequence' for norms "
-            "and 'joined' for the last one."
+            f"Parallel(sequence_parallel=True): where {type(model).__name__} has its blocks and its last norm is not "
+            "known; give a plan with the words 'scattered' for the first block, 'collected' for attention, 'sequence' "
+            "for norms and 'joined' for the last one."
         )
     named = {
         path: next((word for pattern, word in plan.items() if fnmatchcase(path, pattern)), None) for path in modules
@@ -226,8 +226,8 @@ def _between(model: nn.Module, plan: Plan) -> Plan:
             found[path] = "sequence"
         elif owns:
             raise ConfigError(
-                f"sequence_parallel=True: {path!r} ({kind}) may look at several tokens; give a plan with a word for "
-                "it, as 'sequence' if it works on each token by itself."
+                f"Parallel(sequence_parallel=True): {path!r} ({kind}) may look at several tokens; give a plan with a "
+                "word for it, as 'sequence' if it works on each token by itself."
             )
     return found
 

@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from shardfold.comm.comm import Comm
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.errors import ConfigError, ModelError, UsageError
-from shardfold.parallel.link import MeshLink, OneRank
+from shardfold.nn.axis_group import OneRank
 from shardfold.parallel.sequence import SequenceAxis, whole_attention
 from shardfold.plan.axes import Role
 
@@ -101,10 +102,10 @@ def open_sequence(
     *,
     shares: int,
     apart: Callable[[], bool],
-    link: type[MeshLink] = MeshLink,
+    group: type[MeshGroup] = MeshGroup,
 ) -> SequenceAxis | None:
     """The axis of sequence of an engine's mesh, which the model's attention crosses from now on; None: it has none.
-    ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshLink`, which ``link`` is.
+    ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshGroup`, which ``group`` is.
 
     Raises:
         ConfigError: ``attention`` was chosen but there is no such axis, there are two, or heads do not divide.
@@ -114,12 +115,12 @@ def open_sequence(
     if not axes:
         if attention is not None:
             raise ConfigError(
-                f"attention={attention!r} says how attention crosses an axis of sequence, which mesh= does not have: "
-                "add it, as in parallel={'sequence': 2}, or leave attention= out."
+                f"Parallel(attention={attention!r}) says how attention crosses an axis of sequence, which parallel= "
+                "does not have: add it, as in parallel={'sequence': 2}, or leave Parallel(attention=...) out."
             )
         return None
     if len(axes) > 1:
-        raise ConfigError(f"mesh= has two axes of role sequence, {axes[0].name!r} and {axes[1].name!r}: give one.")
+        raise ConfigError(f"parallel= has two axes of role sequence, {axes[0].name!r} and {axes[1].name!r}: give one.")
     own = list(_own(model))
     theirs = list(_of_transformers(model))
     if not own and not theirs and axes[0].size > 1:
@@ -129,7 +130,7 @@ def open_sequence(
             "F.scaled_dot_product_attention."
         )
     heads = [each.heads for each in own if each.heads] + [n for each in theirs if (n := _heads(each.config))]
-    made = link(axes[0].name, comm, apart) if axes[0].size > 1 else OneRank(axes[0].name)
+    made = group(axes[0].name, comm, apart) if axes[0].size > 1 else OneRank(axes[0].name)
     return SequenceAxis(made, attention or "auto", [max(n // shares, 1) for n in heads], comm.memory.device)
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfold.parallel.link import AxisLink
+from shardfold.parallel.module_group import ModuleGroup
 from shardfold.parallel.stream import apart_draws
 
 __all__ = ["Parts", "look_at_draws"]
@@ -100,16 +100,16 @@ class Parts:
 
 
 class _Looking(TorchFunctionMode):
-    def __init__(self, parts: Parts, link: AxisLink) -> None:
+    def __init__(self, parts: Parts, group: ModuleGroup) -> None:
         super().__init__()
-        self._parts, self._link = parts, link
+        self._parts, self._group = parts, group
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, parts = kwargs or {}, self._parts
         if not parts or not (parts.among(args) or (kwargs and parts.among(kwargs.values()))):
             return func(*args, **kwargs)
         if func in DRAWING and _draws(func, args, kwargs):
-            with apart_draws(_device_of(args, kwargs), self._link):
+            with apart_draws(_device_of(args, kwargs), self._group):
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
@@ -138,13 +138,13 @@ class Looked:
         module: whose it is.
         forward: in place of its class's, if any.
         parts: of the model.
-        link: to the ranks that have the others.
+        group: the ranks that have the others.
     """
 
     module: nn.Module
     forward: Callable[..., Any] | None
     parts: Parts
-    link: AxisLink
+    group: ModuleGroup
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -154,10 +154,10 @@ class Looked:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        with _Looking(self.parts, self.link):
+        with _Looking(self.parts, self.group):
             return self.__wrapped__(*args, **kwargs)
 
 
-def look_at_draws(module: nn.Module, parts: Parts, link: AxisLink) -> None:
+def look_at_draws(module: nn.Module, parts: Parts, group: ModuleGroup) -> None:
     """Calls in the forward of ``module``, which columns or rows are in, are looked at from now on, in training."""
-    vars(module)["forward"] = Looked(module, vars(module).get("forward"), parts, link)
+    vars(module)["forward"] = Looked(module, vars(module).get("forward"), parts, group)

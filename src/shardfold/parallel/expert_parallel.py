@@ -28,14 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.comm.comm import Comm
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.errors import ConfigError
+from shardfold.nn.axis_group import AxisGroup, Everyone
 from shardfold.nn.experts import ByRows, combined, sorted_rows
 from shardfold.nn.moe import MoE
-from shardfold.nn.ranks import Everyone
 from shardfold.nn.router import Router
 from shardfold.parallel.adjoint import paired
 from shardfold.parallel.lengths import keep_part
-from shardfold.parallel.link import AxisLink, Link, MeshLink, link_of
+from shardfold.parallel.module_group import ModuleGroup, group_of
 from shardfold.parallel.split import is_cut
 from shardfold.plan.axes import Mesh, Role, nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
@@ -118,16 +119,16 @@ def share_out(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None:
         return
     axis, size = axes[0], mesh[axes[0]]
     if len(axes) > 1:
-        raise ConfigError(f"mesh= has two axes of experts, {' and '.join(axes)}: give one.")
+        raise ConfigError(f"parallel= has two axes of experts, {' and '.join(axes)}: give one.")
     found = list(experts_of(model))
     if not found and not marked_on(model, axis):
         raise ConfigError(
-            f"mesh= has {size} ranks on {axis!r}, but {type(model).__name__} has no experts that are known: sf.nn.MoE, "
-            "sf.nn.Experts and the experts of transformers are; layers of your own say which they have with "
+            f"parallel= has {size} ranks on {axis!r}, but {type(model).__name__} has no experts that are known: "
+            "sf.nn.MoE, sf.nn.Experts and the experts of transformers are; layers of your own say which they have with "
             f"sf.mark_slice(module, 'weight', axis={axis!r}, dim=0), or leave the axis out."
         )
     for path, module in found:
-        if is_shared_out(module):  # for an engine that was closed; for as many ranks, as is seen where links are bound
+        if is_shared_out(module):  # for an engine that was closed; for as many ranks, as is seen where groups are bound
             continue
         _share_out(path, module, axis, coords[axis], mesh)
 
@@ -140,16 +141,17 @@ def _share_out(path: str, module: Any, axis: str, rank: int, mesh: Mesh) -> None
     experts, size = module.num_experts, mesh[axis]
     if is_cut(module):
         raise ConfigError(
-            f"{path!r} has experts that tensor= cuts, and mesh= has an axis of experts: give tensor= a plan that "
-            "leaves them whole (without the word 'experts'), or leave one of the axes out."
+            f"{path!r} has experts that Parallel(tensor=...) cuts, and parallel= has an axis of experts: give "
+            "Parallel(tensor=...) a plan that leaves them whole (without the word 'experts'), or leave one of the axes "
+            "out."
         )
     if experts % size:
         raise ConfigError(
             f"{path!r} has {experts} experts, which cannot be divided over the {size} ranks along {axis!r}: give the "
             f"axis a size that divides them, as {nearest_that_divides(size, experts, mesh.size)}."
         )
-    each, link = experts // size, link_of(module, axis)
-    link.part(size)
+    each, group = experts // size, group_of(module, axis)
+    group.part(size)
     own = {name: p for name, p in module._parameters.items() if p is not None}
     for name, parameter in own.items():
         if len(parameter) != experts:
@@ -162,7 +164,7 @@ def _share_out(path: str, module: Any, axis: str, rank: int, mesh: Mesh) -> None
         keep_part(parameter, parameter.detach().narrow(0, rank * each, each).clone())
         mark_slice(module, name, axis=axis, dim=0)
     vars(module)["num_experts"] = each
-    vars(module)[_DISPATCH] = vars(module)["forward"] = Dispatch(module, link, experts, path)
+    vars(module)[_DISPATCH] = vars(module)["forward"] = Dispatch(module, group, experts, path)
 
 
 # -- the way of tokens
@@ -174,7 +176,7 @@ class Dispatch:
 
     Attributes:
         module: with this rank's experts.
-        link: to the ranks that have the others.
+        group: the ranks that have the others.
         experts: on all ranks.
         path: of the module.
         sent: rows that went to each rank in the last forward.
@@ -183,7 +185,7 @@ class Dispatch:
     """
 
     module: Any
-    link: AxisLink
+    group: ModuleGroup
     experts: int
     path: str
     sent: Sequence[int] = ()
@@ -216,16 +218,16 @@ class Dispatch:
 
     def _of_ranks(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """What the experts of all ranks make of ``rows``, by expert."""
-        size, each, link = self.link.size, self.experts // self.link.size, self.link
+        size, each, group = self.group.size, self.experts // self.group.size, self.group
         mine = torch.tensor(counts, dtype=torch.int64, device=rows.device)
-        told = link.exchange(mine, [each] * size, [each] * size).view(size, each)  # by rank, of own experts
+        told = group.exchange(mine, [each] * size, [each] * size).view(size, each)  # by rank, of own experts
         if self.even:
             told = mine[:each].repeat(size, 1)
         by_rank: list[list[int]] = [list(counts[:each])] * size if self.even else told.tolist()
         to = [sum(counts[r * each : (r + 1) * each]) for r in range(size)]
         by = [sum(of_rank) for of_rank in by_rank]
         self.sent, self.came = to, by
-        came = _exchanged(rows, link, to, by)
+        came = _exchanged(rows, group, to, by)
         # Rows lie by rank and expert; they are to lie by expert.
         experts = torch.arange(each, device=rows.device).repeat(size)
         experts = experts.repeat_interleave(told.reshape(-1), output_size=sum(by))
@@ -235,7 +237,7 @@ class Dispatch:
         made = self._own(came[order], [sum(column) for column in zip(*by_rank, strict=True)])
         # Where no row came nothing of these is in the graph: they are, so that all ranks go the way back.
         own = [p for p in self.module._parameters.values() if p is not None]
-        return _exchanged(made[back], link, by, to, () if len(made) else own)
+        return _exchanged(made[back], group, by, to, () if len(made) else own)
 
     def _own(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """What this rank's experts make of ``rows``, ``counts`` of each one behind the other."""
@@ -249,11 +251,11 @@ class Dispatch:
 
 
 def _exchanged(
-    rows: Tensor, link: Link, to: Sequence[int], by: Sequence[int], with_: Sequence[nn.Parameter] = ()
+    rows: Tensor, group: AxisGroup, to: Sequence[int], by: Sequence[int], with_: Sequence[nn.Parameter] = ()
 ) -> Tensor:
     """Rows to ranks; its backward is the way back. ``with_`` takes part in the graph on each rank, so that on each rank
     the way back is gone."""
-    there, back = partial(link.exchange, to=to, by=by), partial(link.exchange, to=by, by=to)
+    there, back = partial(group.exchange, to=to, by=by), partial(group.exchange, to=by, by=to)
     return paired(rows.contiguous(), there, back, with_)
 
 
@@ -264,7 +266,7 @@ def connect_routers(model: nn.Module, comm: Comm, apart: Callable[[], bool]) -> 
     """Tells each mixture of ours who else reads other things, of which its loss is, and its bias; returns what undoes
     it."""
     mesh = comm.mesh.sizes
-    axes = [MeshLink(axis, comm, apart) for axis in mesh.reading]
+    axes = [MeshGroup(axis, comm, apart) for axis in mesh.reading]
     told: list[Everyone] = [module.everyone for module in model.modules() if isinstance(module, (MoE, Router))]
     for everyone in told:
         everyone.follow(axes)
@@ -291,10 +293,10 @@ def described(model: nn.Module) -> list[str]:
     found = [(path, module, vars(module)[_DISPATCH]) for path, module in model.named_modules() if is_shared_out(module)]
     if not found:
         return []
-    link: AxisLink = found[0][2].link
+    group: ModuleGroup = found[0][2].group
     lines = [
-        f"experts along {link.axis!r} over {link.parts} ranks; for each choice of a token that is another rank's, its "
-        "vector is sent there and one comes back, in forward and in backward:"
+        f"experts along {group.axis!r} over {group.parts} ranks; for each choice of a token that is another rank's, "
+        "its vector is sent there and one comes back, in forward and in backward:"
     ]
     for path, module, dispatch in found:
         shapes = " ".join(f"{name}{list(p.shape)}" for name, p in module._parameters.items() if p is not None)

@@ -121,8 +121,8 @@ class Following:
         was = self.calls[self._at].name if self._at < len(self.calls) else "nothing more"
         return UsageError(
             f"{self.path or 'the model'!r} was cut by a trace of it, in which its call {self._at + 1} on parts of "
-            f"tensors was {was}, and now it does {does}: give tensor= inputs as it gets them, "
-            "tensor=shardfold.parallel.Traced(...), or a plan of words."
+            f"tensors was {was}, and now it does {does}: give Parallel(tensor=...) inputs as it gets them, "
+            "Parallel(tensor=shardfold.parallel.Traced(...)), or a plan of words."
         )
 
 

@@ -22,8 +22,8 @@ from weakref import ref
 
 from torch import Tensor
 
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.parallel.adjoint import paired
-from shardfold.parallel.link import Link
 from shardfold.torch_internals import storage_key, untraced_from_call
 
 __all__ = ["collect", "copy", "gather", "reduce", "scatter", "spread"]
@@ -34,74 +34,75 @@ def _place(x: Tensor) -> Any:
 
 
 @untraced_from_call
-def copy(x: Tensor, link: Link) -> Tensor:
+def copy(x: Tensor, group: AxisGroup) -> Tensor:
     """``x``, which is the same on all ranks and goes on into parts of a layer: its gradients are summed."""
-    if link.size == 1:
+    if group.size == 1:
         return x
-    gathered = _gathered(x, link)
+    gathered = _gathered(x, group)
     if gathered is None or gathered.part is None:
-        return paired(x, _same, partial(reduce, link=link))
+        return paired(x, _same, partial(reduce, group=group))
     whole = x.detach()  # as collect() of the part gives it, which was gathered already
-    return paired(gathered.part, lambda part: _same(whole), partial(spread, link=link, dim=gathered.dim))
+    return paired(gathered.part, lambda part: _same(whole), partial(spread, group=group, dim=gathered.dim))
 
 
 @untraced_from_call
-def reduce(x: Tensor, link: Link) -> Tensor:
+def reduce(x: Tensor, group: AxisGroup) -> Tensor:
     """The sum of ``x``, of which each rank has a summand; the sum's gradient is each summand's."""
-    return x if link.size == 1 else paired(x, link.all_reduce, lambda grad: grad)
+    return x if group.size == 1 else paired(x, group.all_reduce, lambda grad: grad)
 
 
 @untraced_from_call
-def scatter(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+def scatter(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """This rank's part along ``dim`` of what is the same on all ranks; ``sizes`` of the parts, None: equal ones."""
-    if link.size == 1:
+    if group.size == 1:
         return x
-    return paired(x, partial(_part, link=link, dim=dim, sizes=sizes), partial(gather, link=link, dim=dim, sizes=sizes))
+    there = partial(_part, group=group, dim=dim, sizes=sizes)
+    return paired(x, there, partial(gather, group=group, dim=dim, sizes=sizes))
 
 
 @untraced_from_call
-def gather(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+def gather(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """The ranks' parts side by side along ``dim``, used alike on all ranks: the gradient is this rank's part of it."""
-    if link.size == 1:
+    if group.size == 1:
         return x
-    back = _Cutting(x, link, dim, sizes)
-    return back.of(paired(x, lambda x: link.all_gather(x, dim, sizes).data, back))
+    back = _Cutting(x, group, dim, sizes)
+    return back.of(paired(x, lambda x: group.all_gather(x, dim, sizes).data, back))
 
 
 @untraced_from_call
-def spread(x: Tensor, link: Link, dim: int) -> Tensor:
+def spread(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of ``x``, of which each rank has a summand."""
-    if link.size == 1:
+    if group.size == 1:
         return x
-    return paired(x, lambda x: link.reduce_scatter(x, dim).data, partial(collect, link=link, dim=dim))
+    return paired(x, lambda x: group.reduce_scatter(x, dim).data, partial(collect, group=group, dim=dim))
 
 
 @untraced_from_call
-def collect(x: Tensor, link: Link, dim: int) -> Tensor:
+def collect(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     """The ranks' parts side by side along ``dim``, which go on into parts of a layer: their gradients are summed."""
-    if link.size == 1:
+    if group.size == 1:
         return x
-    return paired(x, lambda x: link.all_gather(x, dim).data, partial(spread, link=link, dim=dim))
+    return paired(x, lambda x: group.all_gather(x, dim).data, partial(spread, group=group, dim=dim))
 
 
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _part(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None) -> Tensor:
-    return x.split(list(sizes) if sizes is not None else x.shape[dim] // link.size, dim)[link.rank].contiguous()
+def _part(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None) -> Tensor:
+    return x.split(list(sizes) if sizes is not None else x.shape[dim] // group.size, dim)[group.rank].contiguous()
 
 
 class _Cutting:
     """The way back through :func:`gather`. Of equal parts it knows this rank's, and the whole as long as that lives."""
 
-    def __init__(self, part: Tensor, link: Link, dim: int, sizes: Sequence[int] | None) -> None:
-        self.link, self.dim, self._sizes = link, dim, sizes
+    def __init__(self, part: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None) -> None:
+        self.group, self.dim, self._sizes = group, dim, sizes
         self.part = part if sizes is None else None
         self.whole: Callable[[], Tensor | None] = lambda: None
 
     def __call__(self, grad: Tensor) -> Tensor:
-        return scatter(grad, self.link, self.dim, self._sizes)
+        return scatter(grad, self.group, self.dim, self._sizes)
 
     def of(self, whole: Tensor) -> Tensor:
         """``whole``, which was gathered."""
@@ -113,14 +114,14 @@ class _Cutting:
 _VIEWS = ("AliasBackward0", "SliceBackward0", "UnsafeViewBackward0", "ViewBackward0")
 
 
-def _gathered(x: Tensor, link: Link) -> _Cutting | None:
-    """How ``x`` was gathered in equal parts over ``link``, if nothing but views that keep its shape lies between, and
+def _gathered(x: Tensor, group: AxisGroup) -> _Cutting | None:
+    """How ``x`` was gathered in equal parts over ``group``, if nothing but views that keep its shape lies between, and
     no hook wants the gradient of what was gathered."""
     node: Any = x.grad_fn
     while type(node).__name__ in _VIEWS:
         node = node.next_functions[0][0]
     back = getattr(node, "back", None)
-    if not isinstance(back, _Cutting) or back.link.axis != link.axis:
+    if not isinstance(back, _Cutting) or back.group.axis != group.axis:
         return None
     whole = back.whole()
     if whole is None or whole._backward_hooks:

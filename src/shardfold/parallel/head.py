@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.nn.cross_entropy import (
     INTEGERS,
     SIXTEEN_BITS,
@@ -37,8 +38,8 @@ from shardfold.nn.cross_entropy import (
 )
 from shardfold.nn.parallel_cross_entropy import margin_of, sampled_classes
 from shardfold.parallel.lengths import keep_part
-from shardfold.parallel.link import Link, axes_named, link_of
-from shardfold.parallel.split import AxisRank
+from shardfold.parallel.module_group import axes_named, group_of
+from shardfold.parallel.split import AxisPart
 from shardfold.plan.axes import KNOWN, Mesh, Role
 from shardfold.plan.checks import described, is_integer, known_arguments
 from shardfold.plan.placement import shard_index
@@ -67,7 +68,7 @@ class MarginHead(nn.Module):
 
     Over more ranks the head takes less of each, and each computes as many logits: of more rows, fewer classes. What is
     sent in a step is features of all their samples, twice; where the head is split within nodes only, gradients of a
-    node's classes cross the slow link instead, which are more wherever a node has more classes than all ranks have
+    node's classes cross the slow group instead, which are more wherever a node has more classes than all ranks have
     samples. So ``axis="data"`` is right for a head that is worth splitting; ``"intra"`` for a small one on many nodes.
 
     Args:
@@ -111,7 +112,7 @@ class MarginHead(nn.Module):
         self.classes, self.axis = classes, axis
         self.margin, self.sample = margin, float(sample)
         self.weight = nn.Parameter(torch.empty(classes, width))
-        link_of(self, axis or "")
+        group_of(self, axis or "")
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -140,11 +141,11 @@ class MarginHead(nn.Module):
                 for them, and one that is no class fails on the device.
             UsageError: in backward with ``create_graph=True``.
         """
-        link = link_of(self, self.axis or "")
-        sizes = self._sizes(link, features, targets)
+        group = group_of(self, self.axis or "")
+        sizes = self._sizes(group, features, targets)
         unit = F.normalize(features.to(self.weight.dtype))
-        labels = link.all_gather(targets.long(), 0, sizes)
-        start, rows = self._place(link)
+        labels = group.all_gather(targets.long(), 0, sizes)
+        start, rows = self._place(group)
         local = labels - start
         columns = local.where((local >= 0) & (local < rows), -1)
         wrong = (labels != IGNORED) & ((labels < 0) | (labels >= self.classes))
@@ -154,19 +155,19 @@ class MarginHead(nn.Module):
             chosen = sampled_classes(columns, rows, self.sample, None)
             weight = weight.index_select(0, chosen)
             columns = torch.searchsorted(chosen, columns.clamp(min=0)).where(columns >= 0, -1)
-        if link.size == 1:  # negative is here only what does not count
+        if group.size == 1:  # negative is here only what does not count
             columns = columns.clamp(min=0)
         wanted = wanted_of(unit, weight, None)
-        most = -(-self.classes // link.size)  # chunks are the same on all ranks
+        most = -(-self.classes // group.size)  # chunks are the same on all ranks
         if self.sample < 1:
             most = min(most, round(most * self.sample) + len(labels))
         at_once = rows_at_once(len(labels), most, weight.dtype, weight.device.type)
-        ranks = link if link.size > 1 else None
+        ranks = group if group.size > 1 else None
         head = Head(at_once, weight.dtype, IGNORED, 0.0, "mean", None, wanted, ranks, self.classes, self.margin)
         with torch.autocast(unit.device.type, enabled=False):
-            return _losses(unit, weight, labels, columns, _Together(head, link, sizes))
+            return _losses(unit, weight, labels, columns, _Together(head, group, sizes))
 
-    def _sizes(self, link: Link, features: Tensor, targets: Tensor) -> list[int]:
+    def _sizes(self, group: AxisGroup, features: Tensor, targets: Tensor) -> list[int]:
         """How many rows each rank has, once what all of them have fits.
 
         Raises:
@@ -175,7 +176,7 @@ class MarginHead(nn.Module):
         fits = all(isinstance(each, Tensor) for each in (features, targets))  # pyright: ignore[reportUnnecessaryIsInstance]
         fits = fits and features.dim() == 2 and features.shape[1] == self.weight.shape[1]
         fits = fits and targets.shape == features.shape[:1] and targets.dtype in INTEGERS
-        if link.size == 1:  # nothing is asked of a tensor on a device, or of a plan's, which has no values
+        if group.size == 1:  # nothing is asked of a tensor on a device, or of a plan's, which has no values
             if not fits:
                 raise ConfigError(self._misfit(features, targets))
             check_targets(targets, IGNORED, self.classes)
@@ -186,15 +187,15 @@ class MarginHead(nn.Module):
         if fits:
             rows = torch.stack((torch.tensor(len(targets), device=targets.device), (targets != IGNORED).sum()))
             mine = torch.cat((rows, span_of(targets, IGNORED))).to(mine.device)
-        said = link.all_gather(mine, 0).view(link.size, -1).tolist()  # of all ranks, so that all refuse alike
+        said = group.all_gather(mine, 0).view(group.size, -1).tolist()  # of all ranks, so that all refuse alike
         for rank, (rows, _, low, high) in enumerate(said):
-            where = f" on rank {rank} of {link.size} along {link.axis!r}"
+            where = f" on rank {rank} of {group.size} along {group.axis!r}"
             if rows < 0:
                 raise ConfigError(self._misfit(features, targets, where))
             if low < 0 or high >= self.classes:
                 raise ConfigError(f"MarginHead: {no_class(low, high, IGNORED, self.classes, where)}")
         if not any(counted for _, counted, _, _ in said):
-            raise ConfigError(f"MarginHead got on no rank along {link.axis!r} a row that counts{NONE_COUNTS}")
+            raise ConfigError(f"MarginHead got on no rank along {group.axis!r} a row that counts{NONE_COUNTS}")
         return [rows for rows, *_ in said]
 
     def _misfit(self, features: Any, targets: Any, where: str = "") -> str:
@@ -207,9 +208,9 @@ class MarginHead(nn.Module):
             f"are other{where}: here {' and '.join(here)}."
         )
 
-    def _place(self, link: Link) -> tuple[int, int]:
+    def _place(self, group: AxisGroup) -> tuple[int, int]:
         """The first class that is here, and how many are."""
-        start, stop = AxisRank(link.axis, link.rank, link.size).range(self.classes, "the classes", even=False)
+        start, stop = group.range(self.classes)
         return start, stop - start
 
 
@@ -236,22 +237,22 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
                 f"{where!r} has {named}, on which ranks {what}: classes are split over ranks that read other samples "
                 f"and sum gradients in every step; give it axis='data', which is all of these, or None."
             )
-        place = AxisRank("+".join(axes), shard_index(axes, mesh, coords), mesh.parts(axes), mesh.size)
+        place = AxisPart("+".join(axes), shard_index(axes, mesh, coords), mesh.parts(axes), mesh.size)
         if module.classes < place.size:
             classes = f"{module.classes} {'class' if module.classes == 1 else 'classes'}"
             raise ConfigError(
                 f"{where!r} has {classes} and {named}, over {place.size} ranks: each needs one at least. Give it "
                 "axis=None, with which every rank has all classes, or train on fewer ranks."
             )
-        link = link_of(module, module.axis or "")
-        start, stop = place.range(module.classes, f"the classes of {where!r}", even=False)
+        group = group_of(module, module.axis or "")
+        start, stop = place.range(module.classes)
         whole = module.classes, module.weight.shape[1]
-        if link.parts == 1:  # else cut for an engine that was closed; that it was for as many is seen in bind_links
-            link.part(place.size)
+        if group.parts == 1:  # else cut for an engine that was closed; that it was for as many is seen in bind_groups
+            group.part(place.size)
             hand_over([module.weight])
             part = module.weight.detach()[start:stop].clone(memory_format=torch.contiguous_format)
             keep_part(module.weight, part)
-        if link.parts == place.size:
+        if group.parts == place.size:
             for axis in axes:
                 mark_slice(module, "weight", axis=axis, whole=whole, start=(start, 0))
 
@@ -260,14 +261,14 @@ class _Together(NamedTuple):
     """How losses are made of the rows of all ranks, which have ``sizes`` of them."""
 
     head: Head
-    link: Link
+    group: AxisGroup
     sizes: Sequence[int]
 
 
 @untraced_from_call
-def _losses(unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, plan: _Together) -> Tensor:
+def _losses(unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, given: _Together) -> Tensor:
     """The mean loss of this rank's rows ``unit`` ``(n, d)``; ``labels`` and ``columns`` are of all ranks'."""
-    return _Mean.apply(unit, weight, labels, columns, plan)  # pyright: ignore[reportReturnType]
+    return _Mean.apply(unit, weight, labels, columns, given)  # pyright: ignore[reportReturnType]
 
 
 class _Mean(torch.autograd.Function):
@@ -275,37 +276,37 @@ class _Mean(torch.autograd.Function):
     rows are scaled by what comes there; where that differs between ranks logits are made again."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, plan: _Together) -> Tensor:
-        head, link, sizes = plan
-        together = link.all_gather(unit, 0, sizes)
+    def forward(ctx: Any, unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, given: _Together) -> Tensor:
+        head, group, sizes = given
+        together = group.all_gather(unit, 0, sizes)
         wide = torch.promote_types(weight.dtype, torch.float32)
         lengths = torch.linalg.vector_norm(weight, dim=1, dtype=wide).clamp_(min=SMALL)
         losses, grads = _with_centres(together, weight, lengths, labels, columns, head, None)
-        own = labels.split(list(sizes))[link.rank] != IGNORED
+        own = labels.split(list(sizes))[group.rank] != IGNORED
         count = own.sum()
-        ctx.plan = plan
+        ctx.given = given
         ctx.save_for_backward(together, weight, lengths, labels, columns, count, *grads)
-        return losses.split(list(sizes))[link.rank].sum() / (count if link.size == 1 else count.clamp(min=1))
+        return losses.split(list(sizes))[group.rank].sum() / (count if group.size == 1 else count.clamp(min=1))
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             raise UsageError("MarginHead has no gradients of its gradients (create_graph=True).")
-        plan: _Together = ctx.plan
-        link = plan.link
+        given: _Together = ctx.given
+        group = given.group
         together, weight, lengths, labels, columns, count, *grads = ctx.saved_tensors
         mine = (outputs[0] / count).where(count > 0, 0.0).view(1)
-        scales = link.all_gather(mine.to(lengths.dtype), 0)
+        scales = group.all_gather(mine.to(lengths.dtype), 0)
         scale = scales[0]
-        if link.size > 1 and not bool((scales == scale).all()):
-            of_rows = scales.repeat_interleave(torch.tensor(plan.sizes, device=scales.device))
-            grads = _with_centres(together, weight, lengths, labels, columns, plan.head, of_rows)[1]
+        if group.size > 1 and not bool((scales == scale).all()):
+            of_rows = scales.repeat_interleave(torch.tensor(given.sizes, device=scales.device))
+            grads = _with_centres(together, weight, lengths, labels, columns, given.head, of_rows)[1]
             scale = torch.ones_like(scale)
         elif keeps_graph():
             grads = [each if each is None else each.clone() for each in grads]
         of_unit, of_weight = grads
         if of_unit is not None:
-            of_unit = link.reduce_scatter(of_unit.mul_(scale), 0, plan.sizes)
+            of_unit = group.reduce_scatter(of_unit.mul_(scale), 0, given.sizes)
         if of_weight is not None:
             _along_spheres(of_weight, weight, lengths, scale)
         return of_unit, of_weight, None, None, None

@@ -124,7 +124,7 @@ def described(model: nn.Module, itemsize: int) -> list[str]:
         sent.setdefault(each.path, []).append(each)
     ranks, axis = 1, ""
     for path, module, forward in _cut(model):
-        ranks, axis = forward.link.parts, forward.link.axis
+        ranks, axis = forward.group.parts, forward.group.axis
         shapes = " ".join(f"{name}{list(p.shape)}" for name, p in module._parameters.items() if p is not None)
         text = ", ".join(
             f"{c.section} {c.verb} {c.elements:,} elements "

@@ -36,9 +36,9 @@ from shardfold.parallel.following import Expected, follow_calls
 from shardfold.parallel.head import split_heads
 from shardfold.parallel.infer import infer
 from shardfold.parallel.lengths import is_transposed
-from shardfold.parallel.link import link_of
 from shardfold.parallel.model_trace import leaf_of
-from shardfold.parallel.split import AxisRank, ModuleCut, Owners, SharedInput, cut_module, is_cut, is_streamed
+from shardfold.parallel.module_group import group_of
+from shardfold.parallel.split import AxisPart, ModuleCut, Owners, SharedInput, cut_module, is_cut, is_streamed
 from shardfold.parallel.stream import DROPOUTS, SequenceParallel
 from shardfold.plan.axes import Mesh, Role
 from shardfold.plan.checks import described, is_integer
@@ -110,7 +110,8 @@ class TensorPlan:
         if isinstance(said, str):
             if said != AUTO:
                 raise ConfigError(
-                    f"tensor={said!r} is unknown: give 'auto', or a plan, as {{'*.up': 'column', '*.down': 'row'}}."
+                    f"Parallel(tensor={said!r}) is unknown: give 'auto', or a plan, as "
+                    "{'*.up': 'column', '*.down': 'row'}."
                 )
             known = known_plan(model, sequence_parallel=sequence_parallel)
             if known is None:
@@ -148,7 +149,7 @@ class TensorPlan:
         if ranks == 1:
             return
         name, why = type(model).__name__, ""
-        give = "give one, as tensor={'*.up': 'column', '*.down': 'row'}"
+        give = "give one, as Parallel(tensor={'*.up': 'column', '*.down': 'row'})"
         if given is None:
             found, why = guessed(model, ranks)
         else:
@@ -156,20 +157,20 @@ class TensorPlan:
                 found = infer(model, given.args, given.kwargs, ranks, inner=False)
             except Exception as error:
                 raise ConfigError(
-                    f"tensor=Traced(...): {name} does not run on these inputs without memory, on the meta device: "
-                    f"{type(error).__name__}: {error}; no plan of it is known otherwise: {give}."
+                    f"Parallel(tensor=Traced(...)): {name} does not run on these inputs without memory, on the meta "
+                    f"device: {type(error).__name__}: {error}; no plan of it is known otherwise: {give}."
                 ) from error
         if not found.words:
             if why:
                 raise ConfigError(
-                    f"tensor='auto': no plan of {name} is known, and it cannot be traced on inputs that are guessed "
-                    f"({why}): give inputs as it gets them, tensor=shardfold.parallel.Traced(...), or a plan, as "
-                    "tensor={'*.up': 'column', '*.down': 'row'}."
+                    f"Parallel(tensor='auto'): no plan of {name} is known, and it cannot be traced on inputs that are "
+                    f"guessed ({why}): give inputs as it gets them, Parallel(tensor=shardfold.parallel.Traced(...)), "
+                    "or a plan, as Parallel(tensor={'*.up': 'column', '*.down': 'row'})."
                 )
             path, reason = next(iter(found.left.items()), ("", "it has no linear layers"))
             raise ConfigError(
-                f"tensor='auto': no plan of {name} is known, and a trace of it finds nothing to cut"
-                f"{f'; {path!r}' if path else ''}: {reason}: {give}."
+                f"Parallel(tensor='auto'): no plan of {name} is known, and a trace of it finds nothing to "
+                f"cut{f'; {path!r}' if path else ''}: {reason}: {give}."
             )
         self.words = {path: Word(*word) for path, word in found.words.items()}
         self.followed, self.left, self.traced = found.followed, found.left, True
@@ -182,7 +183,7 @@ class TensorPlan:
         if not isinstance(said, Mapping) or not said:
             given = "has no words" if said == {} else f"is {described(said)}"
             raise ConfigError(
-                f"tensor= {given}: it is 'auto', or words by patterns of module paths, as "
+                f"Parallel(tensor=...) {given}: it is 'auto', or words by patterns of module paths, as "
                 "{'*.q_proj': 'column', '*.o_proj': 'row'}."
             )
         words = {pattern: _word(pattern, word) for pattern, word in said.items()}
@@ -200,7 +201,9 @@ class TensorPlan:
             self.own |= {path for path, mine in self.words.items() if mine == same and fnmatchcase(path, pattern)}
         for pattern in unused:
             if not any(fnmatchcase(path, pattern) for path in paths):
-                raise ConfigError(f"tensor= names {pattern!r}, which matches no module.{did_you_mean(pattern, paths)}")
+                raise ConfigError(
+                    f"Parallel(tensor=...) names {pattern!r}, which matches no module.{did_you_mean(pattern, paths)}"
+                )
         if sequence_parallel:
             self._check_stream(model)
 
@@ -212,9 +215,9 @@ class TensorPlan:
         words = [word.name for word in self.words.values()]
         if not {"scattered", "vocabulary"} & {*words} or "joined" not in words:
             raise ConfigError(
-                "sequence_parallel=True: the plan has to say where sequences are cut, by the word 'scattered' for the "
-                "first block (or 'vocabulary' for an embedding), and by 'joined', for the last norm, where they are "
-                "whole again."
+                "Parallel(sequence_parallel=True): the plan has to say where sequences are cut, by the word "
+                "'scattered' for the first block (or 'vocabulary' for an embedding), and by 'joined', for the last "
+                "norm, where they are whole again."
             )
         for path, module in model.named_modules():
             own = [name for name, parameter in module._parameters.items() if parameter is not None]
@@ -222,8 +225,8 @@ class TensorPlan:
             where = f"{path!r}" if path else f"{type(model).__name__} itself"
             if own and word in (None, "collected"):
                 raise ConfigError(
-                    f"sequence_parallel=True: {where} has parameters ({', '.join(own)}), and the plan does not say "
-                    "what it works on: give it a word, as 'sequence' if it works on each token by itself, or "
+                    f"Parallel(sequence_parallel=True): {where} has parameters ({', '.join(own)}), and the plan does "
+                    "not say what it works on: give it a word, as 'sequence' if it works on each token by itself, or "
                     "'replicated' if it works on whole sequences."
                 )
             if word == "scattered" and isinstance(module, nn.Embedding):
@@ -233,8 +236,9 @@ class TensorPlan:
                 )
             if word == "gathered":
                 raise ConfigError(
-                    f"sequence_parallel=True: {where} is 'gathered', which cannot be where sequences are cut: give it "
-                    "the word 'column', before a 'row', or 'sequence', if it works on each token by itself."
+                    f"Parallel(sequence_parallel=True): {where} is 'gathered', which cannot be where sequences are "
+                    "cut: give it the word 'column', before a 'row', or 'sequence', if it works on each token by "
+                    "itself."
                 )
 
     def leave(self, name: str) -> None:
@@ -252,9 +256,9 @@ def _refuse_traced(model: nn.Module, sequence_parallel: bool) -> None:
     """
     if sequence_parallel:
         raise ConfigError(
-            f"sequence_parallel=True: no plan of {type(model).__name__} is known, and a trace finds columns and rows "
-            "alone; give a plan with the words 'scattered' for the first block, 'collected' for attention, 'sequence' "
-            "for norms and 'joined' for the last one."
+            f"Parallel(sequence_parallel=True): no plan of {type(model).__name__} is known, and a trace finds columns "
+            "and rows alone; give a plan with the words 'scattered' for the first block, 'collected' for attention, "
+            "'sequence' for norms and 'joined' for the last one."
         )
 
 
@@ -266,8 +270,8 @@ def _check_read(cuts: Sequence[tuple[str, str]]) -> None:
     column = next((path for path, word in cuts if word in ("column", "kv")), None)
     if column is not None and all(word != "row" for _, word in cuts):
         raise ConfigError(
-            f"tensor= has columns and no row: of what {column!r} gives, each rank has its part alone. Give the linear "
-            "layer that reads it the word 'row', or this one the word 'gathered'."
+            f"Parallel(tensor=...) has columns and no row: of what {column!r} gives, each rank has its part alone. "
+            "Give the linear layer that reads it the word 'row', or this one the word 'gathered'."
         )
 
 
@@ -277,15 +281,20 @@ def _word(pattern: Any, given: Any) -> Word:
         ConfigError: it is none.
     """
     if not isinstance(pattern, str):
-        raise ConfigError(f"tensor= names {described(pattern)}: give patterns of module paths, as '*.q_proj'.")
+        raise ConfigError(
+            f"Parallel(tensor=...) names {described(pattern)}: give patterns of module paths, as '*.q_proj'."
+        )
     if isinstance(given, tuple) and len(given) == 2 and given[0] == "column" and is_integer(given[1], 1):
         return Word(given[0], given[1])
     if not isinstance(given, str):
         raise ConfigError(
-            f"tensor= calls {pattern!r} {described(given)}: give a word, or ('column', n) for n matrices in one."
+            f"Parallel(tensor=...) calls {pattern!r} {described(given)}: give a word, or ('column', n) for n matrices "
+            "in one."
         )
     if given not in WORDS:
-        raise ConfigError(f"tensor= calls {pattern!r} {given!r}, which is unknown.{did_you_mean(given, WORDS)}")
+        raise ConfigError(
+            f"Parallel(tensor=...) calls {pattern!r} {given!r}, which is unknown.{did_you_mean(given, WORDS)}"
+        )
     return Word(given)
 
 
@@ -311,18 +320,20 @@ def split_model(
     if given is None:
         if sequence_parallel:
             raise ConfigError(
-                "sequence_parallel=True cuts what flows between the layers that tensor= cuts: give a plan, as "
-                "tensor='auto'."
+                "Parallel(sequence_parallel=True) cuts what flows between the layers that Parallel(tensor=...) cuts: "
+                "give a plan, as Parallel(tensor='auto')."
             )
         return
     axes = mesh.of_role(Role.TENSOR)
     if len(axes) > 1:
-        raise ConfigError(f"tensor= cuts along one axis, but mesh= has {' and '.join(axes)} of role tensor.")
+        raise ConfigError(
+            f"Parallel(tensor=...) cuts along one axis, but parallel= has {' and '.join(axes)} of role tensor."
+        )
     cut = [module for module in model.modules() if is_cut(module)]
-    if axes and cut:  # for an engine that was closed; that it was for as many ranks is seen where links are bound
+    if axes and cut:  # for an engine that was closed; that it was for as many ranks is seen where groups are bound
         if sequence_parallel != any(map(is_streamed, cut)):
             raise ConfigError(
-                f"sequence_parallel={sequence_parallel}, but the model was cut for an engine with "
+                f"Parallel(sequence_parallel={sequence_parallel}), but the model was cut for an engine with "
                 f"{not sequence_parallel}: give that, or build the model anew."
             )
         return
@@ -330,14 +341,14 @@ def split_model(
     if given == AUTO and not sequence_parallel and mesh.of_role(Role.EXPERT):
         plan.leave("experts")
     if axes:
-        place = AxisRank(axes[0], coords[axes[0]], mesh[axes[0]], mesh.size)
+        place = AxisPart(axes[0], coords[axes[0]], mesh[axes[0]], mesh.size)
         Splitting(model, plan, place, SequenceParallel() if sequence_parallel else None).run()
 
 
 class Splitting:
     """The cutting of one model."""
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, place: AxisRank, stream: SequenceParallel | None) -> None:
+    def __init__(self, model: nn.Module, plan: TensorPlan, place: AxisPart, stream: SequenceParallel | None) -> None:
         self._modules = dict(model.named_modules())
         self._plan, self._place, self._stream = plan, place, stream
         words = {path: word.name for path, word in plan.words.items()}
@@ -374,7 +385,7 @@ class Splitting:
             vars(self._modules[path])["_shardfold_left"] = why
         self._follow({cut.name for cut in cuts if cut.word == "column"})
         for caller in dict.fromkeys(self._caller(cut.name) for cut in cuts if cut.word in ("column", "kv", "row")):
-            look_at_draws(caller, self._parts, link_of(caller, self._place.axis))
+            look_at_draws(caller, self._parts, group_of(caller, self._place.axis))
 
     def _follow(self, columns: set[str]) -> None:
         """Calls on parts of tensors, of a plan that was traced."""

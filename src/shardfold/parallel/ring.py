@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
+from shardfold.nn.axis_group import AxisGroup, Shift
 from shardfold.parallel.cut import CutBatch, Range, Tile
 from shardfold.parallel.kernels import Kernel, kernel_for, wide
-from shardfold.parallel.link import Link, Shift
 from shardfold.torch_internals import untraced_from_call
 
 __all__ = ["ring_attention"]
 
 
-class _Plan(NamedTuple):
-    link: Link
+class _RingCall(NamedTuple):
+    group: AxisGroup
     cut: CutBatch
     causal: bool
     scale: float
@@ -34,7 +34,7 @@ class _Plan(NamedTuple):
     kernel: Kernel
 
     def tiles(self, source: int) -> tuple[Tile, ...]:
-        return self.cut.tiles(self.link.rank, source, self.causal, self.window)
+        return self.cut.tiles(self.group.rank, source, self.causal, self.window)
 
 
 @untraced_from_call
@@ -42,7 +42,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    link: Link,
+    group: AxisGroup,
     cut: CutBatch,
     *,
     causal: bool,
@@ -56,7 +56,7 @@ def ring_attention(
         query: ``(batch, heads, tokens, head_dim)``, of this rank's tokens.
         key: ``(batch, key_heads, tokens, head_dim)``, where ``key_heads`` divides ``heads``.
         value: ``(batch, key_heads, tokens, value_dim)``.
-        link: the ranks.
+        group: the ranks.
         cut: which tokens each of them has.
         causal: tokens see none behind them.
         scale: of the scores; None: ``head_dim ** -0.5``.
@@ -68,24 +68,24 @@ def ring_attention(
     """
     of_scores = query.shape[-1] ** -0.5 if scale is None else scale
     apply: Any = _Ring.apply
-    return apply(query, key, value, _Plan(link, cut, causal, of_scores, window, kernel_for(query, value, softcap)))
+    return apply(query, key, value, _RingCall(group, cut, causal, of_scores, window, kernel_for(query, value, softcap)))
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
-        link, rank = plan.link, plan.link.rank
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _RingCall) -> Tensor:
+        group, rank = ring.group, ring.group.rank
         sums = _Sums(query, value)
         pair = own = [key, value]
-        steps = plan.cut.steps(plan.window)
+        steps = ring.cut.steps(ring.window)
         for step, following in zip_longest(steps, steps[1:]):
-            source = (rank - step) % link.size
-            coming = _next(plan, own, pair, source, following)
-            for tile in plan.tiles(source):
-                sums.add(tile, plan.kernel.attend(*_operands(query, pair, tile), tile.causal, plan.scale))
+            source = (rank - step) % group.size
+            coming = _next(ring, own, pair, source, following)
+            for tile in ring.tiles(source):
+                sums.add(tile, ring.kernel.attend(*_operands(query, pair, tile), tile.causal, ring.scale))
             pair = coming.wait() if coming is not None else pair
         out = sums.out.to(query.dtype)
-        ctx.plan = plan
+        ctx.ring = ring
         ctx.save_for_backward(query, key, value, out, sums.lse)
         return out
 
@@ -94,35 +94,35 @@ class _Ring(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UsageError("ring attention has no gradients of its gradients (create_graph=True).")
         query, key, value, out, lse = ctx.saved_tensors
-        return *_gradients(ctx.plan, outputs[0], query, [key, value], out, lse), None
+        return *_gradients(ctx.ring, outputs[0], query, [key, value], out, lse), None
 
 
 def _gradients(
-    plan: _Plan, grad: Tensor, query: Tensor, pair: list[Tensor], out: Tensor, lse: Tensor
+    ring: _RingCall, grad: Tensor, query: Tensor, pair: list[Tensor], out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of queries, keys and values of this rank."""
-    link, rank, big = plan.link, plan.link.rank, wide(query.dtype)
+    group, rank, big = ring.group, ring.group.rank, wide(query.dtype)
     dtypes = pair[0].dtype, pair[1].dtype
     of_query = torch.zeros_like(query, dtype=big)
     own: list[Tensor] = []
     moving: Shift | None = None
-    keys, steps = pair, plan.cut.steps(plan.window)
+    keys, steps = pair, ring.cut.steps(ring.window)
     for step, following in zip_longest(steps, steps[1:]):
-        source = (rank - step) % link.size
-        coming = _next(plan, keys, pair, source, following)
+        source = (rank - step) % group.size
+        coming = _next(ring, keys, pair, source, following)
         shares = [torch.zeros_like(each, dtype=big) for each in pair]
-        for tile in plan.tiles(source):
-            _add_gradients(plan, tile, (grad, query, out, lse), pair, (of_query, *shares))
+        for tile in ring.tiles(source):
+            _add_gradients(ring, tile, (grad, query, out, lse), pair, (of_query, *shares))
         if step == 0:
             own = shares
-        elif plan.window is not None:
+        elif ring.window is not None:
             if moving is not None:
                 _add(own, moving)
-            moving = link.shift(shares, -step, [each.shape for each in own])
+            moving = group.shift(shares, -step, [each.shape for each in own])
         else:
             if moving is not None:
                 _add(shares, moving)
-            moving = _send_on(link, shares, plan.cut, source)
+            moving = _send_on(group, shares, ring.cut, source)
         pair = coming.wait() if coming is not None else pair
     if moving is not None:
         _add(own, moving)
@@ -134,21 +134,21 @@ def _add(shares: list[Tensor], moving: Shift) -> None:
         share += came
 
 
-def _next(plan: _Plan, own: list[Tensor], pair: list[Tensor], source: int, following: int | None) -> Shift | None:
+def _next(ring: _RingCall, own: list[Tensor], pair: list[Tensor], source: int, following: int | None) -> Shift | None:
     """The keys and values of the rank ``following`` behind, on their way: through all ranks between, or with a window
     from there at once."""
     if following is None:
         return None
-    if plan.window is None:
-        return _send_on(plan.link, pair, plan.cut, source)
-    tokens = plan.cut.tokens((plan.link.rank - following) % plan.link.size)
-    return plan.link.shift(own, following, [(*each.shape[:2], tokens, each.shape[3]) for each in own])
+    if ring.window is None:
+        return _send_on(ring.group, pair, ring.cut, source)
+    tokens = ring.cut.tokens((ring.group.rank - following) % ring.group.size)
+    return ring.group.shift(own, following, [(*each.shape[:2], tokens, each.shape[3]) for each in own])
 
 
-def _send_on(link: Link, tensors: list[Tensor], cut: CutBatch, source: int) -> Shift:
+def _send_on(group: AxisGroup, tensors: list[Tensor], cut: CutBatch, source: int) -> Shift:
     """Sends what is of the tokens of rank ``source`` to the next rank; the one before has those of the one before."""
-    tokens = cut.tokens((source - 1) % link.size)
-    return link.shift(tensors, 1, [(*each.shape[:2], tokens, each.shape[3]) for each in tensors])
+    tokens = cut.tokens((source - 1) % group.size)
+    return group.shift(tensors, 1, [(*each.shape[:2], tokens, each.shape[3]) for each in tensors])
 
 
 def _at(tensor: Tensor, rows: Range, tokens: Range) -> Tensor:
@@ -175,14 +175,14 @@ def _turned(tensor: Tensor, tile: Tile) -> Tensor:
 
 
 def _add_gradients(
-    plan: _Plan, tile: Tile, of_queries: tuple[Tensor, ...], pair: list[Tensor], sums: tuple[Tensor, ...]
+    ring: _RingCall, tile: Tile, of_queries: tuple[Tensor, ...], pair: list[Tensor], sums: tuple[Tensor, ...]
 ) -> None:
     """What one tile gives, into ``sums``: of queries, keys and values."""
     grad, query, out, lse = of_queries
     operands = _operands(query, pair, tile)
     of_out, of_lse = _turned(_at(out, tile.rows, tile.queries), tile), _turned(_at(lse, tile.rows, tile.queries), tile)
-    given = plan.kernel.differentiate(
-        _turned(_at(grad, tile.rows, tile.queries), tile), *operands, of_out, of_lse, tile.causal, plan.scale
+    given = ring.kernel.differentiate(
+        _turned(_at(grad, tile.rows, tile.queries), tile), *operands, of_out, of_lse, tile.causal, ring.scale
     )
     _at(sums[0], tile.rows, tile.queries).add_(_turned(given[0], tile))
     for total, each in zip(sums[1:], (_turned(each, tile) for each in given[1:]), strict=True):

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.parallel.batch import Sharded, read_batch
 from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG
 from shardfold.parallel.kernels import wide
-from shardfold.parallel.link import Link
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import check_heads, ulysses_attention
 from shardfold.plan.checks import described, is_number, known_arguments
@@ -43,14 +43,16 @@ def check_choice(attention: Any) -> None:
     """
     if attention is not None and attention not in CHOICES:
         near = did_you_mean(attention, CHOICES) if isinstance(attention, str) else ""
-        raise ConfigError(f"attention={described(attention)}: it is one of {', '.join(map(repr, CHOICES))}.{near}")
+        raise ConfigError(
+            f"Parallel(attention={described(attention)}): it is one of {', '.join(map(repr, CHOICES))}.{near}"
+        )
 
 
 class SequenceAxis:
     """The ranks of one engine along its axis of role ``sequence``.
 
     Attributes:
-        link: to them.
+        group: to them.
         choice: ``"ulysses"`` or ``"ring"``.
         padding: the token behind whose number the model counts positions, as RoBERTa does; None: it counts from 0.
 
@@ -63,13 +65,13 @@ class SequenceAxis:
         ConfigError: Ulysses was asked for and ranks do not divide heads.
     """
 
-    def __init__(self, link: Link, attention: str, heads: Sequence[int], device: torch.device) -> None:
-        self.link, self._device = link, device
+    def __init__(self, group: AxisGroup, attention: str, heads: Sequence[int], device: torch.device) -> None:
+        self.group, self._device = group, device
         if attention == "auto":
-            attention = "ulysses" if heads and all(number % link.size == 0 for number in heads) else "ring"
+            attention = "ulysses" if heads and all(number % group.size == 0 for number in heads) else "ring"
         if attention == "ulysses":
             for number in heads:
-                check_heads(number, link.size)
+                check_heads(number, group.size)
         self.choice = attention
         self.padding: int | None = None
         self._batch: Sharded | None = None
@@ -109,7 +111,7 @@ class SequenceAxis:
         """See :func:`sequence_shard`."""
         order = ZIGZAG if self.choice == "ring" else CONTIGUOUS
         sharded, given = read_batch(
-            batch, self.link.size, self.link.rank, order, shift, also, whole, padding=self.padding
+            batch, self.group.size, self.group.rank, order, shift, also, whole, padding=self.padding
         )
         self._batch, self._compared = sharded, False
         return given
@@ -124,14 +126,14 @@ class SequenceAxis:
         Raises:
             ConfigError: on all ranks along the axis: they do not have the same batch.
         """
-        if self.link.size == 1 or self._compared:
+        if self.group.size == 1 or self._compared:
             return
         self._compared = True
         mine = torch.tensor([sharded.checksum, -sharded.checksum], dtype=torch.int64, device=self._device)
-        most, least = self.link.max(mine).tolist()
+        most, least = self.group.max(mine).tolist()
         if most != -least:
             raise ConfigError(
-                f"sequence_shard(): the {self.link.size} ranks along {self.link.axis!r} have different batches, but "
+                f"sequence_shard(): the {self.group.size} ranks along {self.group.axis!r} have different batches, but "
                 "read the same sequences: give the sampler rank=engine.data_rank and num_ranks=engine.data_ranks."
             )
 
@@ -178,12 +180,13 @@ class SequenceAxis:
             window = None
         how: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
         if self.choice == "ulysses":
-            return ulysses_attention(query, key, value, self.link, batch.cut, dropout=dropout, **how)
+            return ulysses_attention(query, key, value, self.group, batch.cut, dropout=dropout, **how)
         if dropout:
             raise ConfigError(
-                "attention='ring' has no dropout: set the model's dropout of attention to 0, or choose 'ulysses'."
+                "Parallel(attention='ring') has no dropout: set the model's dropout of attention to 0, or choose "
+                "'ulysses'."
             )
-        return ring_attention(query, key, value, self.link, batch.cut, **how)
+        return ring_attention(query, key, value, self.group, batch.cut, **how)
 
     def _batch_of(self, query: Tensor, key: Tensor) -> Sharded:
         again = in_backward()
@@ -195,11 +198,11 @@ class SequenceAxis:
         batch = self._pending[0] if again and self._pending else self._batch
         if batch is None:
             raise UsageError(
-                f"attention crosses the {self.link.size} ranks along {self.link.axis!r}, but the batch was not cut for "
-                "them: call batch = sf.sequence_shard(batch) before the forward."
+                f"attention crosses the {self.group.size} ranks along {self.group.axis!r}, but the batch was not cut "
+                "for them: call batch = sf.sequence_shard(batch) before the forward."
             )
         rows, tokens = query.shape[0], query.shape[2]
-        expected = batch.cut.rows, batch.cut.tokens(self.link.rank)
+        expected = batch.cut.rows, batch.cut.tokens(self.group.rank)
         if (rows, tokens) != expected or key.shape[2] != tokens:
             raise UsageError(
                 f"attention gets {rows} rows of {tokens} queries and {key.shape[2]} keys, but the last "
@@ -228,7 +231,7 @@ class SequenceAxis:
         batch = self._pending[0] if self._pending else self._batch
         if batch is not self._attended:
             raise UsageError(
-                f"engine.backward(): no attention crossed the ranks along {self.link.axis!r} in this forward, so "
+                f"engine.backward(): no attention crossed the ranks along {self.group.axis!r} in this forward, so "
                 "tokens of this rank have not seen those of others: see docs/sequence.md for models that are followed."
             )
         return batch.valid if batch is not None else None

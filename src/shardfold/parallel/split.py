@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.parallel.draws import Parts
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
 from shardfold.parallel.lengths import adapt_lengths, is_transposed, keep_part
-from shardfold.parallel.link import AxisLink, link_of
+from shardfold.parallel.module_group import ModuleGroup, group_of
 from shardfold.parallel.stream import DROPOUTS, TOKENS, SequenceParallel, apart_draws
 from shardfold.plan.axes import nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
@@ -34,7 +35,7 @@ from shardfold.torch_internals import version_of
 
 __all__ = [
     "WORKS",
-    "AxisRank",
+    "AxisPart",
     "Forward",
     "ModuleCut",
     "Owners",
@@ -62,33 +63,30 @@ Owners = Mapping[int, Sequence[tuple[nn.Module, str]]]
 """Who has each parameter, by its ``id``: modules, and its name there."""
 
 
-@dataclass(frozen=True)
-class AxisRank:
-    """Which part of a model this rank has along an axis; ``ranks``: of the mesh, 0: not known."""
+class AxisPart(AxisGroup):
+    """Which part of a model this rank has along an axis, before an engine connects it to the others; ``ranks``: of the
+    mesh, 0: not known."""
 
-    axis: str
-    rank: int
-    size: int
-    ranks: int = 0
+    def __init__(self, axis: str, rank: int, size: int, ranks: int = 0) -> None:
+        super().__init__(axis, size, rank)
+        self.ranks = ranks
 
     def near(self, length: int) -> int:
         """The size of the axis next to this one that divides so many."""
         return nearest_that_divides(self.size, length, self.ranks)
 
-    def range(self, length: int, what: str, *, even: bool = True) -> tuple[int, int]:
-        """``(start, stop)`` of this rank's part of so many rows.
+    def divide(self, length: int, what: str) -> tuple[int, int]:
+        """As :meth:`range`.
 
         Raises:
-            ConfigError: they do not divide, and have to.
+            ConfigError: they do not divide.
         """
-        if even and length % self.size:
+        if length % self.size:
             raise ConfigError(
                 f"{what}: {length} cannot be divided over the {self.size} ranks along {self.axis!r}; give the axis "
                 f"another size, as {self.near(length)}, or the module the word 'replicated'."
             )
-        short, more = divmod(length, self.size)
-        start = self.rank * short + min(self.rank, more)
-        return start, start + short + (self.rank < more)
+        return self.range(length)
 
     def sizes(self, length: int) -> list[int]:
         """Of all ranks' parts."""
@@ -128,7 +126,7 @@ class Forward:
     Attributes:
         module: that was cut.
         word: how.
-        link: to the ranks that have the other parts.
+        group: the ranks that have the other parts.
         shared: of the columns of the same parent.
         start: of this rank's rows of an embedding.
         sizes: of the ranks' parts of an output that is gathered.
@@ -142,7 +140,7 @@ class Forward:
 
     module: nn.Module
     word: str
-    link: AxisLink
+    group: ModuleGroup
     shared: SharedInput
     start: int = 0
     sizes: list[int] = field(default_factory=list)
@@ -159,7 +157,7 @@ class Forward:
             args = (kwargs.pop(first),)
         if self.word == "row" and args[0].shape[-1] != self._inputs():
             raise UsageError(
-                f"{self.path!r} is a row of {self._inputs()} inputs on each rank along {self.link.axis!r}, and gets "
+                f"{self.path!r} is a row of {self._inputs()} inputs on each rank along {self.group.axis!r}, and gets "
                 f"{args[0].shape[-1]}: what it is given is not divided; give the layers before it the word 'column'."
             )
         if self.word in (*WORKS, "draws"):  # what it does between columns and rows is looked at
@@ -179,14 +177,14 @@ class Forward:
 
     def _enter(self, x: Tensor) -> Tensor:
         """What all columns multiply, of what this rank has."""
-        return collect(x, self.link, TOKENS) if self._cut else copy(x, self.link)
+        return collect(x, self.group, TOKENS) if self._cut else copy(x, self.group)
 
     def _given(self, x: Tensor) -> Tensor:
         return x if self.collected and self._cut else self.shared.copy(x, self._enter)
 
     def _leave(self, y: Tensor) -> Tensor:
         """Of the sum over the ranks what this rank goes on with."""
-        return spread(y, self.link, TOKENS) if self._cut else reduce(y, self.link)
+        return spread(y, self.group, TOKENS) if self._cut else reduce(y, self.group)
 
     def _inputs(self) -> int:
         weight: Any = self.module.weight
@@ -201,26 +199,26 @@ class Forward:
 
     def _gathered(self, x: Tensor) -> Tensor:
         # Behind the stream, or without one.
-        y = self._own(self.shared.copy(x, lambda x: copy(x, self.link)))
-        return gather(y, self.link, -1, self.sizes)
+        y = self._own(self.shared.copy(x, lambda x: copy(x, self.group)))
+        return gather(y, self.group, -1, self.sizes)
 
     def _scattered(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         assert self.stream is not None
-        cut = self.stream.begin(x.shape[TOKENS], self.link)
-        return self._own(scatter(x, self.link, TOKENS) if cut else x, *args, **kwargs)
+        cut = self.stream.begin(x.shape[TOKENS], self.group)
+        return self._own(scatter(x, self.group, TOKENS) if cut else x, *args, **kwargs)
 
     def _collected(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._own(collect(x, self.link, TOKENS) if self._cut else x, *args, **kwargs)
+        return self._own(collect(x, self.group, TOKENS) if self._cut else x, *args, **kwargs)
 
     def _joined(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         y = self._own(x, *args, **kwargs)
-        return gather(y, self.link, TOKENS) if self._cut else y
+        return gather(y, self.group, TOKENS) if self._cut else y
 
     def _draws(self, x: Tensor) -> Tensor:
         """Of dropout that works on parts."""
         if self.stream is not None and not self.stream.cut:
             return self._own(x)
-        with apart_draws(x, self.link):
+        with apart_draws(x, self.group):
             return self._own(x)
 
     def _kv(self, x: Tensor) -> Tensor:
@@ -242,10 +240,10 @@ class Forward:
     def _experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Each rank has some of the hidden units of every expert; what routes is the same on all."""
         wide = weights.to(torch.promote_types(weights.dtype, x.dtype))  # their gradients are summed before they round
-        return reduce(self._own(copy(x, self.link), chosen, copy(wide, self.link)), self.link)
+        return reduce(self._own(copy(x, self.group), chosen, copy(wide, self.group)), self.group)
 
     def _vocabulary(self, tokens: Tensor) -> Tensor:
-        rows = self.sizes[self.link.rank]
+        rows = self.sizes[self.group.rank]
         local = tokens - self.start
         here = (local >= 0) & (local < rows)
         padding: Any = getattr(self.module, "padding_idx", None)
@@ -257,20 +255,20 @@ class Forward:
             if padding is not None:
                 vars(self.module)["padding_idx"] = padding
         y = y.masked_fill(~here.unsqueeze(-1), 0)
-        if self.begins and self.stream is not None and self.stream.begin(y.shape[TOKENS], self.link):
-            return spread(y, self.link, TOKENS)
-        return reduce(y, self.link)
+        if self.begins and self.stream is not None and self.stream.begin(y.shape[TOKENS], self.group):
+            return spread(y, self.group, TOKENS)
+        return reduce(y, self.group)
 
 
 class Summed:
     """Makes the gradient of a parameter, of which each rank has a summand, the sum over an axis; of a module's
     parameters those of these ``names``, None: all."""
 
-    def __init__(self, link: AxisLink, names: Sequence[str] | None = None) -> None:
-        self._link, self.names = link, names
+    def __init__(self, group: ModuleGroup, names: Sequence[str] | None = None) -> None:
+        self._group, self.names = group, names
 
     def __call__(self, grad: Tensor) -> Tensor:
-        return self._link.all_reduce(grad)
+        return self._group.all_reduce(grad)
 
 
 def is_cut(module: nn.Module) -> bool:
@@ -333,16 +331,16 @@ class ModuleCut:
         assert weight is not None
         return vars(weight).get(_FORWARD, (tuple(weight.shape),))[0]
 
-    def range(self, place: AxisRank) -> tuple[int, int]:
+    def range(self, place: AxisPart) -> tuple[int, int]:
         """This rank's rows of each block, or for ``row`` its columns.
 
         Raises:
             ConfigError: they do not divide.
         """
         if self.word == "experts":
-            return place.range(self._experts()[1].shape[2], f"the hidden units of each expert in {self.name!r}")
+            return place.divide(self._experts()[1].shape[2], f"the hidden units of each expert in {self.name!r}")
         if self.word == "row":
-            start, stop = place.range(self.lengths()[1 - self.outputs] // self.unit, f"the inputs of {self.name!r}")
+            start, stop = place.divide(self.lengths()[1 - self.outputs] // self.unit, f"the inputs of {self.name!r}")
         else:
             length = self.lengths()[self.outputs]
             if length % (self.blocks * self.unit):
@@ -350,10 +348,11 @@ class ModuleCut:
                     f"{self.name!r} has {length} rows, which are not {self.blocks} x {self.unit} times some."
                 )
             length //= self.blocks * self.unit
-            start, stop = place.range(length, f"the outputs of {self.name!r}", even=self.word == "column")
+            even = self.word == "column"
+            start, stop = place.divide(length, f"the outputs of {self.name!r}") if even else place.range(length)
         return start * self.unit, stop * self.unit
 
-    def check(self, place: AxisRank) -> None:
+    def check(self, place: AxisPart) -> None:
         """
         Raises:
             ConfigError: the module is of no kind that the word is for, or does not divide.
@@ -403,7 +402,7 @@ class ModuleCut:
         if kind is NonDynamicallyQuantizableLinear:
             raise ConfigError(
                 f"the plan calls {self.name!r} {self.word!r}, but nn.MultiheadAttention reads its weight by itself: "
-                "leave the attention whole, or give tensor='auto', which cuts it."
+                "leave the attention whole, or give Parallel(tensor='auto'), which cuts it."
             )
         plain = kind.forward in (nn.Linear.forward, nn.Embedding.forward)
         followed = kind.__module__.startswith("transformers.") and kind.__name__.endswith(_FOLLOWED)
@@ -444,7 +443,7 @@ class ModuleCut:
         )
 
 
-def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Owners, parts: Parts) -> None:
+def cut_module(cut: ModuleCut, place: AxisPart, shared: SharedInput, owners: Owners, parts: Parts) -> None:
     """Cuts a module in place; ``shared`` is of its parent, ``owners`` of the model's parameters, ``parts`` of its
     tensors.
 
@@ -452,8 +451,8 @@ def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Own
         ConfigError: a parameter that it shares with another is cut in two ways.
     """
     module, word, outputs = cut.module, cut.word, cut.outputs
-    link = link_of(module, place.axis)
-    link.part(place.size)
+    group = group_of(module, place.axis)
+    group.part(place.size)
     if word in ("kv", *WORKS):
         sum_gradients(module, place)
     elif word == "row" and cut.stream is not None:
@@ -461,7 +460,7 @@ def cut_module(cut: ModuleCut, place: AxisRank, shared: SharedInput, owners: Own
     forward = Forward(
         module,
         word,
-        link,
+        group,
         shared,
         rows=cut.rows,
         stream=cut.stream,
@@ -499,7 +498,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _cut(
-    owners: Owners, module: nn.Module, name: str, dim: int, rows: tuple[int, int], place: AxisRank, blocks: int = 1
+    owners: Owners, module: nn.Module, name: str, dim: int, rows: tuple[int, int], place: AxisPart, blocks: int = 1
 ) -> None:
     """Leaves of a parameter those rows of each of its blocks along ``dim``."""
     parameter = module._parameters[name]
@@ -526,12 +525,12 @@ def _cut(
             mark_slice(owner, own, axis=place.axis, whole=whole, start=start)
 
 
-def sum_gradients(module: nn.Module, place: AxisRank, names: Sequence[str] | None = None) -> None:
+def sum_gradients(module: nn.Module, place: AxisPart, names: Sequence[str] | None = None) -> None:
     """Gradients of the module's own parameters, or of some of them, are summed over the axis as they arrive, once
     :func:`hear_gradients` was called."""
-    link = link_of(module, place.axis)
-    link.part(place.size)
-    vars(module)[_SUMMED] = Summed(link, names)
+    group = group_of(module, place.axis)
+    group.part(place.size)
+    vars(module)[_SUMMED] = Summed(group, names)
 
 
 def hear_gradients(model: nn.Module) -> Callable[[], None]:

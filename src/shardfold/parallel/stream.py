@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardfold import accelerator
 from shardfold.errors import ConfigError
-from shardfold.parallel.link import Link
+from shardfold.nn.axis_group import AxisGroup
 
 __all__ = ["DROPOUTS", "TOKENS", "SequenceParallel", "apart_draws"]
 
@@ -45,29 +45,29 @@ class SequenceParallel:
     def cut(self) -> bool:
         return self._begun or torch.is_grad_enabled()
 
-    def begin(self, length: int, link: Link) -> bool:
+    def begin(self, length: int, group: AxisGroup) -> bool:
         """Whether so many tokens are cut.
 
         Raises:
             ConfigError: ranks do not divide them, in training.
         """
-        self._begun = length % link.size == 0
+        self._begun = length % group.size == 0
         if torch.is_grad_enabled() and not self._begun:
             raise ConfigError(
-                f"sequence_parallel=True divides sequences over the {link.size} ranks along {link.axis!r}, but this "
-                f"one has {length} tokens: pad it to a multiple of {link.size}, or evaluate under torch.no_grad(), "
-                "where sequences of other lengths stay whole."
+                f"Parallel(sequence_parallel=True) divides sequences over the {group.size} ranks along {group.axis!r}, "
+                f"but this one has {length} tokens: pad it to a multiple of {group.size}, or evaluate under "
+                "torch.no_grad(), where sequences of other lengths stay whole."
             )
         return self._begun
 
 
 @contextmanager
-def apart_draws(x: Tensor, link: Link) -> Iterator[None]:
+def apart_draws(x: Tensor, group: AxisGroup) -> Iterator[None]:
     """Inside, random numbers of ``x``'s device are this rank's own; behind it they go on alike on all ranks.
 
     They are seeded by a number that is drawn of the CPU's generator, which ranks have alike, and the rank: where a
     forward is computed again from the same state, they are the same again.
     """
-    seed = (int(torch.randint(2**62, (), device="cpu")) + (link.rank + 1) * _APART) % 2**63
+    seed = (int(torch.randint(2**62, (), device="cpu")) + (group.rank + 1) * _APART) % 2**63
     with accelerator.seeded(x.device, seed):
         yield

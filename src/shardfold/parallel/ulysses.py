@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.nn.axis_group import AxisGroup, OneRank
 from shardfold.parallel.adjoint import paired
 from shardfold.parallel.cut import CutBatch
-from shardfold.parallel.link import Link, OneRank
 from shardfold.parallel.ring import ring_attention
 from shardfold.torch_internals import untraced_from_call
 
@@ -29,7 +29,7 @@ __all__ = ["across_heads", "check_heads", "ulysses_attention"]
 
 
 class _TokenExchange(NamedTuple):
-    link: Link
+    group: AxisGroup
     split: int
     concat: int
     sizes: Sequence[int]
@@ -37,8 +37,8 @@ class _TokenExchange(NamedTuple):
 
     def send(self, tensor: Tensor) -> Tensor:
         if self.split == 1:
-            return self.link.all_to_all(tensor, 1, 2, concat_sizes=self.sizes)
-        return self.link.all_to_all(tensor, 2, 1, split_sizes=self.sizes)
+            return self.group.all_to_all(tensor, 1, 2, concat_sizes=self.sizes)
+        return self.group.all_to_all(tensor, 2, 1, split_sizes=self.sizes)
 
     @property
     def back(self) -> _TokenExchange:
@@ -52,8 +52,8 @@ def check_heads(heads: int, ranks: int) -> None:
     """
     if heads % ranks:
         raise ConfigError(
-            f"attention='ulysses' gives each rank as many heads, but {heads} heads are not divisible by {ranks} ranks "
-            "of sequence: choose attention='ring', or a number of ranks that divides them."
+            f"Parallel(attention='ulysses') gives each rank as many heads, but {heads} heads are not divisible by "
+            f"{ranks} ranks of sequence: choose Parallel(attention='ring'), or a number of ranks that divides them."
         )
 
 
@@ -62,7 +62,7 @@ def ulysses_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    link: Link,
+    group: AxisGroup,
     cut: CutBatch,
     *,
     causal: bool,
@@ -86,7 +86,7 @@ def ulysses_attention(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if tiles:
-            one = OneRank(link.axis)
+            one = OneRank(group.axis)
             return ring_attention(
                 query, key, value, one, cut.joined, causal=causal, scale=scale, window=window, softcap=softcap
             )
@@ -95,14 +95,14 @@ def ulysses_attention(
             query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
         )
 
-    return across_heads(query, key, value, link, cut.sizes, attend)
+    return across_heads(query, key, value, group, cut.sizes, attend)
 
 
 def across_heads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    link: Link,
+    group: AxisGroup,
     sizes: Sequence[int],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
@@ -111,16 +111,16 @@ def across_heads(
     Args:
         query: ``(batch, heads, tokens, dim)``.
         key, value: ``(batch, key_heads, tokens, dim)``.
-        link: to the ranks that have the other tokens.
+        group: the ranks that have the other tokens.
         sizes: tokens by rank.
         attend: of ``(batch, heads / N, all tokens, dim)`` in that shape.
 
     Raises:
         ConfigError: the heads do not divide by the ranks.
     """
-    check_heads(query.shape[1], link.size)
-    key, value = (_for_ranks(each, link.size) for each in (key, value))
-    there = _TokenExchange(link, 1, 2, sizes)
+    check_heads(query.shape[1], group.size)
+    key, value = (_for_ranks(each, group.size) for each in (key, value))
+    there = _TokenExchange(group, 1, 2, sizes)
     query, key, value = _exchanged([query, key, value], there)
     return _sent(attend(query, key, value), there.back)
 
@@ -137,7 +137,7 @@ def _sent(tensor: Tensor, way: _TokenExchange) -> Tensor:
 
 def _exchanged(tensors: Sequence[Tensor], way: _TokenExchange) -> list[Tensor]:
     """Each by heads, in one exchange if it can be."""
-    ranks = way.link.size
+    ranks = way.group.size
     if len({(tensor.dtype, tensor.shape[3]) for tensor in tensors}) > 1:
         return [_sent(tensor, way) for tensor in tensors]
     each = [tensor.unflatten(1, (ranks, tensor.shape[1] // ranks)) for tensor in tensors]

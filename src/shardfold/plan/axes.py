@@ -181,7 +181,7 @@ class Mesh(Mapping[str, int]):
         if rare and (rare not in self._by_name or self._by_name[rare].role is not Role.DATA):
             known = [axis.name for axis in self.axes if axis.role is Role.DATA]
             raise LayoutError(
-                f"the axis of outer= is {rare!r}, which is not an axis of data of the mesh; these are "
+                f"Outer.axis is {rare!r}, which is not an axis of data of the mesh; these are "
                 f"{', '.join(known) or 'none'}."
                 f"{did_you_mean(rare, known)}"
             )

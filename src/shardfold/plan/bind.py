@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from shardfold.plan import program_passes
+from shardfold.plan import rewrites
 from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout, Sizes
 from shardfold.plan.order import backwards, with_missing
 from shardfold.plan.placement import UnitSpec, enclosing
 from shardfold.plan.program import ROUND, Op, Program, lower
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 
 __all__ = ["PASSES", "Bound", "RunOrders", "bind"]
 
@@ -107,7 +107,7 @@ class Bound:
         names += [f"{name}.{i}" for name in ROUND for i in range(outer.fragments if outer is not None else 0)]
         found = {name: self.program.section(name) for name in names}
         evaluation = self._in_evaluation().alone
-        return {**found, "eval": evaluation, "closing": program_passes.closing(self.program, self.overlap)}
+        return {**found, "eval": evaluation, "closing": rewrites.closing(self.program, self.overlap)}
 
     @cached_property
     def whole(self) -> Program:
@@ -125,7 +125,7 @@ class Bound:
 
     def late(self, units: Collection[str]) -> tuple[Op, ...]:
         """A section before the step that reduces these units once more."""
-        return program_passes.late(self.program, frozenset(units))
+        return rewrites.late(self.program, frozenset(units))
 
 
 def bind(
@@ -187,10 +187,10 @@ def bind(
         return fetched_bytes(op, layout, by_name[op.unit], mesh, num_moments)
 
     def moved(program: Program) -> Program:
-        return program_passes.apply(program, overlap, late=frozenset(at_end), fetched=fetched)
+        return rewrites.apply(program, overlap, late=frozenset(at_end), fetched=fetched)
 
     def unmoved() -> Program:
-        return program_passes.reduced_once(lowered()) if overlap.reduce_once else lowered()
+        return rewrites.reduced_once(lowered()) if overlap.reduce_once else lowered()
 
     return Bound(
         layout=layout,

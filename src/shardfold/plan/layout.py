@@ -697,8 +697,8 @@ class Layout:
             for axis in cell.over:
                 if axis not in mesh:
                     raise LayoutError(
-                        f"{name} is split over {axis!r}, which the mesh does not have: "
-                        f"add it to mesh= or drop it from the layout.{did_you_mean(axis, mesh)}"
+                        f"{name} is split over {axis!r}, which the mesh does not have: add it to parallel= or drop it "
+                        f"from the layout.{did_you_mean(axis, mesh)}"
                     )
                 if mesh[axis] > 1 and axis not in (*Mesh.of(mesh).reading, *self._apart):
                     raise LayoutError(
@@ -930,7 +930,7 @@ def _check_outer(bound: Layout) -> None:
     if bound.master.tier is Tier.DISK:
         raise LayoutError(
             "master rests in the disk tier, where outer steps cannot reach it: let it rest in host memory, or leave "
-            "outer= out."
+            "outer steps out."
         )
     form = FORMATS[outer.format] if outer.format is not None else None
     if form is not None and not _is_outer(form):

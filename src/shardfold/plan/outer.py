@@ -150,7 +150,7 @@ class Outer:
         return float(self.alpha) if self.alpha is not None else 0.5 if self.delay else 0.0
 
     @property
-    def late(self) -> int:
+    def most_put_off(self) -> int:
         """How many outer steps of a fragment in a row may be put off."""
         return 1 if self.put_off is None else int(self.put_off)
 
@@ -184,5 +184,5 @@ class Outer:
         if self.format is not None:
             said.append(f"as {typed(self.format)}")
         if self.deadline is not None:
-            said.append(f"put off if a group is {self.deadline:g} s late, {self.late} in a row")
+            said.append(f"put off if a group is {self.deadline:g} s late, {self.most_put_off} in a row")
         return ", ".join(said)

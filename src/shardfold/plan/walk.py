@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS, Op
-from shardfold.plan.program_passes import GATHERS
+from shardfold.plan.rewrites import GATHERS
 
 __all__ = ["MOMENTS", "AskedWalk", "Part", "Walk", "of_part"]
 

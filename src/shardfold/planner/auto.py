@@ -24,10 +24,11 @@ from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.bind import bind
-from shardfold.plan.checks import human, known_arguments
+from shardfold.plan.checks import described, human, known_arguments
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.lifetimes import ALONE, peak_bytes
+from shardfold.plan.outer import Outer
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.rules import Rules
 from shardfold.plan.search import Searched, search
@@ -226,7 +227,7 @@ def _refusal(subjects: Sequence[Subject], table: Layout, least: Option) -> str:
     would = (
         f"a micro-batch of {largest} samples fits so, in place of {samples}"
         if largest
-        else f"give each rank {human(least.needed)}, a smaller sample=, or more ranks"
+        else f"give each rank {human(least.needed)}, a smaller Auto(sample=...), or more ranks"
     )
     held = ""
     if host is not None and least.host > host:
@@ -250,6 +251,10 @@ class Auto:
         loss: where the model does not give its loss itself, what does, as ``lambda model, batch: ...``.
         layout: one that is given, a preset's name or a :class:`Layout`: only what happens to activations is chosen.
             ``"auto"``: both are.
+        outer: rare steps along an axis, which every layout to choose from has; None: those of a given layout.
+
+    Raises:
+        ConfigError: there is no micro-batch, or ``outer`` is no :class:`Outer`.
 
     Examples:
         >>> squares = sf.Auto(sample=x, loss=lambda model, batch: model(batch).square().mean())
@@ -260,3 +265,13 @@ class Auto:
     sample: Any = field(repr=False)
     loss: Callable[[Any, Any], Any] | None = None
     layout: str | Layout = AUTO
+    outer: Outer | None = None
+
+    def __post_init__(self) -> None:
+        if self.sample is None:
+            raise ConfigError(
+                "Auto(sample=None) has no micro-batch to plan with: give one as the model takes it, as in "
+                "sf.Auto(sample=batch), or take layout='auto', which goes by states alone."
+            )
+        if self.outer is not None and not isinstance(self.outer, Outer):
+            raise ConfigError(f"Auto.outer is {described(self.outer)}: give sf.Outer(every=...), or None.")

@@ -10,7 +10,7 @@ from shardfold.errors import ConfigError
 from shardfold.parallel.parallel import Parallel
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.seconds import Seconds
 

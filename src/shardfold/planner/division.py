@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.comm.transport import Pending
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.batch import INPUTS
 from shardfold.parallel.expert_parallel import dispatches, share_out
-from shardfold.parallel.link import MeshLink, bind_links
+from shardfold.parallel.module_group import bind_groups
 from shardfold.parallel.plan import Given, split_model
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan.axes import LINKS, Axis, Mesh
@@ -172,11 +173,11 @@ class Division:
         whole = _filled(batch) if self.sequence > 1 else {}
         comm: Any = _Paper(mesh, sent, self.streams)
         with ExitStack() as held:
-            held.callback(bind_links(model, comm, link=PaperLink))
+            held.callback(bind_groups(model, comm, group=PaperGroup))
             held.callback(hear_gradients(model))
             for dispatch in dispatches(model):
                 dispatch.even = True
-            axis = open_sequence(model, comm, self.attention, shares=self.tensor, apart=lambda: False, link=PaperLink)
+            axis = open_sequence(model, comm, self.attention, shares=self.tensor, apart=lambda: False, link=PaperGroup)
             if axis is not None:
                 held.callback(follow(model, axis))
                 batch = axis.shard(whole, True, (), ())
@@ -205,7 +206,7 @@ def division_of(axes: Mapping[str, Any]) -> Division:
     return Division(**axes)
 
 
-class PaperLink(MeshLink):
+class PaperGroup(MeshGroup):
     """An axis of ranks that are not there: what comes has the right shapes, and what is sent is counted."""
 
     def _begin(self, verb: str, sent: int | None, begin: Callable[[Any], Pending]) -> Pending:

@@ -24,7 +24,7 @@ from shardfold.plan.bind import RunOrders, bind
 from shardfold.plan.cost import resting_bytes, tier_bytes
 from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, GPU, Behaviour
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.rules import Rules
 from shardfold.plan.walk import Part
 from shardfold.planner._gpu_kernels import gpu_kernels

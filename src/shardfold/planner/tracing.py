@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardfold.activations.recompute import KEPT, without_filling
 from shardfold.activations.selective import Selection
 from shardfold.errors import ConfigError, ModelError, ShardfoldError
-from shardfold.parallel.pipeline.late import DeferredWeightGrads, Splits
+from shardfold.parallel.pipeline.deferred import DeferredWeightGrads, Splits
 from shardfold.parallel.pipeline.stages import Borders, Stages
 from shardfold.plan.format import dtype_name
 from shardfold.plan.layout import Precision
@@ -219,11 +219,7 @@ def _trace(
 ) -> Trace:
     """See :func:`trace_model`."""
     fake = nullcontext() if real else FakeMode(allow_non_fake_inputs=True)
-
-    def make(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        with fake:
-            return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
-
+    make = partial(_zeros, fake)
     names = {slot.name: s for c in cuts if c.spec is not None for s in c.spec.segments for slot in s.slots}
     dtypes = {name: TORCH_DTYPES[segment.dtype] for name, segment in names.items()}
     compute_dtype = TORCH_DTYPES[precision.compute]
@@ -239,15 +235,13 @@ def _trace(
         held.enter_context(fake)
         held.enter_context(listener.hooked(mode, precision, moving))
         listener.run(compute, values)
-    return Trace(
-        tuple(listener.events),
-        batch=_nbytes(values),
-        buffers=_nbytes([*made.buffers()]),
-        mode=mode,
-        tokens=_tokens(values),
-        touched=frozenset(listener.touched),
-        loss=listener.loss,
-    )
+    return listener.trace(values, mode)
+
+
+def _zeros(mode: AbstractContextManager[Any], tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In place of a tensor, made in that mode."""
+    with mode:
+        return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
 
 
 def trace_stage(
@@ -275,11 +269,7 @@ def trace_stage(
         borders: of a trace of as many samples in another mode; None: they are found.
     """
     fake = FakeMode(allow_non_fake_inputs=True)
-
-    def make(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        with fake:
-            return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
-
+    make = partial(_zeros, fake)
     fill(model, make)
     listener = _Listener(model, cuts)
     with ExitStack() as held:
@@ -293,16 +283,7 @@ def trace_stage(
         held.enter_context(fake)
         held.enter_context(listener.hooked(mode, precision, HERE))
         listener.run_stage(stage, compute, values, split=lane.split)
-    found = Trace(
-        tuple(listener.events),
-        batch=_nbytes(values),
-        buffers=_nbytes([*model.buffers()]),
-        mode=mode,
-        tokens=_tokens(values),
-        touched=frozenset(listener.touched),
-        loss=listener.loss,
-    )
-    return found, borders
+    return listener.trace(values, mode), borders
 
 
 def _borders(
@@ -389,11 +370,23 @@ class _Listener:
         self._lossless = False  # the model's forward gave none
         self._waiting: list[Tensor] = []
         self._waiting_bytes = 0
-        self._late: DeferredWeightGrads | None = None  # of a backward in two parts: what the first leaves to the second
+        self._deferred: DeferredWeightGrads | None = None  # of a backward in two parts, from the first
         self._weights = False  # the second is under way
         self._units: dict[int, str] = {}  # of parameters, by ``id``
         self._movers: PaperMovers | None = None
         self._quiet = False
+
+    def trace(self, values: Any, mode: str) -> Trace:
+        """What was noted of a run on these values."""
+        return Trace(
+            tuple(self.events),
+            batch=_nbytes(values),
+            buffers=_nbytes([*self._model.buffers()]),
+            mode=mode,
+            tokens=_tokens(values),
+            touched=frozenset(self.touched),
+            loss=self.loss,
+        )
 
     # -- events
 
@@ -487,9 +480,9 @@ class _Listener:
     def run_stage(self, stage: Stage, compute: Compute, batch: Any, *, split: bool) -> None:
         """A forward and a backward of one stage; ``split``: in two parts."""
         self._live.leave_out(batch)
-        self._late = DeferredWeightGrads() if split else None
+        self._deferred = DeferredWeightGrads() if split else None
         plain = next((type(parameter) for parameter in self._model.parameters()), nn.Parameter)
-        splits = Splits(self._late, CPU, plain) if self._late is not None else nullcontext()
+        splits = Splits(self._deferred, CPU, plain) if self._deferred is not None else nullcontext()
         with nullcontext() if stage.handed else self._live:
             came = stage.receive()
         received = list(came.values())
@@ -515,22 +508,22 @@ class _Listener:
             self._flush()
             self.note("end", size=_nbytes([x.grad for x in received if x.grad is not None]))
             del received
-            if self._late is not None:
-                self._run_weights(self._late)
+            if self._deferred is not None:
+                self._run_weights(self._deferred)
 
     def _hear(self, tensors: Sequence[Tensor]) -> None:
         """The gradient of the first of these to come begins a backward."""
         for tensor in tensors:
             tensor.register_hook(lambda grad: self._begin_backward())
 
-    def _run_weights(self, late: DeferredWeightGrads) -> None:
+    def _run_weights(self, deferred: DeferredWeightGrads) -> None:
         """The second part of a backward, as :meth:`~shardfold.engine.backward.Backward.run_weights` has it."""
         self._live.mark()
         self.note("inputs")
         reached = list(dict.fromkeys(event.unit for event in self.events if event.kind == "enter_backward"))
         places = {name: n for n, name in enumerate(reached)}
         numbers = {key: places.get(unit, len(places)) for key, unit in self._units.items()}
-        roots = late.roots(numbers, CPU)
+        roots = deferred.roots(numbers, CPU)
         self._weights = True
         self.note("begin_backward")
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
@@ -634,10 +627,10 @@ class _Listener:
             return
         if grad.is_sparse:  # as the engine takes it
             grad = grad.to_dense()
-        if self._late is not None and not self._weights:
-            self._late.kept.append((unit, slot, grad, id(parameter)))
+        if self._deferred is not None and not self._weights:
+            self._deferred.kept.append((unit, slot, grad, id(parameter)))
             return
-        if self._late is not None:
+        if self._deferred is not None:
             self._take_kept(unit)
         self._accept(unit, slot, grad)
         self._left[unit] -= 1  # the last one lives, in the hook, until its unit's are on their way
@@ -648,19 +641,19 @@ class _Listener:
 
     def _take_kept(self, unit: str | None) -> None:
         """Gradients of a unit, or all, that the first part of this backward gave, each of which is given back then."""
-        assert self._late is not None
-        kept = self._late.take_kept()
+        assert self._deferred is not None
+        kept = self._deferred.take_kept()
         before = unit
         while kept:
             other, slot, grad, key = kept.popleft()
             if unit is not None and other != unit:
-                self._late.kept.append((other, slot, grad, key))
+                self._deferred.kept.append((other, slot, grad, key))
                 continue
             if other != before:
                 self._flush()
             before = other
             self._accept(other, slot, grad)
-            self._left[other] -= key not in self._late.coming
+            self._left[other] -= key not in self._deferred.coming
 
     def _accept(self, unit: str, slot: str, grad: Tensor) -> None:
         self.note("gradient", unit, grad.nbytes, slot)

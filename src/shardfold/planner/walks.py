@@ -17,7 +17,7 @@ from shardfold.plan.bind import Bound
 from shardfold.plan.checks import human
 from shardfold.plan.layout import DATA_AXES, Layout, Precision, Tier
 from shardfold.plan.program import COLLECTIVES
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.planner.candidate import Candidate, FittingCandidate, Refused, sizes_to_show
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster

@@ -31,15 +31,14 @@ from shardfold.sharding.unit import Life, Unit
 from shardfold.tiers.collection import AtCollection
 from shardfold.torch_internals import no_subclass_functions, storage_key
 
-__all__ = ["Changes", "Plan", "look_at_added"]
-
+__all__ = ["Changes", "UnitChange", "look_at_added"]
 
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
 
 
 @dataclass
-class Plan:
+class UnitChange:
     """What the units will be.
 
     Attributes:
@@ -69,7 +68,7 @@ class Changes:
         self, model: ShardedModel, units: Sequence[str | type[nn.Module]] | None, seed: int, *, made_here: bool
     ) -> None:
         self.model, self.seed = model, seed
-        self.plan: Plan | None = None
+        self.plan: UnitChange | None = None
         self._units = units
         self._made_here = made_here
         self.group_of = group_numbers(model.optimizer) if model.optimizer is not None else {}
@@ -281,7 +280,7 @@ class Changes:
 
     # -- what they are to be made of
 
-    def look(self) -> Plan | None:
+    def look(self) -> UnitChange | None:
         """What the units have to become; None if they stay.
 
         Raises:
@@ -301,7 +300,7 @@ class Changes:
         if stays and not any(module._buffers for module in new_modules.values()):
             self.group_of = group_of
             return None
-        return Plan(cuts, kept, group_of, new_modules)
+        return UnitChange(cuts, kept, group_of, new_modules)
 
     def _find_groups(self) -> dict[int, int]:
         """The group of each of the model's parameters that the optimizer knows or has to get."""

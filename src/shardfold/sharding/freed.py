@@ -8,14 +8,13 @@ sentence that names the parameter. The object stays the same, so optimizers, tie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardfold.errors import FreedParameterError
-from shardfold.torch_internals import copies_shallowly, disable_modes, modes_are_on, no_functions, no_subclass_functions
+from shardfold.torch_internals import copies_shallowly, no_subclass_functions, without_user_modes
 
 __all__ = [
     "CONVERSIONS",
@@ -24,7 +23,6 @@ __all__ = [
     "SET_DATA",
     "FreedParameter",
     "Hollow",
-    "apart",
     "keeps_dtype",
     "outline",
     "seal",
@@ -124,18 +122,6 @@ MEMORY: frozenset[Any] = frozenset(
 )
 """What an outline answers too: clients look for tied weights by their memory, and it has some."""
 
-_NOTHING = nullcontext()
-
-
-def apart() -> AbstractContextManager[object]:
-    """Modes of the user's (that count operations, fake them, or make them fail) do not see the engine's inside."""
-    if not modes_are_on():
-        return _NOTHING
-    stack = ExitStack()
-    stack.enter_context(disable_modes())
-    stack.enter_context(no_functions())
-    return stack
-
 
 class FreedParameter(nn.Parameter):
     """The class of a parameter while its memory is given back: metadata answers, anything else raises a sentence.
@@ -155,7 +141,7 @@ class FreedParameter(nn.Parameter):
             return None  # the whole values are made on their own device, whenever they are made
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
         gathers = [parameter.__dict__[_FREED][2] for parameter in freed]  # the first may gather all of them
-        with apart():
+        with without_user_modes():
             gathered = all([gather() for gather in gathers])
         if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
@@ -261,7 +247,7 @@ def _freed_in(values: Any) -> Iterator[FreedParameter]:
 def _there(parameter: Any, what: str) -> Any:
     """The parameter with its memory, of its own class; it may have got that already, from one of the arguments."""
     if isinstance(parameter, FreedParameter):
-        with apart():
+        with without_user_modes():
             gathered = parameter.__dict__[_FREED][2]()
         if not gathered or isinstance(parameter, FreedParameter):
             _refuse(what, (parameter,), None)

@@ -352,8 +352,8 @@ class Weights:
     def __init__(self, source: Any, model: nn.Module, whole: StagedNames | None = None) -> None:
         if not isinstance(source, Mapping | str | Path):
             raise ModelError(
-                f"weights= is of type {type(source).__name__}: give a state dict, or the path of safetensors files or "
-                "of a checkpoint."
+                f"Init(weights=...) is of type {type(source).__name__}: give a state dict, or the path of safetensors "
+                "files or of a checkpoint."
             )
         self._source = source if isinstance(source, Mapping) else None
         self._files: dict[str, Path] = {} if isinstance(source, Mapping) else _find_files(Path(source))
@@ -372,7 +372,7 @@ class Weights:
         unexpected = sorted(given - known)
         if missing or unexpected:
             raise ModelError(
-                f"weights= does not fit the model: missing {', '.join(missing) or 'nothing'}; unexpected "
+                f"Init(weights=...) does not fit the model: missing {', '.join(missing) or 'nothing'}; unexpected "
                 f"{', '.join(unexpected) or 'nothing'}."
             )
 
@@ -388,8 +388,8 @@ class Weights:
             value = self._source[name]
             if is_dtensor(value):
                 raise ModelError(
-                    f"weights= has {name!r} as a DTensor, which other ranks have parts of: make the engine without, "
-                    "and give the state dict to engine.load_state_dict()."
+                    f"Init(weights=...) has {name!r} as a DTensor, which other ranks have parts of: make the engine "
+                    "without, and give the state dict to engine.load_state_dict()."
                 )
             return value if box is None or tuple(value.shape) != whole else _box_of(value, box)
         from safetensors import safe_open
@@ -428,7 +428,7 @@ def _find_files(path: Path) -> dict[str, Path]:
     if not files or not all(file.is_file() for file in files):
         beside = [p.name for p in path.parent.glob("*.safetensors")]
         near = did_you_mean(path.name, beside) if beside else ""
-        raise ModelError(f"weights={str(path)!r} holds no safetensors file.{near}")
+        raise ModelError(f"Init(weights={str(path)!r}) holds no safetensors file.{near}")
     index = path / "model.safetensors.index.json"
     if path.is_dir() and index.is_file():
         return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}

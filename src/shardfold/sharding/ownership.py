@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
 from shardfold.errors import ConfigError, UsageError, did_you_mean
-from shardfold.sharding.freed import FreedParameter, apart, unseal
+from shardfold.sharding.freed import FreedParameter, unseal
 from shardfold.sharding.gathered import gathered, listed
 from shardfold.sharding.model import ShardedModel, refuse_during
 from shardfold.sharding.partitioned import EarlyShard, ShardRanks, early_shard
@@ -25,6 +25,7 @@ from shardfold.sharding.pickling import forget_alone
 from shardfold.sharding.rebuild import forget
 from shardfold.sharding.registry import model_of, name_in
 from shardfold.sharding.unit import CLOSED_WAY, Unit
+from shardfold.torch_internals import without_user_modes
 
 __all__ = ["claim", "close_split", "mark_closed", "release"]
 
@@ -112,7 +113,7 @@ def close_split(model: ShardedModel, close: Callable[[str], None]) -> None:
             names = tuple(name for name, _ in members)
             with gathered(model, names, write=False, of="params"), torch.no_grad():
                 copies = [p.detach().clone() for _, p in members]
-            with torch.no_grad(), apart():
+            with torch.no_grad(), without_user_modes():
                 for (name, p), copy in zip(members, copies, strict=True):
                     if isinstance(p, FreedParameter):
                         unseal(p)

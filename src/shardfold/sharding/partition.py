@@ -202,7 +202,7 @@ def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tup
         if not hits:
             text = wanted if isinstance(wanted, str) else wanted.__name__
             raise ModelError(
-                f"units= names {text!r}, which matches no module.{did_you_mean(text, list(modules)[1:12])}"
+                f"Init(units=...) names {text!r}, which matches no module.{did_you_mean(text, list(modules)[1:12])}"
             )
         depth = min(name.count(".") for name in hits) if isinstance(wanted, str) else None
         chosen.update({name: m for name, m in hits.items() if depth is None or name.count(".") == depth})
@@ -210,7 +210,9 @@ def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tup
     for outer, _ in ordered:
         for inner, _ in ordered:
             if inner.startswith(outer + "."):
-                raise ModelError(f"units= names {inner!r} inside {outer!r}: units cannot nest; name only one of them.")
+                raise ModelError(
+                    f"Init(units=...) names {inner!r} inside {outer!r}: units cannot nest; name only one of them."
+                )
     return ordered
 
 

@@ -26,8 +26,9 @@ from shardfold.comm.transport import GlooTransport, StreamTransport
 from shardfold.errors import OrderError
 from shardfold.plan.layout import DATA_AXES
 from shardfold.plan.placement import shard_index
-from shardfold.sharding.freed import FreedParameter, apart, outline, seal, unseal
+from shardfold.sharding.freed import FreedParameter, outline, seal, unseal
 from shardfold.tiers.device import DeviceTier
+from shardfold.torch_internals import without_user_modes
 
 __all__ = ["EarlyShard", "ShardRanks", "announce", "early_shard", "gather", "hand_over", "keep_mine", "release"]
 
@@ -270,7 +271,7 @@ def gather(parameters: Iterable[nn.Parameter]) -> None:
             shards = [_shard(p) for p in apart_now]
             what = f"a gather of {_described(shards)}"
             ranks.comm.agreement.meet(what)
-            with torch.no_grad(), apart():
+            with torch.no_grad(), without_user_modes():
                 flats = [shard.padded() for shard in shards]
                 complete(ranks.comm, [flat for flat in flats if flat.numel()], ranks.over, what)
             for p, shard, flat in zip(apart_now, shards, flats, strict=True):
@@ -306,7 +307,7 @@ def _write_back(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int,
             ranks.comm.agreement.meet("leaving a block that writes parameters by an exception: nothing is written")
         return
     ranks.comm.agreement.meet(what)
-    with torch.no_grad(), apart():
+    with torch.no_grad(), without_user_modes():
         wholes = [p.detach().to(ranks.device).contiguous() for p in members]
         spread(ranks.comm, [whole for whole in wholes if whole.numel()], what, source)
         for p, whole in zip(members, wholes, strict=True):

@@ -30,7 +30,7 @@ from torch import Tensor
 from shardfold.comm.agreement import Claim
 from shardfold.errors import ConfigError, UsageError, by_rank
 from shardfold.plan.layout import Axes
-from shardfold.sharding.changes import Changes, Plan
+from shardfold.sharding.changes import Changes, UnitChange
 from shardfold.sharding.compared import SLICES, parts, slices
 from shardfold.sharding.freed import unseal
 from shardfold.sharding.materialize import buffer_dtypes, make_units, move_buffers
@@ -102,7 +102,7 @@ class Homes:
         place: ``(unit, segment, slot)`` of those that have values there, by ``id``.
     """
 
-    def __init__(self, model: ShardedModel, plan: Plan) -> None:
+    def __init__(self, model: ShardedModel, plan: UnitChange) -> None:
         self.gone = [unit for unit in model.units if plan.kept.get(unit.name) is not unit]
         self.owner: dict[int, Unit] = {}
         self.place: dict[int, tuple[Unit, Segment, int]] = {}
@@ -118,7 +118,7 @@ class Homes:
         found = {id(unit): unit for p in c.parameters.values() if (unit := self.owner.get(id(p))) is not None}
         return list(found.values())
 
-    def described(self, plan: Plan) -> list[tuple[str, str | None, bool]]:
+    def described(self, plan: UnitChange) -> list[tuple[str, str | None, bool]]:
         """Of every parameter of the units to be made: where its values come from. Ranks have to say the same."""
         said: list[tuple[str, str | None, bool]] = []
         for c in plan.cuts:
@@ -129,7 +129,7 @@ class Homes:
         return said
 
 
-def _make(changes: Changes, plan: Plan, homes: Homes) -> list[Unit]:
+def _make(changes: Changes, plan: UnitChange, homes: Homes) -> list[Unit]:
     """The units of a plan, in order."""
     model = changes.model
     update = model.updater

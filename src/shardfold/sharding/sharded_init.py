@@ -22,11 +22,12 @@ from torch.nn.parameter import is_lazy
 
 from shardfold.comm.mesh import parse_device, pick_device
 from shardfold.plan.checks import check_flags, check_times, known_arguments
-from shardfold.sharding.freed import FreedParameter, apart
+from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.partitioned import TOUCHED, EarlyShard, ShardRanks, early_shard, gather, release
 from shardfold.sharding.registry import model_of
 from shardfold.sharding.segment import check_dtype
 from shardfold.tiers.pages import let_go, spare
+from shardfold.torch_internals import without_user_modes
 
 __all__ = ["shard_module", "sharded_init"]
 
@@ -153,7 +154,7 @@ class _Construction:
             kind = type(module).__name__
             shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in new.items())
             self._ranks.comm.agreement.meet(f"the construction of a {kind} with {shapes}")
-            with torch.no_grad(), apart():
+            with torch.no_grad(), without_user_modes():
                 for name, p in new.items():
                     EarlyShard(p, f"{kind}.{name}", self._ranks, self._dtype)
 

@@ -128,7 +128,7 @@ def mark_slice(
             "their names, as in mark_slice(layer, 'weight', axis='tensor', dim=0)."
         )
     if not isinstance(axis, str) or not axis.isidentifier():  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"mark_slice(): the axis is {described(axis)}: it is its name in mesh=, as 'tensor'.")
+        raise ConfigError(f"mark_slice(): the axis is {described(axis)}: it is its name in parallel=, as 'tensor'.")
     if not parameters:
         raise ConfigError("mark_slice() names no parameter: give their names in the module, as 'weight'.")
     for name in parameters:
@@ -359,8 +359,8 @@ def _check_axis(name: str, axis: str, mesh: Mesh) -> None:
     role = next((known.role for known in mesh.axes if known.name == axis), KNOWN.get(axis))
     if role is None:
         raise LayoutError(
-            f"{name!r} is marked as a slice on {axis!r}, which the mesh does not have: add it to mesh= or name another "
-            f"axis.{did_you_mean(axis, {*mesh, *KNOWN})}"
+            f"{name!r} is marked as a slice on {axis!r}, which the mesh does not have: add it to parallel= or name "
+            f"another axis.{did_you_mean(axis, {*mesh, *KNOWN})}"
         )
     if role is Role.SEQUENCE:
         raise LayoutError(

@@ -23,7 +23,7 @@ from shardfold.comm.transport import Pending, Transport, Waiter
 from shardfold.errors import ConfigError
 from shardfold.sharding.model import Owner
 
-__all__ = ["Late"]
+__all__ = ["SlowTransport"]
 
 
 class _Due:
@@ -45,7 +45,7 @@ class _Due:
         return True
 
 
-class _Late(Pending):
+class _SlowPending(Pending):
     def __init__(self, inner: Pending, due: _Due) -> None:
         super().__init__([due])
         self._inner = inner
@@ -58,7 +58,7 @@ class _Late(Pending):
         self._inner.wait(waiter)
 
 
-class Late(Transport):
+class SlowTransport(Transport):
     """
     Args:
         inner: what carries the bytes.
@@ -72,7 +72,8 @@ class Late(Transport):
     def __init__(self, inner: Transport, *, latency: float = 0.0, rate: float | None = None) -> None:
         if latency < 0 or (rate is not None and rate <= 0):
             raise ConfigError(
-                f"Late(latency={latency!r}, rate={rate!r}): seconds of 0 or more, and bytes per second above 0 or None."
+                f"SlowTransport(latency={latency!r}, rate={rate!r}): seconds of 0 or more, and bytes per second above "
+                "0 or None."
             )
         self._inner, self._latency, self._rate = inner, latency, rate
         self.kind = inner.kind
@@ -80,11 +81,11 @@ class Late(Transport):
         self._drops = False
 
     @classmethod
-    def around(cls, engine: Owner, *, latency: float = 0.0, rate: float | None = None) -> Late:
+    def around(cls, engine: Owner, *, latency: float = 0.0, rate: float | None = None) -> SlowTransport:
         """What an engine sends from now on goes over such a link."""
         comm = engine.sharded.comm
-        comm.transport = late = cls(comm.transport, latency=latency, rate=rate)
-        return late
+        comm.transport = slow = cls(comm.transport, latency=latency, rate=rate)
+        return slow
 
     def drop_next(self) -> None:
         """The next collective of this rank never ends for it."""
@@ -93,7 +94,7 @@ class Late(Transport):
     def _sent(self, inner: Pending, num_bytes: float) -> Pending:
         self._free = max(self._free, monotonic()) + (num_bytes / self._rate if self._rate is not None else 0.0)
         due, self._drops = _Due(inf if self._drops else self._free + self._latency), False
-        return _Late(inner, due)
+        return _SlowPending(inner, due)
 
     def all_gather(self, full: Tensor, group: Any, *, resident: Tensor | None = None) -> Pending:
         pending = self._inner.all_gather(full, group, resident=resident)

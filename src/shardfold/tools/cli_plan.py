@@ -293,9 +293,9 @@ def _check_order(order: str) -> None:
     from shardfold.parallel.pipeline.stage_order import choose_order
 
     try:
-        _ = choose_order(order)
+        _ = choose_order(order, "--order")
     except ConfigError as error:
-        said = str(error).replace(f"pipeline={order!r}", f"--order {order}")
+        said = str(error)
         for name in AHEAD:  # which plans refuse
             said = said.replace(f"{name}, ", "")
         raise ConfigError(said) from error

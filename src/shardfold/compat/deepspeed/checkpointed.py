@@ -10,25 +10,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold.activations.partitioned_inputs import Sliced
+from shardfold.nn.axis_group import AxisGroup, Lengths
 
 __all__ = ["CheckpointedCall", "GroupRanks", "is_cut"]
 
 
-class GroupRanks:
-    """The ranks of a process group, of which each keeps a slice (``Along`` of ``activations.partitioned_inputs``)."""
+class GroupRanks(AxisGroup):
+    """The ranks of a process group, of which each keeps a slice; they gather 1-D tensors of one length."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        super().__init__("", dist.get_world_size(group), dist.get_rank(group))
 
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Their 1-D tensors, one behind the other."""
+    def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         full = tensor.new_empty(self.size * len(tensor))
         dist.all_gather(list(full.chunk(self.size)), tensor.contiguous(), group=self._group)
         return full
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The largest of each element."""
         out = tensor.clone()
         dist.all_reduce(out, dist.ReduceOp.MAX, group=self._group)
         return out

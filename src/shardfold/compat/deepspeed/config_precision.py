@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardfold.compat.deepspeed.config_check import Note
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.plan.layout import ITEMSIZE, Precision
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 
 if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale

@@ -23,7 +23,7 @@ from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss
 from shardfold.compat.deepspeed.config_source import load
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.presets import named
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.plan.signs import Signs
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from shardfold.comm.mesh_group import MeshGroup
 from shardfold.compat.deepspeed.config import Settings
 from shardfold.compat.deepspeed.config_parallel import TENSOR_AXIS, Said, plan_words
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.engine.engine import Engine
-from shardfold.parallel.link import MeshLink
 from shardfold.parallel.plan import AUTO, TensorPlan
 from shardfold.parallel.same_batch import same_inputs
 from shardfold.plan.placement import Box
@@ -145,7 +145,7 @@ class Joining:
         self._boxes: list[Mapping[str, Any]] = []
         self._names = {id(parameter): slot.name for parameter, slot in slots}
         if TENSOR_AXIS in core.mesh.sizes and core.mesh.sizes[TENSOR_AXIS] > 1:
-            self._link = MeshLink(TENSOR_AXIS, core.sharded.comm)
+            self._link = MeshGroup(TENSOR_AXIS, core.sharded.comm)
             said = ask(json.dumps({slot.name: slot.box for _, slot in slots}))
             first = core.rank - self._link.rank  # ranks of tensor follow each other
             self._boxes = [json.loads(text) for text in said[first : first + self._link.size]]

@@ -44,8 +44,8 @@ def parse(text: str) -> list[list[Action]]:
             found = _ONE.fullmatch(word)
             if found is None:
                 raise ConfigError(
-                    f"pipeline= is given an order whose line {number} has {word!r}, which is not an action: write "
-                    "stage, one of F, B, I and W, and micro-batch, as in 0F3."
+                    f"Parallel(pipeline=...) is given an order whose line {number} has {word!r}, which is not an "
+                    "action: write stage, one of F, B, I and W, and micro-batch, as in 0F3."
                 )
             row.append(Action(found[2], int(found[1]), int(found[3])))
         rows.append(row)

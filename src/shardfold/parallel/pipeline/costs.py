@@ -69,7 +69,7 @@ class PieceCosts:
                 (path for path in mine if path not in theirs), theirs[0]
             )
             raise ConfigError(
-                f"stages= has the costs of another model: the piece {other!r} is in one of the two only: "
+                f"Parallel(stages=...) has the costs of another model: the piece {other!r} is in one of the two only: "
                 "measure this model."
             )
         return [piece.seconds for piece in self.pieces]
@@ -213,8 +213,8 @@ def _measure(piece: PipelinePiece, args: Any, kwargs: Any, device: torch.device,
             back.append(_now(device) - middle)
     except Exception as error:
         raise ModelError(
-            f"the piece {piece.path!r} cannot be measured by itself ({type(error).__name__}: {error}): name the "
-            "pieces at which stages begin, or leave stages= out."
+            f"the piece {piece.path!r} cannot be measured by itself ({type(error).__name__}: {error}): name the pieces "
+            "at which stages begin, or leave Parallel(stages=...) out."
         ) from error
     return min(onward[1:]), min(back[1:])  # others take of the time, never from it
 

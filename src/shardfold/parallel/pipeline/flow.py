@@ -189,7 +189,7 @@ class Skeleton:
             self.module: nn.Module = copy.deepcopy(model, memo)
         except Exception as error:
             raise ModelError(
-                f"mesh= has an axis of pipeline, which needs a copy of the model without its values, and copying it "
+                "parallel= has an axis of pipeline, which needs a copy of the model without its values, and copying it "
                 f"failed ({type(error).__name__}: {error})."
             ) from error
         give_shapes(self.module)

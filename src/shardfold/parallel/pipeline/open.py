@@ -18,7 +18,7 @@ from shardfold.parallel.pipeline.stage_order import OrderChoice
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Activations
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.unit import Unit
 
 __all__ = ["check_ahead", "check_together", "open_stages"]
@@ -36,22 +36,24 @@ def check_together(
     if not sizes.stages:
         return
     refused = {
-        "sequence_parallel=True, which divides what a stage sends": sequence_parallel,
+        "Parallel(sequence_parallel=True), which divides what a stage sends": sequence_parallel,
         "Overlap(speculate=...), which updates before gradients are summed over stages": overlap.snapshot_bytes,
         "Overlap(delayed_update=True), as updates of all stages belong to one step": overlap.delayed_update,
     }
     for what, given in refused.items():
         if given:
-            raise ConfigError(f"mesh= has an axis of pipeline, which does not go with {what}: leave one of them out.")
+            raise ConfigError(
+                f"parallel= has an axis of pipeline, which does not go with {what}: leave one of them out."
+            )
     for modes in activations:
         if ahead and (modes.mode != "keep" or modes.budget is not None):
             raise ConfigError(
-                f"pipeline={ahead!r} updates weights while micro-batches are under way, which would be recomputed with "
-                f"others: activations={str(modes)!r} does not go with it: leave it out."
+                f"Parallel(pipeline={ahead!r}) updates weights while micro-batches are under way, which would be "
+                f"recomputed with others: activations={str(modes)!r} does not go with it: leave it out."
             )
         if modes.mode in ("host", "disk") or modes.budget is not None or modes.over or modes.inputs != "device":
             raise ConfigError(
-                f"mesh= has an axis of pipeline, which does not go with activations={str(modes)!r}: 'keep', "
+                f"parallel= has an axis of pipeline, which does not go with activations={str(modes)!r}: 'keep', "
                 "'recompute' and 'select' do."
             )
 
@@ -74,7 +76,8 @@ def check_ahead(name: str, units: Sequence[Unit], overlap: Overlap, *, scales: b
     for what, given in refused.items():
         if given:
             raise ConfigError(
-                f"pipeline={name!r} updates weights while micro-batches are under way, which does not go with {what}."
+                f"Parallel(pipeline={name!r}) updates weights while micro-batches are under way, which does not go "
+                f"with {what}."
             )
 
 
@@ -96,15 +99,15 @@ def open_stages(
     axes = mesh.sizes.stages
     if not axes:
         if given is not None:
-            raise ConfigError("stages= says where stages begin, but mesh= has no axis of pipeline.")
+            raise ConfigError("Parallel(stages=...) says where stages begin, but parallel= has no axis of pipeline.")
         return None
     axis = axes[0]
     if len(axes) > 1:
-        raise ConfigError(f"mesh= has two axes of pipeline, {' and '.join(axes)}: give one.")
+        raise ConfigError(f"parallel= has two axes of pipeline, {' and '.join(axes)}: give one.")
     ranks, here = mesh.sizes[axis], mesh.coords[axis]
     places = choice.places(ranks)
     measured = isinstance(given, PieceCosts)
-    job.same({"stages=": "what pieces cost" if measured else repr(given)})
+    job.same({"Parallel(stages=...)": "what pieces cost" if measured else repr(given)})
     if measured:
         given = _names(find_pieces(model), given, len(places), ranks, job)
     own = [stage for stage, place in enumerate(places) if place == here]

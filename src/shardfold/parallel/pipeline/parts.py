@@ -38,7 +38,7 @@ def parts_of(
     common = frozenset(name for name, of in found.items() if len(of) != 1)
     if apart := sorted(common - set(roots)):
         raise ConfigError(
-            f"pipeline={order!r}: the unit {apart[0]!r} has parts in several stages of a rank: choose "
-            "Init(units=...), or stages=, so that each unit is in one."
+            f"Parallel(pipeline={order!r}): the unit {apart[0]!r} has parts in several stages of a rank: choose "
+            "Init(units=...), or Parallel(stages=...), so that each unit is in one."
         )
     return {stage: Part(frozenset(name for name, of in found.items() if of == {stage}), common) for stage in stages.own}

@@ -41,7 +41,7 @@ def find_pieces(model: nn.Module) -> list[PipelinePiece]:
     inside = {id(p) for piece in found.values() for p in piece.module.parameters()}
     if loose := [name for name, p in model.named_parameters() if id(p) not in inside]:
         raise ModelError(
-            f"mesh= has an axis of pipeline, but {', '.join(map(repr, loose[:3]))}{' ...' * (len(loose) > 3)} "
+            f"parallel= has an axis of pipeline, but {', '.join(map(repr, loose[:3]))}{' ...' * (len(loose) > 3)} "
             f"belong{'s' * (len(loose) == 1)} to a module whose parts go to several stages: put it into a module of "
             "its own, which is called."
         )
@@ -104,12 +104,12 @@ def cut_by_cost(costs: Sequence[float], stages: int, ranks: int = 0) -> list[int
     count = len(costs)
     if count < stages:
         each = stages // (ranks or stages)
-        most = f"with {each} stages on each rank pipeline={count // each}" if each > 1 else f"pipeline={count}"
+        most = f"{{'pipeline': {count // each}}}" + f" with {each} stages on each rank" * (each > 1)
         fewer = f"{count // ranks} stages" if ranks and count >= 2 * ranks else "one stage"
         most = f"at most {most}" if count >= 2 * each or each == 1 else f"an order with {fewer} on each rank"
         raise ConfigError(
-            f"mesh= has {stages} stages, but the model has {count} piece{'s' * (count != 1)} to give them (children of "
-            f"its lists, and modules beside them): give {most}."
+            f"parallel= has {stages} stages, but the model has {count} piece{'s' * (count != 1)} to give them "
+            f"(children of its lists, and modules beside them): give {most}."
         )
     sums = [0.0]
     for cost in costs:
@@ -142,15 +142,18 @@ def cut_by_names(pieces: Sequence[PipelinePiece], names: Sequence[str], stages: 
     paths = [piece.path for piece in pieces]
     if len(names) != stages - 1:
         raise ConfigError(
-            f"stages= has {len(names)} name{'s' * (len(names) != 1)} for {stages} stages: give the first piece of each "
-            f"stage but the first, {stages - 1} in all."
+            f"Parallel(stages=...) has {len(names)} name{'s' * (len(names) != 1)} for {stages} stages: give the first "
+            f"piece of each stage but the first, {stages - 1} in all."
         )
     for name in names:
         if name not in paths:
-            raise ConfigError(f"stages= names {name!r}, which is not a piece of the model.{did_you_mean(name, paths)}")
+            raise ConfigError(
+                f"Parallel(stages=...) names {name!r}, which is not a piece of the model.{did_you_mean(name, paths)}"
+            )
     begins = [paths.index(name) for name in names]
     if begins != sorted(set(begins)) or begins[:1] == [0]:
         raise ConfigError(
-            f"stages={list(names)!r}: every stage needs a piece of its own, in the model's order: {', '.join(paths)}."
+            f"Parallel(stages={list(names)!r}): every stage needs a piece of its own, in the model's order: "
+            f"{', '.join(paths)}."
         )
     return [sum(begin <= i for begin in begins) for i in range(len(pieces))]

@@ -135,7 +135,9 @@ def _timeline(order: Sequence[Sequence[Action]], stages: int, times: Times, befo
                 at[rank] += 1
                 moved = True
     if any(i < len(actions) for actions, i in zip(order, at, strict=True)):
-        raise ConfigError(f"pipeline= is given an order that never ends: {_stuck(order, at, done, stages)}.")
+        raise ConfigError(
+            f"Parallel(pipeline=...) is given an order that never ends: {_stuck(order, at, done, stages)}."
+        )
     return Timeline(rows, max(free, default=0.0), [], busy, times)
 
 
@@ -181,12 +183,12 @@ def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains
     """
 
     def refuse(said: str) -> ConfigError:
-        return ConfigError(f"pipeline= is given an order in which {said}.")
+        return ConfigError(f"Parallel(pipeline=...) is given an order in which {said}.")
 
     if len(order) != ranks:
         raise refuse(
-            f"{len(order)} rank{'s have' if len(order) != 1 else ' has'} a line, where the axis has {ranks}: "
-            f"give mesh= {len(order)} ranks of pipeline, or the order {ranks} lines"
+            f"{len(order)} rank{'s have' if len(order) != 1 else ' has'} a line, where the axis has {ranks}: give "
+            f"parallel= {len(order)} ranks of pipeline, or the order {ranks} lines"
         )
     place: dict[int, int] = {}
     seen: set[Action] = set()

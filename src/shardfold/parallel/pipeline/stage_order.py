@@ -78,40 +78,43 @@ class OrderChoice(NamedTuple):
         return 1 + max((action.batch for row in self.rows or () for action in row), default=-1)
 
 
-def choose_order(given: Any) -> OrderChoice:
-    """What ``pipeline=`` says: a name; of those with several stages on a rank followed by how many, as in
-    ``"interleaved:2"``; or an order of the user's own: its text, or the path of a file that has it.
+def choose_order(given: Any, option: str = "") -> OrderChoice:
+    """What ``Parallel(pipeline=)`` says, or an ``option`` of a command: a name; of those with several stages on a rank
+    followed by how many, as in ``"interleaved:2"``; or an order of the user's own: its text, or the path of a file that
+    has it.
 
     Raises:
         ConfigError: it is no order.
     """
+    shown = str(given) if isinstance(given, PathLike) else given
+    said = f"{option} {shown}" if option else f"Parallel(pipeline={shown!r})"
     if isinstance(given, PathLike):
         try:
             return _own(Path(given).read_text(encoding="utf-8"), Path(given).name)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"pipeline={str(given)!r} cannot be read as the text of an order: {error}.") from error
+            raise ConfigError(f"{said} cannot be read as the text of an order: {error}.") from error
     if isinstance(given, str) and "\n" in given:
         return _own(given, "own")
     name, _, count = given.partition(":") if isinstance(given, str) else (given, "", "")
     if name not in ORDERS:
         raise ConfigError(
-            f"pipeline={given!r} is not an order.{did_you_mean(str(name), ORDERS)} An order of your own is a text with "
-            "a line for each rank, or the pathlib.Path of a file that has it."
+            f"{said} is not an order.{did_you_mean(str(name), ORDERS)} An order of your own is a "
+            "text with a line for each rank, or the pathlib.Path of a file that has it."
         )
     if name not in LOOPED:
         if count:
             has = "two stages" if name in V_SHAPED else "one stage"
-            raise ConfigError(f"pipeline={given!r}: {name} has {has} on each rank: leave {':' + count!r} out.")
+            raise ConfigError(f"{said}: {name} has {has} on each rank: leave {':' + count!r} out.")
         return OrderChoice(name, 2 if name in V_SHAPED else 1)
     if count and not (count.isdecimal() and int(count) > 1):
-        raise ConfigError(f"pipeline={given!r}: after {name}: give how many stages each rank has, 2 or more.")
+        raise ConfigError(f"{said}: after {name}: give how many stages each rank has, 2 or more.")
     return OrderChoice(name, int(count or 2))
 
 
 def _own(text: str, name: str) -> OrderChoice:
     rows = tuple(map(tuple, parse(text)))
     if not rows:
-        raise ConfigError("pipeline= is given the text of an order that has no line of actions.")
+        raise ConfigError("Parallel(pipeline=...) is given the text of an order that has no line of actions.")
     chunks = max(len({action.stage for action in row}) for row in rows)
     choice = OrderChoice(name, chunks, rows)
     _ = choice.places(len(rows))

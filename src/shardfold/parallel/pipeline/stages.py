@@ -478,6 +478,6 @@ def check_stages(given: Any) -> None:
     names = isinstance(given, (list, tuple)) and all(isinstance(x, str) for x in given)
     if given is not None and not names and not isinstance(given, PieceCosts):
         raise ConfigError(
-            "stages= is the paths of the pieces at which stages begin, as in ['layers.4'], what measure_pieces() "
-            "gives, or None."
+            "Parallel(stages=...) is the paths of the pieces at which stages begin, as in ['layers.4'], what "
+            "measure_pieces() gives, or None."
         )

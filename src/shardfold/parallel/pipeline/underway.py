@@ -10,9 +10,9 @@ from torch import Tensor
 from shardfold.parallel.batch import Sharded
 from shardfold.parallel.pipeline.action import Action
 from shardfold.parallel.pipeline.flow import TensorOrigin
+from shardfold.parallel.pipeline.point_to_point import Parcel
 from shardfold.parallel.pipeline.stages import Borders
 from shardfold.parallel.pipeline.stash import Stash, Version
-from shardfold.parallel.pipeline.wire import Parcel
 
 __all__ = ["StageActivations", "UnderWay"]
 

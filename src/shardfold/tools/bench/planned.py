@@ -101,12 +101,12 @@ def _vacated(engine: Engine) -> int:
 @contextmanager
 def inside_hooks() -> Iterator[None]:
     """Modes see what the engine does in its hooks, too, which it hides from those of users."""
-    own, moved = hooks.apart, Movers.apart
-    hooks.apart, Movers.apart = nullcontext, lambda self: nullcontext()
+    own, moved = hooks.without_user_modes, Movers.apart
+    hooks.without_user_modes, Movers.apart = nullcontext, lambda self: nullcontext()
     try:
         yield
     finally:
-        hooks.apart, Movers.apart = own, moved
+        hooks.without_user_modes, Movers.apart = own, moved
 
 
 def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) -> int:

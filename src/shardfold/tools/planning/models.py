@@ -154,13 +154,13 @@ def planned_model(
 def _by_options(said: str, division: Division) -> str:
     """What is wrong with how ranks share a model, in a sentence about the options that say so."""
     for axis, size in division.axes.items():
-        said = said.replace(f"mesh= has {size} ranks on {axis!r}, but", f"--{axis} {size}:")
+        said = said.replace(f"parallel= has {size} ranks on {axis!r}, but", f"--{axis} {size}:")
         said = said.replace("or leave the axis out", f"or leave --{axis} out") if axis == "expert" else said
-    chunks = re.match(r"mesh= has (\d+) stages, but ", said)
+    chunks = re.match(r"parallel= has (\d+) stages, but ", said)
     if chunks is not None:
         order = f" --order {division.order}" if int(chunks[1]) != division.pipeline else ""
         said = f"--pipeline {division.pipeline}{order} makes {chunks[1]} stages, but {said[chunks.end() :]}"
-    return re.sub(r"\bpipeline=(\d+)", r"--pipeline \1", said)
+    return re.sub(r"\{'pipeline': (\d+)\}", r"--pipeline \1", said)
 
 
 def _tokens(*shape: int) -> torch.Tensor:

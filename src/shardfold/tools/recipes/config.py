@@ -409,7 +409,7 @@ class TrainConfig(RecipeSettings):
                 choose_order,  # imports torch, which other commands do without
             )
 
-            choose_order(self.order)
+            choose_order(self.order, "--order")
         for name, given in (("sequence", self.sequence > 1), ("sequence-parallel", self.sequence_parallel)):
             if self.pipeline > 1 and given:
                 raise ConfigError(f"stages do not cut sequences: leave --{name} out, or --pipeline.")

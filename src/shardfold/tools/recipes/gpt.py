@@ -17,7 +17,7 @@ from shardfold.errors import ConfigError
 from shardfold.nn import MoE, parallel_cross_entropy
 from shardfold.parallel import Attention as Attend
 from shardfold.parallel.functions import copy
-from shardfold.parallel.link import link_of
+from shardfold.parallel.module_group import group_of
 from shardfold.tools.recipes.config import SIZES, GPTConfig
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "generate"]
@@ -190,7 +190,7 @@ class GPT(nn.Module):
         self.head = Linear(config.d_model, config.vocab)
         if config.tied:
             self.head.weight = self.embedding.weight
-        self.ranks = link_of(self.head, "tensor")
+        self.ranks = group_of(self.head, "tensor")
         # Derived from the config alone, hence not part of a checkpoint.
         cos, sin = rotary_tables(config.context, config.head_dim)
         self.register_buffer("cos", cos, persistent=False)

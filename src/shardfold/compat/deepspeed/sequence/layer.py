@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.compat.deepspeed.crossing import link_for
+from shardfold.compat.deepspeed.crossing import axis_for
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.parallel.ulysses import across_heads
 
@@ -96,7 +96,7 @@ class DistributedAttention(nn.Module):
             out = self.local_attn(*(each.permute(back).contiguous() for each in (q, k, v)), *args, **kwargs)
             return out.permute(there)
 
-        link = link_for(self, self.spg)
-        sizes = [query.shape[1 - batch_dim_idx]] * link.size
-        out = across_heads(*(each.permute(there) for each in (query, key, value)), link, sizes, attend)  # pyright: ignore
+        axis = axis_for(self, self.spg)
+        sizes = [query.shape[1 - batch_dim_idx]] * axis.size
+        out = across_heads(*(each.permute(there) for each in (query, key, value)), axis, sizes, attend)  # pyright: ignore
         return out.permute(back).contiguous()

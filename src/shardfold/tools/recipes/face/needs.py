@@ -12,7 +12,7 @@ from shardfold.plan import presets
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.plan.offload import offloaded
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Device
 from shardfold.planner.memory import MemoryPlan, Setting

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.needs import Needs
 from shardfold.tools.recipes.face.row import StudyRow

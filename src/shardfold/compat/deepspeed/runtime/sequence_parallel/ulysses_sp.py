@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardfold.compat.deepspeed.crossing import link_for
+from shardfold.compat.deepspeed.crossing import axis_for
 from shardfold.compat.deepspeed.ranks import NOW
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.runtime.sequence_parallel.tiles import (
@@ -32,10 +32,10 @@ from shardfold.compat.deepspeed.runtime.sequence_parallel.tiles import (
     sequence_tiled_compute,
 )
 from shardfold.compat.deepspeed.utils.logging import logger
+from shardfold.nn.axis_group import AxisGroup
 from shardfold.parallel.attention import refuse_options
 from shardfold.parallel.batch import IGNORED, read_documents
 from shardfold.parallel.cut import CONTIGUOUS, CutBatch
-from shardfold.parallel.link import Link
 from shardfold.parallel.ulysses import across_heads, check_heads, ulysses_attention
 from shardfold.torch_internals import version_of
 
@@ -144,8 +144,8 @@ class UlyssesSPAttentionHF(nn.Module):
             )
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
-        link = link_for(module, None if self._registered else self._group)
-        cut, positions = self._cut(link, query, kwargs.get("position_ids"))
+        axis = axis_for(module, None if self._registered else self._group)
+        cut, positions = self._cut(axis, query, kwargs.get("position_ids"))
         window = None if window is None or window >= cut.length else window
         if window is not None and not ours:
             raise WrongArgument(
@@ -154,7 +154,7 @@ class UlyssesSPAttentionHF(nn.Module):
             )
         refuse_options(module, kwargs)
         if not ours:
-            out = self._called(module, query, key, value, link, cut, args, {**kwargs, "position_ids": positions})
+            out = self._called(module, query, key, value, axis, cut, args, {**kwargs, "position_ids": positions})
         else:
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -163,7 +163,7 @@ class UlyssesSPAttentionHF(nn.Module):
                 query,
                 key,
                 value,
-                link,
+                axis,
                 cut,
                 causal=causal,
                 scale=kwargs.get("scaling"),
@@ -179,7 +179,7 @@ class UlyssesSPAttentionHF(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        link: Link,
+        axis: AxisGroup,
         cut: CutBatch,
         args: Any,
         options: Mapping[str, Any],
@@ -189,9 +189,9 @@ class UlyssesSPAttentionHF(nn.Module):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.attn(module, q, k, v, None, *args, **options)[0].transpose(1, 2).contiguous()
 
-        return across_heads(query, key, value, link, cut.sizes, attend)
+        return across_heads(query, key, value, axis, cut.sizes, attend)
 
-    def _cut(self, link: Link, query: Tensor, positions: Any) -> tuple[CutBatch, Tensor]:
+    def _cut(self, axis: AxisGroup, query: Tensor, positions: Any) -> tuple[CutBatch, Tensor]:
         """How sequences lie on the ranks, and all of their positions, once for all layers of a forward."""
         if not isinstance(positions, Tensor) or positions.dim() != 2:
             raise WrongCall(
@@ -201,16 +201,16 @@ class UlyssesSPAttentionHF(nn.Module):
         version = version_of(positions)  # None: they may have been changed, and nobody would know
         if version is not None and self._last is not None and self._last[0]() is positions and self._last[1] == version:
             return self._last[2]
-        tokens, length = query.shape[2], query.shape[2] * link.size
+        tokens, length = query.shape[2], query.shape[2] * axis.size
         if positions.shape[1] != tokens or (not self.seq_length_is_variable and tokens != self.local_seq_length):
             raise WrongCall(
                 f"attention gets {tokens} tokens and {positions.shape[1]} positions of this rank"
                 + f", and sequences were said to have {self.global_seq_length}" * (not self.seq_length_is_variable)
                 + ": cut batches with UlyssesSPDataLoaderAdapter."
             )
-        all_positions = link.all_gather(positions, 1)
+        all_positions = axis.all_gather(positions, 1)
         documents = read_documents({"position_ids": all_positions}, query.shape[0], length)
-        found = CutBatch.of(length, link.size, CONTIGUOUS, documents, query.shape[0]), all_positions
+        found = CutBatch.of(length, axis.size, CONTIGUOUS, documents, query.shape[0]), all_positions
         self._last = ref(positions), version, found
         return found
 

@@ -10,7 +10,7 @@ import torch
 
 import shardfold as sf
 from shardfold.testing import Ranks
-from shardfold.testing.slow_transport import Late
+from shardfold.testing.slow_transport import SlowTransport
 from tests.support import models
 
 
@@ -21,14 +21,14 @@ def _train(latency: float | None, drop: bool) -> tuple[list[float], float, str]:
         models.small(), optimizer=partial(torch.optim.SGD, lr=0.1), layout=sf.PRESETS["zero3"].replace(reduce="int8"),
         runtime=sf.Runtime(desync_timeout=1.0, timeout=3.0),
     )  # fmt: skip
-    late = Late.around(engine, latency=latency, rate=1e9) if latency is not None else None
+    slow = SlowTransport.around(engine, latency=latency, rate=1e9) if latency is not None else None
     losses: list[float] = []
     took, raised = 0.0, ""
     try:
         for number, batch in enumerate(models.batches(4)):
             begun = monotonic()
-            if drop and number == 3 and late is not None and engine.rank == 1:
-                late.drop_next()
+            if drop and number == 3 and slow is not None and engine.rank == 1:
+                slow.drop_next()
             loss = engine(*(t.chunk(engine.world_size)[engine.rank] for t in batch))
             engine.backward(loss)
             engine.step()
@@ -43,8 +43,8 @@ def _train(latency: float | None, drop: bool) -> tuple[list[float], float, str]:
 @pytest.mark.soak
 def test_what_is_late_changes_nothing_but_the_time(ranks: Ranks) -> None:
     plain = ranks.run(_train, None, False, world_size=2)
-    late = ranks.run(_train, 0.02, False, world_size=2)
-    for (losses, _, _), (same, took, raised) in zip(plain, late, strict=True):
+    slow = ranks.run(_train, 0.02, False, world_size=2)
+    for (losses, _, _), (same, took, raised) in zip(plain, slow, strict=True):
         assert same == losses and not raised
         assert took > 4 * 0.02  # gathers one behind another, at least: a bound that no load of the machine undercuts
 
@@ -58,4 +58,4 @@ def test_what_is_dropped_is_told_of_on_every_rank(ranks: Ranks) -> None:
 @pytest.mark.parametrize("options", [{"latency": -1.0}, {"rate": 0.0}])
 def test_what_is_no_link_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(sf.errors.ConfigError, match="seconds of 0 or more"):
-        Late(None, **options)  # pyright: ignore
+        SlowTransport(None, **options)  # pyright: ignore

@@ -55,12 +55,12 @@ class DeferredWeightGrads:
 
 
 class Splits(TorchFunctionMode):
-    """Inside, operations on parameters leave the gradients of these to ``late``; those that are recomputed do not, nor
-    those on parameters of other classes than ``plain``."""
+    """Inside, operations on parameters leave the gradients of these to ``deferred``; those that are recomputed do not,
+    nor those on parameters of other classes than ``plain``."""
 
-    def __init__(self, late: DeferredWeightGrads, device: torch.device, plain: type[Tensor] = nn.Parameter) -> None:
+    def __init__(self, deferred: DeferredWeightGrads, device: torch.device, plain: type[Tensor] = nn.Parameter) -> None:
         super().__init__()
-        self._late, self._plain = late, plain
+        self._deferred, self._plain = deferred, plain
         self._anchor = torch.zeros((), device=device, requires_grad=True)  # what is apart from weights has a backward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +74,7 @@ class Splits(TorchFunctionMode):
         if found is None:
             return func(*args, **kwargs)
         function, given, weight, more = found
-        return function.apply(self._anchor, given, self._late, weight, *more)
+        return function.apply(self._anchor, given, self._deferred, weight, *more)
 
 
 def _given(parameter: nn.Parameter, make: Callable[[], Tensor]) -> Tensor:
@@ -90,7 +90,7 @@ class _Left(NamedTuple):
         how: numbers that its operation was called with.
     """
 
-    late: DeferredWeightGrads
+    deferred: DeferredWeightGrads
     weight: Any
     bias: Any
     how: Any
@@ -100,9 +100,9 @@ class _Left(NamedTuple):
         return self.bias is not None and self.bias.requires_grad
 
     def put(self, of_weight: Callable[[], Tensor], of_bias: Callable[[], Tensor] | None = None) -> None:
-        self.late.waiting.append((self.weight, of_weight))
+        self.deferred.waiting.append((self.weight, of_weight))
         if self.has_bias and of_bias is not None:
-            self.late.waiting.append((self.bias, of_bias))
+            self.deferred.waiting.append((self.bias, of_bias))
 
 
 class _Linear(torch.autograd.Function):
@@ -110,10 +110,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, late: DeferredWeightGrads, weight: Any, bias: Any, across: bool
+        ctx: Any, anchor: Tensor, x: Tensor, deferred: DeferredWeightGrads, weight: Any, bias: Any, across: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.left = _Left(late, weight, bias, across)
+        ctx.left = _Left(deferred, weight, bias, across)
         return torch.addmm(bias, x, weight) if across else F.linear(x, weight, bias)
 
     @staticmethod
@@ -138,10 +138,10 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, late: DeferredWeightGrads, weight: Any, bias: Any, how: Any, call: Any
+        ctx: Any, anchor: Tensor, x: Tensor, deferred: DeferredWeightGrads, weight: Any, bias: Any, how: Any, call: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.left = _Left(late, weight, bias, how)
+        ctx.left = _Left(deferred, weight, bias, how)
         return call(x, weight, bias, *how)
 
     @staticmethod
@@ -181,10 +181,10 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, at: Tensor, late: DeferredWeightGrads, weight: Any, padding: int, scale: bool
+        ctx: Any, anchor: Tensor, at: Tensor, deferred: DeferredWeightGrads, weight: Any, padding: int, scale: bool
     ) -> Tensor:
         ctx.save_for_backward(at)
-        ctx.left = _Left(late, weight, None, (padding, scale))
+        ctx.left = _Left(deferred, weight, None, (padding, scale))
         return F.embedding(at, weight, padding if padding >= 0 else None, scale_grad_by_freq=scale)
 
     @staticmethod

@@ -75,7 +75,7 @@ class PointToPoint:
                 comm.job.aside(str(parcel))
                 group = comm.mesh.way(comm.mesh.rank, rank)
                 work = dist.broadcast(whole, src=comm.mesh.rank, group=group, async_op=True)
-            comm.meter.layer(Sent(LAYERS, "SEND", (self._axis,)), whole.nbytes)
+            comm.meter.send(Sent(LAYERS, "SEND", (self._axis,)), whole.nbytes)
             self._sending.append((work, whole, f"{parcel}, to rank {rank}"))
 
     def expects(self, parcel: Parcel) -> bool:

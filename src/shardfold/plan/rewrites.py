@@ -1,7 +1,7 @@
-"""Passes over programs: each takes a list of operations and gives a list that does the same at better moments.
+"""Rewrites of programs: each takes a list of operations and gives a list that does the same at better moments.
 
 How much and when is a :class:`Overlap`, a value of its own: the table says what is held and sent, the overlap only
-moves it in time. No pass adds, drops or changes an operation.
+moves it in time. No rewrite adds, drops or changes an operation.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def apply(
     late: frozenset[str] = frozenset(),
     fetched: Callable[[Op], float] | None = None,
 ) -> Program:
-    """The program that will run: ``program`` with the passes that ``overlap`` asks for, and ``late`` units reduced at
+    """The program that will run: ``program`` with the rewrites that ``overlap`` asks for, and ``late`` units reduced at
     the end. ``fetched`` gives the bytes of a ``FETCH`` (see :func:`prefetch`)."""
     if overlap.reduce_once:
         program = reduced_once(program)
