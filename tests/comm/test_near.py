@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from shardfold.comm import _boards as boards
+from shardfold.comm import _neighbours as neighbours
 from shardfold.comm import _near as near
-from shardfold.comm._boards import SLOTS, possible
+from shardfold.comm._boards import possible
 from shardfold.comm._near import NearTransport
+from shardfold.comm._neighbours import SLOTS
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.transport import GlooTransport
 from shardfold.errors import CollectiveError
@@ -233,8 +234,8 @@ def _fence() -> bool:
     shards = _Shards()
     store, waited = dist.distributed_c10d._get_default_store(), False
     if shards.mesh.rank:
-        read = boards.Group.read
-        boards.Group.read = lambda *args: (store.wait(["go"], LIMIT), read(*args))[1]  # type: ignore[assignment]
+        read = neighbours.Group.read
+        neighbours.Group.read = lambda *args: (store.wait(["go"], LIMIT), read(*args))[1]  # type: ignore[assignment]
 
     def wait(work: Any) -> None:
         nonlocal waited
@@ -248,7 +249,7 @@ def _fence() -> bool:
         store.set("go", "")
     finally:
         if shards.mesh.rank:
-            boards.Group.read = read  # type: ignore[assignment]
+            neighbours.Group.read = read  # type: ignore[assignment]
     shards.mesh.close()
     return waited
 

@@ -2,8 +2,8 @@
 
 A *board* belongs to one group: its first rank makes pages without a file name (``memfd_create``), and the others map
 them too (``/proc/<process>/fd``, which the kernel opens for whoever may read that process's memory, as the copying of
-data by ``process_vm_readv`` takes anyway). What there is to tell, each rank writes into places of its own. See ``_near``
-for what is told.
+data by ``process_vm_readv`` takes anyway). What there is to tell, each rank writes into places of its own. See
+``_near`` for what is told.
 
 ``[Note: no waking is missed]`` Ranks may be more than cores, so who waits sleeps. For each collective the board has a
 *bell*, the word that sleepers sleep on, which holds the number of what is complete:
@@ -19,50 +19,39 @@ ring write the same number. If the one that is to ring is killed before, sleeper
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import platform
-import secrets
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shardfold.comm import _futex
-from shardfold.comm.cores import allowed, share
 from shardfold.comm.transport import Waiter
 from shardfold.torch_internals import profiler_is_on
 
 __all__ = [
-    "DONE",
-    "READY",
-    "SLOTS",
     "WORD",
+    "Board",
     "Door",
-    "Group",
     "Mark",
-    "Neighbours",
+    "Neighbour",
+    "Pages",
     "look_until",
-    "neighbours",
     "noted",
     "possible",
     "profiled",
+    "read",
     "wait_for",
 ]
 
-SLOTS = 1024
-"""Entries of a board: so many collectives of one group may be under way."""
-
 WORD = 8
-READY, DONE = 0, 1
-BELLS, ROWS = 2, 3  # of a slot: a bell for READY and one for DONE; then a row each for READY, DONE and addresses
 
 SPIN = 5e-5
 """Seconds for which a rank that has a core to itself looks before it sleeps: waking it takes as long."""
@@ -199,120 +188,16 @@ class Neighbour(NamedTuple):
         return word.value == self.token
 
 
-class Neighbours(NamedTuple):
-    """What :func:`neighbours` has found.
-
-    Attributes:
-        groups: those all of whose ranks can read each other; None in place of the others.
-        cores: how many this rank has to itself.
-    """
-
-    groups: list[Group | None]
-    cores: float
-
-
-_probe = ctypes.c_int64(secrets.randbits(62))  # which others read to see that this process is there
-
-
-def neighbours(
-    groups: Sequence[tuple[int, Sequence[int]]],
-    door: Door | None,
-    exchange: Callable[[str, str], list[str]],
-    waiter: Waiter,
-    progress: Callable[[], bool],
-) -> Neighbours:
-    """The groups all of whose ranks can read each other. All ranks call it.
-
-    Args:
-        groups: this rank's place in each, and their ranks.
-        door: of this process; None: this rank sends.
-        exchange: ``exchange(key, text)`` gives every rank's text.
-        waiter, progress: see :class:`Group`.
-    """
-    place = _place() if door is not None else None
-    mine: dict[str, Any] = {}
-    made: dict[int, Pages] = {}
-    if door is not None and place is not None:
-        made = {i: Pages(_size(len(ranks))) for i, (me, ranks) in enumerate(groups) if me == 0}
-        mine = {
-            "place": place,
-            "process": os.getpid(),
-            "probe": ctypes.addressof(_probe),
-            "token": _probe.value,
-            "door": door.pages.file,
-            "boards": [made[i].file if i in made else None for i in range(len(groups))],
-            "cores": allowed(),
-        }
-    said = [json.loads(text) for text in exchange("near/boards", json.dumps(mine))]
-    users = [entry["cores"] for entry in said if mine and entry and entry["place"] == place]
-    found = {other: one for other, entry in enumerate(said) if mine and entry and (one := _found(mine, entry))}
-    boards = {i: board for i, (_, ranks) in enumerate(groups) if (board := _board(i, ranks, found, said, made))}
-    heard = exchange("near/seen", json.dumps([sorted(found), sorted(boards)]))
-    seen: list[tuple[set[int], set[int]]] = [(set(ranks), set(theirs)) for ranks, theirs in map(json.loads, heard)]
-    for board in made.values():
-        board.close_file()  # all have opened it, and only they may
-    cores = share(allowed(), users) if users else 1.0
-    kept: list[Group | None] = [
-        Group([found[r] for r in ranks], me, boards[i], waiter, progress, spins=cores >= 1)
-        if all(set(ranks) <= seen[r][0] and i in seen[r][1] for r in ranks)
-        else None
-        for i, (me, ranks) in enumerate(groups)
-    ]
-    return Neighbours(kept, cores)
-
-
-def _size(ranks: int) -> int:
-    """Bytes of a group's board: for each rank whether it has closed its engine, then the slots."""
-    return (ranks + SLOTS * (BELLS + ROWS * ranks)) * WORD
-
-
-def _found(mine: Mapping[str, Any], entry: Mapping[str, Any]) -> Neighbour | None:
-    if entry["place"] != mine["place"] or not _of_this_user(entry["process"]):
-        return None
-    try:
-        own = entry["process"] == mine["process"]
-        door = None if own else Door(Pages.of(entry["process"], entry["door"], mmap.PAGESIZE))
-    except (OSError, ValueError):
-        return None
-    one = Neighbour(entry["process"], entry["probe"], entry["token"], door)
-    return one if one.is_there() else None
-
-
-def _board(
-    i: int, ranks: Sequence[int], found: Mapping[int, Neighbour], said: Sequence[Any], made: Mapping[int, Pages]
-) -> Pages | None:
-    """Of the ``i``-th group, which its first rank has made."""
-    if i in made or ranks[0] not in found:
-        return made.get(i)
-    with suppress(OSError, ValueError):
-        return Pages.of(said[ranks[0]]["process"], said[ranks[0]]["boards"][i], _size(len(ranks)))
-    return None
-
-
-def _of_this_user(process: int) -> bool:
-    """Whether a process runs under the same user: one with more rights could read others' too, and is not to."""
-    try:
-        return os.stat(f"/proc/{int(process)}").st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
-def _place() -> str | None:
-    """What ranks of one host have in common, and containers or simulated hosts on it do not; None: it does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
-    except OSError:
-        return None
-
-
-class Group:
-    """The ranks of one group, and their board.
+class Board:
+    """Entries of the ranks of a group, in slots that are used again and again.
 
     Args:
         members: of the group, in its order; ``me`` is this one's place.
-        pages: the board.
-        waiter: waits for a mark.
+        pages: that all of them map. They begin with a word for each rank, which tells that its engine was closed.
+        start: byte at which the slots begin.
+        slots: how many numbers may be under way.
+        kinds: how many times ranks arrive at each number.
+        room: bytes of each rank's own beside a number.
         progress: goes on with what this rank has begun and does not wait for yet; whether anything went on.
         spins: who waits may look for a while before it sleeps.
     """
@@ -322,83 +207,67 @@ class Group:
         members: Sequence[Neighbour],
         me: int,
         pages: Pages,
-        waiter: Waiter,
-        progress: Callable[[], bool],
+        start: int,
+        slots: int,
         *,
+        kinds: int,
+        room: int,
+        progress: Callable[[], bool],
         spins: bool,
     ) -> None:
         self.members, self.me, self.size = members, me, len(members)
-        self.others = [i for i in range(self.size) if i != me]
-        self.closed = False  # nothing more is read
         self.pages, self.progress, self.spins = pages, progress, spins
-        self._waiter = waiter
-        self._numbers = 0
-        self._process = os.getpid()
+        self._start, self._slots, self._kinds, self._room = start, slots, kinds, room
+        self._width = self.bytes_of(self.size, 1, kinds, room)
         self._row = struct.Struct(f"{self.size}q")
+        self._process = os.getpid()
 
-    def number(self) -> int:
-        """Of the next collective."""
-        self._numbers += 1
-        return self._numbers
+    @staticmethod
+    def bytes_of(ranks: int, slots: int, kinds: int, room: int) -> int:
+        """Of the slots: in each a bell for every kind of arrival, an entry of every rank, and the rooms."""
+        return slots * (kinds * (1 + ranks) * WORD + ranks * room)
 
-    def post(self, number: int, address: int) -> None:
-        """This rank's data of that collective is ready and lies there."""
-        if number > SLOTS:  # first all others must be done with what stands in this place
-            wait_for(Mark(self, number - SLOTS, DONE), self._waiter)
-        self.pages.cells[self.row(2, number) + self.me] = address
-        self._arrive(READY, number)
+    def bell(self, number: int, kind: int) -> int:
+        """The byte at which it lies in the pages."""
+        return self._start + number % self._slots * self._width + kind * WORD
 
-    def done(self, number: int) -> None:
-        """This rank has read what it needs."""
-        self._arrive(DONE, number)
+    def _entries(self, number: int, kind: int) -> int:
+        return self.bell(number, 0) + (self._kinds + kind * self.size) * WORD
 
-    def _arrive(self, what: int, number: int) -> None:
-        """[Note: no waking is missed]"""
-        self.pages.cells[self.row(what, number) + self.me] = number
+    def rooms(self, number: int) -> tuple[int, int]:
+        """Bytes of the pages from which on and up to which all ranks' rooms lie, in their order."""
+        begin = self.bell(number, 0) + self._kinds * (1 + self.size) * WORD
+        return begin, begin + self.size * self._room
+
+    def entries(self, number: int, kind: int) -> tuple[int, ...]:
+        """Of each rank the last number at which it has arrived there."""
+        return self._row.unpack_from(self.pages.bytes, self._entries(number, kind))
+
+    def all_arrived(self, number: int, kind: int) -> bool:
+        return min(self.entries(number, kind)) >= number
+
+    def arrive(self, number: int, kind: int) -> None:
+        """This rank has come so far. [Note: no waking is missed]"""
+        self.pages.cells[self._entries(number, kind) // WORD + self.me] = number
         _futex.fence()
-        if self.all_arrived(what, number):
-            bell = self.bell(what, number)
-            self.pages.cells[bell] = number
-            _futex.wake(self.pages.address + bell * WORD)
+        if self.all_arrived(number, kind):
+            bell = self.bell(number, kind)
+            self.pages.cells[bell // WORD] = number
+            _futex.wake(self.pages.address + bell)
 
-    def bell(self, what: int, number: int) -> int:
-        """The place of its word."""
-        return self.size + number % SLOTS * (BELLS + ROWS * self.size) + what
-
-    def row(self, what: int, number: int) -> int:
-        """The place of the first rank's word; after READY and DONE there is one of addresses."""
-        return self.size + number % SLOTS * (BELLS + ROWS * self.size) + BELLS + what * self.size
-
-    def entries(self, what: int, number: int) -> tuple[int, ...]:
-        """What each rank has written there."""
-        return self._row.unpack_from(self.pages.bytes, self.row(what, number) * WORD)
-
-    def all_arrived(self, what: int, number: int) -> bool:
-        return min(self.entries(what, number)) >= number
-
-    def addresses(self, number: int) -> tuple[int, ...]:
-        """Where each rank's data lies, once they are ready."""
-        return self.entries(2, number)
-
-    def read(self, other: int, address: int, into: int, num_bytes: int) -> None:
-        """Copies bytes of another rank's memory.
-
-        Raises:
-            RuntimeError: its process has ended.
-        """
-        try:
-            read(self.members[other].process, address, into, num_bytes)
-        except OSError as error:
-            raise self.ended(other, f"ended ({error.strerror})") from error
+    def sleep(self, number: int, kind: int, seconds: float) -> None:
+        """Returns when all have arrived, after so many seconds, or earlier. [Note: no waking is missed]"""
+        bell = self.bell(number, kind)
+        seen = self.pages.cells[bell // WORD]
+        if not self.all_arrived(number, kind):
+            _futex.sleep_while(self.pages.address + bell, seen, seconds)
 
     def close(self) -> None:
-        """This rank reads and gives nothing more."""
-        self.closed = True
+        """This rank's engine is closed: after all else that it writes."""
         if os.getpid() == self._process:  # a fork's copy of an engine is not the engine
             self.pages.cells[self.me] = 1
 
     def has_closed(self, other: int) -> bool:
-        """Whether another rank has closed its engine."""
         return bool(self.pages.cells[other])
 
     def ended(self, other: int, why: str) -> RuntimeError:
@@ -417,62 +286,58 @@ class Awaited(Protocol):
 
 
 class Mark:
-    """That all ranks are ready with a collective, or done with it.
+    """That all ranks have arrived at a number.
 
     Args:
-        group: whose.
-        number: of the collective, or of a part of it.
-        what: ``READY`` or ``DONE``.
-        begun: who is ready with this number can be asked to carry on; None: ``number``.
+        board: whose.
+        number, kind: at which.
+        begun: who has arrived there for the first time with this number can be asked to carry on; None: nobody can.
+        ends: who has ended is as good as there.
     """
 
-    def __init__(self, group: Group, number: int, what: int, begun: int | None = None) -> None:
-        self.group, self._number, self._what = group, number, what
-        self._begun = number if begun is None else begun
-        self._over = False  # those who have not done it have ended
+    def __init__(self, board: Board, number: int, kind: int, *, begun: int | None, ends: bool = False) -> None:
+        self.board, self._number, self._kind = board, number, kind
+        self._begun, self._ends = begun, ends
+        self._over = False  # those who have not come have ended
 
     @property
     def mark(self) -> Mark:
         return self
 
     def is_completed(self) -> bool:
-        return self._over or self.group.all_arrived(self._what, self._number)
+        return self._over or self.board.all_arrived(self._number, self._kind)
 
     def sleep(self, seconds: float, *, spins: bool) -> None:
         """Returns when it is so, after so many seconds, or earlier."""
-        bell = self.group.bell(self._what, self._number)
-        seen = self.group.pages.cells[bell]
-        if self.is_completed():
-            return
         if spins:
             end = perf_counter() + SPIN
             while perf_counter() < end:
                 if self.is_completed():
                     return
-        _futex.sleep_while(self.group.pages.address + bell * WORD, seen, seconds)
+        self.board.sleep(self._number, self._kind, seconds)
 
     def look(self) -> None:
         """Looks whether those who have not come are still there, and asks them to carry on with what they have begun.
 
         Raises:
-            RuntimeError: one has closed its engine or (unless this is that all are done) its process has ended.
+            RuntimeError: one has closed its engine, or its process has ended.
         """
-        group, gone = self.group, 0
-        begun = group.entries(READY, self._begun)
-        missing = [r for r, entry in enumerate(group.entries(self._what, self._number)) if entry < self._number]
+        board, gone = self.board, 0
+        begun = None if self._begun is None else board.entries(self._begun, 0)
+        missing = [r for r, entry in enumerate(board.entries(self._number, self._kind)) if entry < self._number]
         for other in missing:
-            member = group.members[other]
+            member = board.members[other]
             if member.door is None:  # this rank itself
                 continue
-            if (is_there := member.is_there()) and not group.has_closed(other):
-                if begun[other] >= self._begun:
+            if (is_there := member.is_there()) and not board.has_closed(other):
+                if begun is not None and self._begun is not None and begun[other] >= self._begun:
                     member.door.knock()
             # A rank closes its engine after all else that it writes, so only a second look sees its last word.
-            elif group.entries(self._what, self._number)[other] < self._number:
-                if is_there or self._what == READY:
-                    raise group.ended(other, "closed its engine" if is_there else "ended")
+            elif board.entries(self._number, self._kind)[other] < self._number:
+                if is_there or not self._ends:
+                    raise board.ended(other, "closed its engine" if is_there else "ended")
                 gone += 1
-        self._over = 0 < gone == len(missing)  # who has ended reads no more
+        self._over = 0 < gone == len(missing)
 
     def wait(self, timeout: timedelta) -> None:
         """Returns when it is so.
@@ -484,9 +349,14 @@ class Mark:
 
 
 def wait_for(work: Any, waiter: Waiter) -> None:
-    """Waits where it takes waiting."""
-    if not work.is_completed():
-        waiter(work)
+    """Waits where it takes waiting; that a process has ended or closed its engine is raised by the waiter, as it likes
+    to say it."""
+    try:
+        if work.is_completed():
+            return
+    except RuntimeError:
+        pass
+    waiter(work)
 
 
 def profiled() -> bool:
@@ -517,13 +387,13 @@ def _look_until(work: Awaited, timeout: timedelta) -> None:
     deadline, pause, first = 0.0, FIRST, True
     while not work.is_completed():
         mark = work.mark
-        if mark is None or mark.group.progress():
+        if mark is None or mark.board.progress():
             continue
         now = monotonic()
         deadline = deadline or now + timeout.total_seconds()
         if now >= deadline:
             raise RuntimeError("timed out")
-        mark.sleep(min(pause, deadline - now), spins=first and mark.group.spins)
+        mark.sleep(min(pause, deadline - now), spins=first and mark.board.spins)
         if monotonic() - now >= pause:
             mark.look()
             pause, first = min(2 * pause, MOST), False

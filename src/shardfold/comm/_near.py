@@ -44,21 +44,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfold.comm._boards import (
-    DONE,
-    READY,
-    WORD,
-    Door,
-    Group,
-    Mark,
-    Pages,
-    look_until,
-    neighbours,
-    noted,
-    possible,
-    profiled,
-    wait_for,
-)
+from shardfold.comm._boards import WORD, Door, Mark, Pages, look_until, noted, possible, profiled, wait_for
+from shardfold.comm._neighbours import Group, neighbours
+from shardfold.comm._words import Words
 from shardfold.comm.transport import GlooTransport, Pending, Transport, Waiter, sum_into
 from shardfold.torch_internals import storage_key, when_groups_end
 
@@ -91,7 +79,7 @@ class _Reading(Pending):
         self._read: Any = read
         self.group, self._phases, self._resident = group, list(phases), resident
         self._first, self._last = phases[0][0], phases[-1][0]
-        self.mark = None if at_once else Mark(group, self._first, READY)
+        self.mark = None if at_once else group.all_ready(self._first, self._first)
         self._lock = threading.Lock()
         self._inference = torch.is_inference_mode_enabled()
         self._failure: Exception | None = None
@@ -117,7 +105,7 @@ class _Reading(Pending):
                 self._do(deed, number)
                 self.group.done(number)
                 del self._phases[0]
-                self.mark = Mark(self.group, self._phases[0][0], READY, self._first) if self._phases else None
+                self.mark = self.group.all_ready(self._phases[0][0], self._first) if self._phases else None
             return not self._phases
         finally:
             self._lock.release()
@@ -155,7 +143,7 @@ class _Reading(Pending):
         """Returns when no other rank reads from this one any more."""
         if self._read is not None:
             wait_for(_Arrival(self), waiter)
-            wait_for(Mark(self.group, self._last, DONE, self._first), waiter)
+            wait_for(self.group.all_done(self._last, self._first), waiter)
             self._read = None
 
 
@@ -373,6 +361,7 @@ class NearTransport(Transport):
         rank: this one.
         exchange: ``exchange(key, text)`` gives every rank's text.
         waiter: waits for the other ranks to have read what lies where something new shall be written.
+        talking: groups that small messages go over.
     """
 
     def __init__(
@@ -382,24 +371,29 @@ class NearTransport(Transport):
         rank: int,
         exchange: Callable[[str, str], list[str]],
         waiter: Waiter,
+        talking: Sequence[tuple[Any, Sequence[int]]] = (),
     ) -> None:
         self._gloo = gloo
         self._near: dict[int, Group] = {}
         self._residents = _Residents()
         self._adder = _Adder()
         self._leave: Callable[[], object] | None = None
-        places = [(list(ranks).index(rank), ranks) for _, ranks in groups]
+        every = {id(group): (list(ranks).index(rank), ranks) for group, ranks in (*groups, *talking)}
         door = _carrier.door if possible() and groups and os.environ.get("SHARDFOLD_NEAR", "1") != "0" else None
-        near, cores = neighbours(places, door, exchange, waiter, _carrier.advance)
+        found, cores = neighbours(list(every.values()), door, exchange, waiter, _carrier.advance)
         if door is not None:
-            self._near = {id(group): one for (group, _), one in zip(groups, near, strict=True) if one is not None}
+            self._near = {group: one for group, one in zip(every, found, strict=True) if one is not None}
             _carrier.join(cores)
             self._leave = weakref.finalize(self, _leave, list(self._near.values()))
-        self.kind = "near" if len(self._near) == len(groups) else gloo.kind
+        self.kind = "near" if all(self.near(group) for group, _ in groups) else gloo.kind
 
     def near(self, group: Any) -> bool:
         """Whether a group is carried by reading."""
         return id(group) in self._near
+
+    def words(self, group: Any) -> Words | None:
+        near = self._near.get(id(group))
+        return None if near is None else near.words
 
     def all_gather(self, full: Tensor, group: Any, *, resident: Tensor | None = None) -> Pending:
         near = self._near.get(id(group))

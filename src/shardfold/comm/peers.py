@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,24 @@ from torch import Tensor
 from shardfold.comm.mesh import DataMesh
 from shardfold.torch_internals import all_gather_single
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "Reduces"]
 
 HEAD = 256
 """Bytes of the first message of an exchange, of which 8 tell the length of the text: most texts fit in it."""
 ROUND = 16 * 1024 * 1024
 """Bytes that a further message of an exchange brings from all ranks together."""
+
+
+class Reduces(Protocol):
+    """What may carry small messages in place of the group."""
+
+    def takes(self, values: Tensor, op: Any) -> bool:
+        """Whether it can; the same on all ranks."""
+        ...
+
+    def reduce(self, values: Tensor, op: Any) -> Any:
+        """As :meth:`Peers.reduce`."""
+        ...
 
 
 class Peers:
@@ -38,6 +50,7 @@ class Peers:
         self, mesh: DataMesh, ranks: Sequence[int] | None = None, group: Callable[[], Any] | None = None
     ) -> None:
         self._mesh, self._group = mesh, group
+        self._words: Reduces | None = None
         self.ranks = tuple(range(mesh.world) if ranks is None else ranks)
         self.rank = mesh.rank
         self._prefix = "" if group is None else f"peers/{min(self.ranks)}"
@@ -59,8 +72,14 @@ class Peers:
     def group(self) -> Any:
         return self._mesh.control if self._group is None else self._group()
 
+    def carry(self, words: Reduces | None) -> None:
+        """Small messages go that way from now on; all of them say so at the same place."""
+        self._words = words
+
     def reduce(self, values: Tensor, op: Any) -> Any:
         """Begins to reduce a small tensor in place; the work, to be waited for."""
+        if self._words is not None and self._words.takes(values, op):
+            return self._words.reduce(values, op)
         return dist.all_reduce(values, op, group=self.group, async_op=True)
 
     def exchange(self, data: bytes, send: Callable[[Callable[[], Any], int], None]) -> list[bytes]:
