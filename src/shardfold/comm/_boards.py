@@ -55,7 +55,7 @@ WORD = 8
 
 SPIN = 5e-5
 """Seconds for which a rank that has a core to itself looks before it sleeps: waking it takes as long."""
-FIRST, MOST = 2e-3, 2e-2
+FIRST, MOST = 2e-3, 5e-2
 """Seconds of sleep until a rank looks whether the others are still there, and asks them to carry on; then twice as many
 each time, and no more than that."""
 

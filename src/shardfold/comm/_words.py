@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfold.comm._boards import Board, Mark, Neighbour, Pages, look_until
 
-__all__ = ["Words"]
+__all__ = ["REDUCED", "Words"]
 
 ROOM = 512
 """Bytes of a message at most."""
@@ -41,7 +41,7 @@ class Words:
         spins: bool,
     ) -> None:
         self._board = Board(members, me, pages, start, SLOTS, kinds=1, room=ROOM, progress=progress, spins=spins)
-        self._under_way: deque[_Reduction] = deque()
+        self._under_way: deque[_Written] = deque()
         self._numbers = 0
 
     @staticmethod
@@ -54,7 +54,7 @@ class Words:
         """Whether it can reduce them: the same on all ranks, which bring as many of one dtype."""
         return values.nbytes <= ROOM and op in REDUCED
 
-    def reduce(self, values: Tensor, op: Any) -> _Reduction:
+    def reduce(self, values: Tensor, op: Any) -> _Written:
         """Begins to reduce a small tensor in place; the work, to be waited for."""
         while len(self._under_way) >= SLOTS // 2:
             self._under_way[0].wait(LIMIT)
@@ -62,12 +62,12 @@ class Words:
         begin = self._board.rooms(self._numbers)[0] + self._board.me * ROOM
         self._board.pages.bytes[begin : begin + values.nbytes] = values.contiguous().view(torch.uint8).numpy().tobytes()
         self._board.arrive(self._numbers, 0)
-        work = _Reduction(self._board, self._numbers, values, op, self._under_way)
+        work = _Written(self._board, self._numbers, values, op, self._under_way)
         self._under_way.append(work)
         return work
 
 
-class _Reduction:
+class _Written:
     """As a ``torch.distributed`` work.
 
     Args:
@@ -77,7 +77,7 @@ class _Reduction:
         under_way: leaves it when it is read.
     """
 
-    def __init__(self, board: Board, number: int, values: Tensor, op: Any, under_way: deque[_Reduction]) -> None:
+    def __init__(self, board: Board, number: int, values: Tensor, op: Any, under_way: deque[_Written]) -> None:
         self.mark = Mark(board, number, 0, begun=None)
         self._board, self._number, self._values, self._op = board, number, values, op
         self._under_way = under_way
@@ -86,8 +86,7 @@ class _Reduction:
         if self in self._under_way and self.mark.is_completed():
             begin, end = self._board.rooms(self._number)
             rows = torch.frombuffer(bytearray(self._board.pages.bytes[begin:end]), dtype=self._values.dtype)
-            rows = rows.view(self._board.size, -1)[:, : self._values.numel()]
-            self._values.copy_(REDUCED[self._op](rows).view_as(self._values))
+            self._values.copy_(REDUCED[self._op](rows.view(self._board.size, -1)[:, : self._values.numel()]))
             self._under_way.remove(self)
         return self not in self._under_way
 

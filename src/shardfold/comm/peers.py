@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold.comm._words import REDUCED, Words
 from shardfold.comm.mesh import DataMesh
 from shardfold.torch_internals import all_gather_single
 
-__all__ = ["Peers", "Reduces"]
+__all__ = ["Peers"]
 
 HEAD = 256
 """Bytes of the first message of an exchange, of which 8 tell the length of the text: most texts fit in it."""
+SMALL = 64 * 1024
+"""Bytes that a rank sends to all others together so that each reduces by itself."""
 ROUND = 16 * 1024 * 1024
 """Bytes that a further message of an exchange brings from all ranks together."""
 
 
-class Reduces(Protocol):
-    """What may carry small messages in place of the group."""
+class _SentToEach:
+    """As a ``torch.distributed`` work: each sends its values to each, who reduces by itself. Gloo's all-reduce is a
+    ring: of so small a message all that counts is how often one waits for another, which there is twice as often as
+    there are ranks, and here once."""
 
-    def takes(self, values: Tensor, op: Any) -> bool:
-        """Whether it can; the same on all ranks."""
-        ...
+    def __init__(self, values: Tensor, op: Any, group: Any, size: int) -> None:
+        self._values, self._op, self._size = values, op, size
+        sent = values.flatten().repeat(size)
+        self._received = torch.empty_like(sent)
+        self._work: Any = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
 
-    def reduce(self, values: Tensor, op: Any) -> Any:
-        """As :meth:`Peers.reduce`."""
-        ...
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Returns when the values are reduced.
+
+        Raises:
+            RuntimeError: as that of the group's works.
+        """
+        self._work.wait(timeout)
+        self._values.copy_(REDUCED[self._op](self._received.view(self._size, -1)).view_as(self._values))
 
 
 class Peers:
@@ -50,7 +66,7 @@ class Peers:
         self, mesh: DataMesh, ranks: Sequence[int] | None = None, group: Callable[[], Any] | None = None
     ) -> None:
         self._mesh, self._group = mesh, group
-        self._words: Reduces | None = None
+        self._words: Words | None = None
         self.ranks = tuple(range(mesh.world) if ranks is None else ranks)
         self.rank = mesh.rank
         self._prefix = "" if group is None else f"peers/{min(self.ranks)}"
@@ -72,7 +88,7 @@ class Peers:
     def group(self) -> Any:
         return self._mesh.control if self._group is None else self._group()
 
-    def carry(self, words: Reduces | None) -> None:
+    def carry(self, words: Words | None) -> None:
         """Small messages go that way from now on; all of them say so at the same place."""
         self._words = words
 
@@ -80,6 +96,8 @@ class Peers:
         """Begins to reduce a small tensor in place; the work, to be waited for."""
         if self._words is not None and self._words.takes(values, op):
             return self._words.reduce(values, op)
+        if self.size * values.nbytes <= SMALL and op in REDUCED:
+            return _SentToEach(values, op, self.group, self.size)
         return dist.all_reduce(values, op, group=self.group, async_op=True)
 
     def exchange(self, data: bytes, send: Callable[[Callable[[], Any], int], None]) -> list[bytes]:

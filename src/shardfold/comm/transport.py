@@ -97,8 +97,8 @@ class Transport(Protocol):
         """The transport is not used any more."""
 
     def words(self, group: Any) -> Any:
-        """What carries small messages of a group's hosts with less than a collective takes, as
-        :class:`shardfold.comm.peers.Reduces`; None: nothing does."""
+        """What carries small messages of a group's hosts in place of its collectives, as
+        :class:`shardfold.comm._words.Words`; None: nothing does."""
         return None
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
