@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from shardfold.comm import _neighbours as neighbours
 from shardfold.comm import _near as near
+from shardfold.comm import _neighbours as neighbours
 from shardfold.comm._boards import possible
 from shardfold.comm._near import NearTransport
 from shardfold.comm._neighbours import SLOTS
@@ -339,11 +339,11 @@ def test_a_rank_goes_on_with_what_it_began_while_it_stands_elsewhere(ranks: Rank
 def _fails_once() -> bool:
     """A sum in place that fails behind its first block on rank 0, on the thread that goes on while rank 1 waits."""
     _, wire, group, mesh = _wires()
-    tensor, add = torch.full((10,), 1.0 + mesh.rank), wire._adder.sum
+    tensor, summed = torch.full((10,), 1.0 + mesh.rank), wire._adder.sum
     failed = threading.Event()
 
-    def fail(*args: Any) -> None:
-        add(*args)
+    def fail(near: Any, number: int, full: torch.Tensor, start: int, out: torch.Tensor, add: bool) -> None:
+        summed(near, number, full, start, out, add)
         if not failed.is_set():
             failed.set()
             raise MemoryError("no room for the next block")
