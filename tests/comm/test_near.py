@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from shardfold.comm import _boards as boards
 from shardfold.comm import _near as near
-from shardfold.comm._boards import SLOTS, possible
+from shardfold.comm import _neighbours as neighbours
+from shardfold.comm._boards import possible
 from shardfold.comm._near import NearTransport
+from shardfold.comm._neighbours import SLOTS
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.transport import GlooTransport
 from shardfold.errors import CollectiveError
@@ -233,8 +234,8 @@ def _fence() -> bool:
     shards = _Shards()
     store, waited = dist.distributed_c10d._get_default_store(), False
     if shards.mesh.rank:
-        read = boards.Group.read
-        boards.Group.read = lambda *args: (store.wait(["go"], LIMIT), read(*args))[1]  # type: ignore[assignment]
+        read = neighbours.Group.read
+        neighbours.Group.read = lambda *args: (store.wait(["go"], LIMIT), read(*args))[1]  # type: ignore[assignment]
 
     def wait(work: Any) -> None:
         nonlocal waited
@@ -248,7 +249,7 @@ def _fence() -> bool:
         store.set("go", "")
     finally:
         if shards.mesh.rank:
-            boards.Group.read = read  # type: ignore[assignment]
+            neighbours.Group.read = read  # type: ignore[assignment]
     shards.mesh.close()
     return waited
 
@@ -336,22 +337,27 @@ def test_a_rank_goes_on_with_what_it_began_while_it_stands_elsewhere(ranks: Rank
 
 
 def _fails_once() -> bool:
-    """A sum in place that fails behind its first block, on the thread that nobody waits for."""
+    """A sum in place that fails behind its first block on rank 0, on the thread that goes on while rank 1 waits."""
     _, wire, group, mesh = _wires()
-    tensor, add = torch.full((10,), 1.0 + mesh.rank), wire._adder.sum
+    tensor, summed = torch.full((10,), 1.0 + mesh.rank), wire._adder.sum
     failed = threading.Event()
 
-    def fail(*args: Any) -> None:
-        add(*args)
+    def fail(near: Any, number: int, full: torch.Tensor, start: int, out: torch.Tensor, add: bool) -> None:
+        summed(near, number, full, start, out, add)
         if not failed.is_set():
             failed.set()
             raise MemoryError("no room for the next block")
 
-    wire._adder.sum = fail
+    if mesh.rank == 0:
+        wire._adder.sum = fail
     pending = wire.all_reduce(tensor, group)
-    assert failed.wait(LIMIT.total_seconds())
-    with pytest.raises(MemoryError, match="no room for the next"):
-        pending.wait(_wait)
+    if mesh.rank == 0:
+        assert failed.wait(LIMIT.total_seconds())
+        with pytest.raises(MemoryError, match="no room for the next"):
+            pending.wait(_wait)
+    else:
+        with pytest.raises(RuntimeError, match="timed out"):
+            pending.wait(lambda work: work.wait(timedelta(seconds=1)))
     dist.barrier()
     mesh.close()
     return torch.equal(tensor.sort().values.unique(), torch.tensor([1.0 + mesh.rank, 3.0]))
@@ -470,23 +476,29 @@ def test_a_rank_that_has_ended_reads_no_more(ranks: Ranks, tmp_path: Path) -> No
     assert (tmp_path / "sum").read_text() == "1000.0"
 
 
-def _forked() -> bool:
-    """A child that makes a board of its own must not write into its parent's."""
-    _, wire, _, mesh = _wires()
-    wire.close()
-    board = boards._boards[-1]
-    before = bytes(board)
+def _forked() -> list[float]:
+    """A child that lets go of what its parent made says nothing to the others."""
+    _, wire, group, mesh = _wires()
     child = os.fork()
     if not child:
-        board[:] = bytes([255]) * len(board)
+        wire.close()
         os._exit(0)
     os.waitpid(child, 0)
+    dist.barrier()
+    tensor = torch.full((10,), 1.0 + mesh.rank)
+    if mesh.rank == 0:
+        wire.all_reduce(tensor, group).wait(_wait)
+        dist.barrier()
+    else:
+        pending = wire.all_reduce(tensor, group)
+        dist.barrier()  # rank 0 has waited for longer than until its first look
+        pending.wait(_wait)
     mesh.close()
-    return bytes(board) == before
+    return tensor.tolist()
 
 
-def test_a_board_is_not_shared_with_a_fork(ranks: Ranks) -> None:
-    assert ranks.run(_forked, world_size=2) == [True] * 2
+def test_a_fork_does_not_close_what_its_parent_made(ranks: Ranks) -> None:
+    assert ranks.run(_forked, world_size=2) == [[3.0] * 10] * 2
 
 
 def _ends() -> None:

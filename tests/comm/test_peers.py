@@ -16,7 +16,7 @@ import torch.distributed as dist
 import shardfold as sf
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.mesh import DataMesh
-from shardfold.comm.peers import HEAD, Peers
+from shardfold.comm.peers import HEAD, SMALL, Peers
 from shardfold.errors import OrderError
 from shardfold.testing import Ranks
 from tests.support import models
@@ -211,3 +211,24 @@ def test_ranks_that_announce_different_passes_raise_on_every_rank(ranks: Ranks, 
     first, _, program = first.partition("\n")  # rank 0 has begun its backward: it has come to the first collective
     assert first == second and program.startswith("last:")
     assert "rank 0: a backward pass (1 of 1); rank 1: engine.state_dict(" in first
+
+
+def _reduced(bytes_of_each: int) -> list[list[float]]:
+    """Over Gloo, small ones and those that it reduces by itself."""
+    mesh = DataMesh(None, torch.device("cpu"), timedelta(seconds=30))
+    peers, found = Peers(mesh), []
+    for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM):
+        for dtype in (torch.uint8, torch.float64):
+            values = torch.ones(bytes_of_each // dtype.itemsize, dtype=dtype)
+            values[:3] = torch.tensor([mesh.rank, 3 - mesh.rank, 2], dtype=dtype)
+            peers.reduce(values, op).wait(timedelta(seconds=30))
+            found.append(values[:4].tolist())
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("bytes_of_each", [64, SMALL])
+def test_small_messages_are_reduced_as_large_ones_are(ranks: Ranks, bytes_of_each: int) -> None:
+    """Of ranks 0, 1 and 2."""
+    expected = [[2.0, 3.0, 2.0, 1.0]] * 2 + [[0.0, 1.0, 2.0, 1.0]] * 2 + [[3.0, 6.0, 6.0, 3.0]] * 2
+    assert ranks.run(_reduced, bytes_of_each, world_size=3) == [expected] * 3

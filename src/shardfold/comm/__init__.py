@@ -17,11 +17,14 @@
     polling            waiting for keys of the shared store, so that it can end
     runtime            the device of a rank, how long ranks wait for each other, and checks that cost time
     transport          plain collectives of ``torch.distributed``
-    _boards            what ranks of one host tell each other in memory
+    _boards            what ranks of one host tell each other in memory, and waiting for it
     _encoded           collectives of values that are encoded on the link
+    _futex             sleeping on a word of memory that processes share
     _near              ranks of one host read each other's memory
+    _neighbours        the ranks whose memory this one can read
     _transport_choice  which transport carries an engine's data
     _watchdog          who is stuck, and where
+    _words             small messages in memory that ranks of one host share
 
 It imports ``plan`` and ``tiers``.
 """

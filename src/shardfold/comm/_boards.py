@@ -1,59 +1,63 @@
-"""Boards: what the ranks of one host tell each other by reading each other's memory.
+"""Boards: what the ranks of one host tell each other in memory that all of them map.
 
-``process_vm_readv`` (Linux, "cross memory attach") copies from another process's memory straight into one's own, and
-needs no more than the right to do so. What a rank has to tell, it writes down in pages of its own, its board; the
-others look there. See ``near`` for what is told.
+A *board* belongs to one group: its first rank makes pages without a file name (``memfd_create``), and the others map
+them too (``/proc/<process>/fd``, which the kernel opens for whoever may read that process's memory, as the copying of
+data by ``process_vm_readv`` takes anyway). What there is to tell, each rank writes into places of its own. See
+``_near`` for what is told.
+
+``[Note: no waking is missed]`` Ranks may be more than cores, so who waits sleeps. For each collective the board has a
+*bell*, the word that sleepers sleep on, which holds the number of what is complete:
+
+    who arrives    writes its entry; fence; if the entries of all are there: writes the number into the bell, wakes
+    who waits      reads the bell; if the entries of all are there: goes on; sleeps while the bell is what it has read
+
+Of the last to arrive, one has its fence behind the writes of all others, so it sees all and rings. It writes the bell
+before it wakes, and the kernel compares the bell with what the sleeper has read before it lets it sleep. Several that
+ring write the same number. If the one that is to ring is killed before, sleepers see all entries at their next look.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import platform
-import secrets
+import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
-from pathlib import Path
-from time import monotonic, sleep
-from typing import Any, NamedTuple
+from time import monotonic, perf_counter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from shardfold.comm import _futex
 from shardfold.comm.transport import Waiter
 from shardfold.torch_internals import profiler_is_on
 
 __all__ = [
-    "DONE",
-    "READY",
-    "SLOTS",
     "WORD",
-    "Group",
+    "Board",
+    "Door",
     "Mark",
-    "give_back",
+    "Neighbour",
+    "Pages",
     "look_until",
-    "neighbours",
     "noted",
     "possible",
     "profiled",
+    "read",
     "wait_for",
 ]
 
-SLOTS = 1024
-"""Entries of a board: so many collectives of one group may be under way."""
-
-READY, ADDRESS, DONE, WIDTH = 0, 1, 2, 3
 WORD = 8
-AREA = (SLOTS * WIDTH + 1) * WORD  # the last word tells that the engine was closed
 
-AT_ONCE, SHORT, LONG = 20, 2e-5, 1e-4  # so many looks with no pause; then pauses, in seconds
-
-_engines = count(1)
-_boards: list[mmap.mmap] = []  # that no engine uses: they stay, because other processes may still look at them
+SPIN = 5e-5
+"""Seconds for which a rank that has a core to itself looks before it sleeps: waking it takes as long."""
+FIRST, MOST = 2e-3, 5e-2
+"""Seconds of sleep until a rank looks whether the others are still there, and asks them to carry on; then twice as many
+each time, and no more than that."""
 
 
 class _Vector(ctypes.Structure):
@@ -76,8 +80,8 @@ _readv = _find_call()
 
 
 def possible() -> bool:
-    """Whether this system can read another process's memory."""
-    return _readv is not None
+    """Whether this system can read another process's memory, and share some with it."""
+    return _readv is not None and _futex.possible() and hasattr(os, "memfd_create")
 
 
 def read(process: int, address: int, into: int, num_bytes: int) -> None:
@@ -96,213 +100,252 @@ def read(process: int, address: int, into: int, num_bytes: int) -> None:
         done += copied
 
 
+class Pages:
+    """Memory that other processes map too.
+
+    Args:
+        size: bytes.
+        file: an open file of them; None: they are made.
+
+    Attributes:
+        cells: its words.
+        address: where it lies in this process.
+        file: until :meth:`close_file`, for the others to open.
+    """
+
+    def __init__(self, size: int, file: int | None = None) -> None:
+        self.file: int | None = file
+        if file is None:
+            self.file = file = os.memfd_create("shardfold", os.MFD_CLOEXEC)
+            os.ftruncate(file, size)
+        self.bytes = mmap.mmap(file, size)
+        self.cells = memoryview(self.bytes).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+
+    @classmethod
+    def of(cls, process: int, file: int, size: int) -> Pages:
+        """Those that another process has made.
+
+        Raises:
+            OSError, ValueError: they are not there, or smaller.
+        """
+        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(size, opened)
+        finally:
+            os.close(opened)
+
+    def close_file(self) -> None:
+        """Nobody opens it any more."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+class Door:
+    """Where others knock who wait for what this process could do for them.
+
+    Args:
+        pages: of the process whose it is.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+
+    def knock(self) -> None:
+        self.pages.cells[0] = 1
+        _futex.wake(self.pages.address)
+
+    def listen(self, seconds: float | None) -> None:
+        """Returns when somebody has knocked since the last time, or so many seconds are over."""
+        _futex.sleep_while(self.pages.address, 0, seconds)
+        self.pages.cells[0] = 0
+        _futex.fence()  # what a knock is for was written before it
+
+
 class Neighbour(NamedTuple):
     """A rank whose memory this process can read.
 
     Attributes:
         process: its id.
-        board: the address of the group's part of its board.
-        base: what its numbers begin with, so that what an earlier engine left there is not taken for this one's.
+        probe: the address of a word of its own.
+        token: what stands there as long as it is that process.
+        door: where to knock; None: this rank itself.
     """
 
     process: int
-    board: int
-    base: int
+    probe: int
+    token: int
+    door: Door | None
+
+    def is_there(self) -> bool:
+        """Whether its process has not ended."""
+        word = ctypes.c_int64()
+        try:
+            read(self.process, self.probe, ctypes.addressof(word), WORD)
+        except OSError:
+            return False
+        return word.value == self.token
 
 
-def neighbours(
-    rank: int, groups: Sequence[Sequence[int]], exchange: Callable[[str, str], list[str]], waiter: Waiter
-) -> tuple[list[Group | None], mmap.mmap | None]:
-    """The groups all of whose ranks can read each other (None in place of the others), and this rank's board.
-
-    Args:
-        rank: this one.
-        groups: the ranks of each.
-        exchange: ``exchange(key, text)`` gives every rank's text.
-        waiter: see :class:`Group`.
-    """
-    place = _place()
-    board = _take_board(len(groups)) if place is not None else None
-    mine: dict[str, Any] = {}
-    cells: Any = None
-    if board is not None:
-        cells = (ctypes.c_int64 * (len(board) // WORD)).from_buffer(board)
-        cells[-1] = token = secrets.randbits(62)
-        mine = {
-            "place": place,
-            "process": os.getpid(),
-            "board": ctypes.addressof(cells),
-            "size": len(board),
-            "base": next(_engines) << 32,
-            "token": token,
-        }
-    said = [json.loads(text) for text in exchange("near/boards", json.dumps(mine))]
-    own = [other for other, entry in enumerate(said) if mine and entry and _readable(mine, entry)]
-    seen = [set(json.loads(text)) for text in exchange("near/seen", json.dumps(own))]
-    found: list[Group | None] = []
-    for i, ranks in enumerate(groups):
-        if not all(set(ranks) <= seen[r] for r in ranks):
-            found.append(None)
-            continue
-        members = [Neighbour(said[r]["process"], said[r]["board"] + i * AREA, said[r]["base"]) for r in ranks]
-        part = (ctypes.c_int64 * (AREA // WORD)).from_buffer(cells, i * AREA)
-        found.append(Group(members, list(ranks).index(rank), part, waiter))
-    return found, board
-
-
-def _readable(mine: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    if entry["place"] != mine["place"] or not _of_this_user(entry["process"]):
-        return False
-    word = ctypes.c_int64()
-    try:
-        read(entry["process"], entry["board"] + entry["size"] - WORD, ctypes.addressof(word), WORD)
-    except OSError:
-        return False
-    return word.value == entry["token"]
-
-
-def _of_this_user(process: int) -> bool:
-    """Whether a process runs under the same user: one with more rights could read others' too, and is not to."""
-    try:
-        return os.stat(f"/proc/{int(process)}").st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
-def _place() -> str | None:
-    """What ranks of one host have in common, and containers or simulated hosts on it do not; None: it does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
-    except OSError:
-        return None
-
-
-def _take_board(groups: int) -> mmap.mmap | None:
-    if _readv is None or not groups or os.environ.get("SHARDFOLD_NEAR", "1") == "0":
-        return None
-    size = groups * AREA + WORD
-    for i, board in enumerate(_boards):
-        if len(board) >= size:
-            return _boards.pop(i)
-    # Private, or a forked process that makes an engine of its own would write into the same pages.
-    return mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def give_back(board: mmap.mmap) -> None:
-    """The board's engine is gone."""
-    _boards.append(board)
-
-
-class Group:
-    """The boards of the ranks of one group.
+class Board:
+    """Entries of the ranks of a group, in slots that are used again and again.
 
     Args:
         members: of the group, in its order; ``me`` is this one's place.
-        cells: this rank's part of its board.
-        waiter: waits for a mark.
+        pages: that all of them map. They begin with a word for each rank, which tells that its engine was closed.
+        start: byte at which the slots begin.
+        slots: how many numbers may be under way.
+        kinds: how many times ranks arrive at each number.
+        room: bytes of each rank's own beside a number.
+        progress: goes on with what this rank has begun and does not wait for yet; whether anything went on.
+        spins: who waits may look for a while before it sleeps.
     """
 
-    def __init__(self, members: Sequence[Neighbour], me: int, cells: Any, waiter: Waiter) -> None:
+    def __init__(
+        self,
+        members: Sequence[Neighbour],
+        me: int,
+        pages: Pages,
+        start: int,
+        slots: int,
+        *,
+        kinds: int,
+        room: int,
+        progress: Callable[[], bool],
+        spins: bool,
+    ) -> None:
         self.members, self.me, self.size = members, me, len(members)
-        self.others = [i for i in range(self.size) if i != me]
-        self.closed = False  # nothing more is read
-        self._cells, self._waiter = cells, waiter
-        self._base = members[me].base
-        self._numbers = 0
+        self.pages, self.progress, self.spins = pages, progress, spins
+        self._start, self._slots, self._kinds, self._room = start, slots, kinds, room
+        self._width = self.bytes_of(self.size, 1, kinds, room)
+        self._row = struct.Struct(f"{self.size}q")
+        self._process = os.getpid()
 
-    def number(self) -> int:
-        """Of the next collective."""
-        self._numbers += 1
-        return self._numbers
+    @staticmethod
+    def bytes_of(ranks: int, slots: int, kinds: int, room: int) -> int:
+        """Of the slots: in each a bell for every kind of arrival, an entry of every rank, and the rooms."""
+        return slots * (kinds * (1 + ranks) * WORD + ranks * room)
 
-    def post(self, number: int, address: int) -> None:
-        """This rank's data of that collective is ready and lies there."""
-        if number > SLOTS:  # first all others must be done with what stands in this place
-            wait_for(Mark(self, number - SLOTS, DONE), self._waiter)
-        place = number % SLOTS * WIDTH
-        self._cells[place + ADDRESS] = address
-        self._cells[place + READY] = self._base + number
+    def bell(self, number: int, kind: int) -> int:
+        """The byte at which it lies in the pages."""
+        return self._start + number % self._slots * self._width + kind * WORD
 
-    def done(self, number: int) -> None:
-        """This rank has read what it needs."""
-        place = number % SLOTS * WIDTH + DONE
-        self._cells[place] = max(self._cells[place], self._base + number)  # a later one may have been done before
+    def _entries(self, number: int, kind: int) -> int:
+        return self.bell(number, 0) + (self._kinds + kind * self.size) * WORD
 
-    def addresses(self, number: int) -> dict[int, int]:
-        """Where the others' data lies, once they are ready."""
-        mark = Mark(self, number, ADDRESS)
-        return {other: mark.look(other) for other in self.others}
+    def rooms(self, number: int) -> tuple[int, int]:
+        """Bytes of the pages from which on and up to which all ranks' rooms lie, in their order."""
+        begin = self.bell(number, 0) + self._kinds * (1 + self.size) * WORD
+        return begin, begin + self.size * self._room
 
-    def read(self, other: int, address: int, into: int, num_bytes: int) -> None:
-        """Copies bytes of another rank's memory.
+    def entries(self, number: int, kind: int) -> tuple[int, ...]:
+        """Of each rank the last number at which it has arrived there."""
+        return self._row.unpack_from(self.pages.bytes, self._entries(number, kind))
 
-        Raises:
-            RuntimeError: its process has ended.
-        """
-        try:
-            read(self.members[other].process, address, into, num_bytes)
-        except OSError as error:
-            raise self.ended(other, f"ended ({error.strerror})") from error
+    def all_arrived(self, number: int, kind: int) -> bool:
+        return min(self.entries(number, kind)) >= number
+
+    def arrive(self, number: int, kind: int) -> None:
+        """This rank has come so far. [Note: no waking is missed]"""
+        self.pages.cells[self._entries(number, kind) // WORD + self.me] = number
+        _futex.fence()
+        if self.all_arrived(number, kind):
+            bell = self.bell(number, kind)
+            self.pages.cells[bell // WORD] = number
+            _futex.wake(self.pages.address + bell)
+
+    def sleep(self, number: int, kind: int, seconds: float) -> None:
+        """Returns when all have arrived, after so many seconds, or earlier. [Note: no waking is missed]"""
+        bell = self.bell(number, kind)
+        seen = self.pages.cells[bell // WORD]
+        if not self.all_arrived(number, kind):
+            _futex.sleep_while(self.pages.address + bell, seen, seconds)
 
     def close(self) -> None:
-        """This rank reads and gives nothing more."""
-        self.closed = True
-        self._cells[-1] = self._base
+        """This rank's engine is closed: after all else that it writes."""
+        if os.getpid() == self._process:  # a fork's copy of an engine is not the engine
+            self.pages.cells[self.me] = 1
+
+    def has_closed(self, other: int) -> bool:
+        return bool(self.pages.cells[other])
 
     def ended(self, other: int, why: str) -> RuntimeError:
         return RuntimeError(f"process {self.members[other].process}, a rank on this host, has {why}")
 
 
+class Awaited(Protocol):
+    """Waited for like a ``torch.distributed`` work."""
+
+    def is_completed(self) -> bool: ...
+
+    @property
+    def mark(self) -> Mark | None:
+        """What it takes next; None: it takes nothing more of others."""
+        ...
+
+
 class Mark:
-    """That all others are ready with a collective, or done with it: waited for like a ``torch.distributed`` work."""
+    """That all ranks have arrived at a number.
 
-    def __init__(self, group: Group, number: int, what: int) -> None:
-        self._group, self._number, self._what = group, number, what
-        self._offset = number % SLOTS * WIDTH * WORD
-        self._missing = list(group.others)
-        # Looking is what a waiting rank does most, so all that a call needs is made once.
-        self._entry = (ctypes.c_int64 * (WIDTH + 1))()
-        self._ours = ctypes.byref(_Vector(ctypes.addressof(self._entry), (WIDTH + 1) * WORD))
-        self._theirs = (_Vector * 2)()
+    Args:
+        board: whose.
+        number, kind: at which.
+        begun: who has arrived there for the first time with this number can be asked to carry on; None: nobody can.
+        ends: who has ended is as good as there.
+    """
 
-    def look(self, other: int) -> int:
-        """What another's board says."""
-        member = self._group.members[other]
-        self._theirs[0] = member.board + self._offset, WIDTH * WORD
-        self._theirs[1] = member.board + AREA - WORD, WORD
-        if _readv(member.process, self._ours, 1, self._theirs, 2, 0) <= 0:
-            raise self._group.ended(other, f"ended ({os.strerror(ctypes.get_errno())})")
-        return self._entry[self._what]
+    def __init__(self, board: Board, number: int, kind: int, *, begun: int | None, ends: bool = False) -> None:
+        self.board, self._number, self._kind = board, number, kind
+        self._begun, self._ends = begun, ends
+        self._over = False  # those who have not come have ended
+
+    @property
+    def mark(self) -> Mark:
+        return self
 
     def is_completed(self) -> bool:
-        while self._missing:
-            if not self._is_there(self._missing[-1]):
-                return False
-            self._missing.pop()
-        return True
+        return self._over or self.board.all_arrived(self._number, self._kind)
 
-    def _is_there(self, other: int) -> bool:
-        base = self._group.members[other].base
-        try:
-            if self.look(other) - base >= self._number:
-                return True
+    def sleep(self, seconds: float, *, spins: bool) -> None:
+        """Returns when it is so, after so many seconds, or earlier."""
+        if spins:
+            end = perf_counter() + SPIN
+            while perf_counter() < end:
+                if self.is_completed():
+                    return
+        self.board.sleep(self._number, self._kind, seconds)
+
+    def look(self) -> None:
+        """Looks whether those who have not come are still there, and asks them to carry on with what they have begun.
+
+        Raises:
+            RuntimeError: one has closed its engine, or its process has ended.
+        """
+        board, gone = self.board, 0
+        begun = None if self._begun is None else board.entries(self._begun, 0)
+        missing = [r for r, entry in enumerate(board.entries(self._number, self._kind)) if entry < self._number]
+        for other in missing:
+            member = board.members[other]
+            if member.door is None:  # this rank itself
+                continue
+            if (is_there := member.is_there()) and not board.has_closed(other):
+                if begun is not None and self._begun is not None and begun[other] >= self._begun:
+                    member.door.knock()
             # A rank closes its engine after all else that it writes, so only a second look sees its last word.
-            if self._entry[WIDTH] != base or self.look(other) - base >= self._number:
-                return False
-        except RuntimeError:
-            if self._what == DONE:  # who has ended reads no more
-                return True
-            raise
-        raise self._group.ended(other, "closed its engine")
+            elif board.entries(self._number, self._kind)[other] < self._number:
+                if is_there or not self._ends:
+                    raise board.ended(other, "closed its engine" if is_there else "ended")
+                gone += 1
+        self._over = 0 < gone == len(missing)
 
     def wait(self, timeout: timedelta) -> None:
         """Returns when it is so.
 
         Raises:
-            RuntimeError: "timed out"; or another has closed its engine or (unless this is that it is done) ended.
+            RuntimeError: "timed out"; or as :meth:`look`.
         """
-        look_until(self.is_completed, timeout)
+        look_until(self, timeout)
 
 
 def wait_for(work: Any, waiter: Waiter) -> None:
@@ -331,22 +374,26 @@ def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
-def look_until(done: Callable[[], bool], timeout: timedelta) -> None:
+def look_until(work: Awaited, timeout: timedelta) -> None:
     """Waits for what no other process sends; a profiler sees it as ``near:wait``.
 
     Raises:
-        RuntimeError: "timed out"
+        RuntimeError: "timed out"; or as :meth:`Mark.look`.
     """
-    (noted("near:wait", _look_until) if profiled() else _look_until)(done, timeout)
+    (noted("near:wait", _look_until) if profiled() else _look_until)(work, timeout)
 
 
-def _look_until(done: Callable[[], bool], timeout: timedelta) -> None:
-    looks, deadline = 0, 0.0
-    while not done():
-        looks += 1
-        if looks > AT_ONCE:  # the other may need this core
-            now = monotonic()
-            deadline = deadline or now + timeout.total_seconds()
-            if now > deadline:
-                raise RuntimeError("timed out")
-            sleep(SHORT if looks < 10 * AT_ONCE else LONG)
+def _look_until(work: Awaited, timeout: timedelta) -> None:
+    deadline, pause, first = 0.0, FIRST, True
+    while not work.is_completed():
+        mark = work.mark
+        if mark is None or mark.board.progress():
+            continue
+        now = monotonic()
+        deadline = deadline or now + timeout.total_seconds()
+        if now >= deadline:
+            raise RuntimeError("timed out")
+        mark.sleep(min(pause, deadline - now), spins=first and mark.board.spins)
+        if monotonic() - now >= pause:
+            mark.look()
+            pause, first = min(2 * pause, MOST), False

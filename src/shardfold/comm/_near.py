@@ -6,19 +6,21 @@ memory into one's own (``process_vm_readv``, "cross memory attach"; MPI librarie
 gather then moves each byte once, a reduce-scatter adds while a block is in cache and needs no temporary, and the sum is
 in rank order, bit for bit what the Gloo transport gives.
 
-``[Note: who may read when]`` Collectives on a group are numbered on every rank alike. For each number a rank keeps one
-entry on its *board*, a few pages that the others read the same way:
+``[Note: who may read when]`` Collectives on a group are numbered on every rank alike. For each number a rank has
+entries on the group's *board*, pages that all its ranks map:
 
     ready    the number, once this rank's data of that collective is in place
     address  where it lies
     done     the number, once this rank has read what it needs of the others
 
 A rank reads from another when that one is ready, and changes or frees its own buffer when all others are done. Nobody
-sends: waiting is looking at the boards of the others, first at once and then less and less often. It is done in slices,
+sends. Who waits goes on with what else it has begun, and then sleeps until the last rank has come (ranks may be more
+than cores, so who waits takes none); now and then it looks whether the others are still there. It is done in slices,
 like waiting for a Gloo collective, so that ranks that never meet are found in the same way. A process that is gone
 shows as one that cannot be read, and is done with all that it read; an engine that was closed says so on its board. So
 a rank may leave as soon as a pass is over for it, while others still look. What its own thread does not wait for yet, a
-second thread of the process carries on with, so that no rank depends on what another does meanwhile.
+second thread of the process carries on with when another rank that waits for it knocks, so that no rank depends on what
+another does meanwhile; where ranks have cores to spare, it does so by itself.
 
 It is used on the CPU where every rank of the group can read every other: Linux on x86-64 (whose stores become visible
 in order), one host, one network and process namespace, no rule of the kernel against it. ``SHARDFOLD_NEAR=0`` switches
@@ -31,7 +33,9 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from time import sleep
@@ -40,19 +44,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfold.comm._boards import (
-    DONE,
-    READY,
-    WORD,
-    Group,
-    Mark,
-    give_back,
-    look_until,
-    neighbours,
-    noted,
-    profiled,
-    wait_for,
-)
+from shardfold.comm._boards import WORD, Door, Mark, Pages, look_until, noted, possible, profiled, wait_for
+from shardfold.comm._neighbours import Group, neighbours
+from shardfold.comm._words import Words
 from shardfold.comm.transport import GlooTransport, Pending, Transport, Waiter, sum_into
 from shardfold.torch_internals import storage_key, when_groups_end
 
@@ -62,7 +56,7 @@ BLOCK = 256 * 1024
 """Bytes that are summed at a time: with the others' they fit a core's cache."""
 
 PAUSE = 2e-3
-"""Seconds between the deeds of the thread that carries on."""
+"""Seconds between the deeds of the thread that carries on, where it has a core of its own."""
 
 _Phase = tuple[int, Callable[[int], None]]
 
@@ -84,29 +78,34 @@ class _Reading(Pending):
         super().__init__([])
         self._read: Any = read
         self.group, self._phases, self._resident = group, list(phases), resident
-        self._mark = None if at_once else Mark(group, phases[0][0], READY)
+        self._first, self._last = phases[0][0], phases[-1][0]
+        self.mark = None if at_once else group.all_ready(self._first, self._first)
         self._lock = threading.Lock()
-        self._last = phases[-1][0]
         self._inference = torch.is_inference_mode_enabled()
         self._failure: Exception | None = None
 
-    def advance(self) -> bool:
-        """Goes as far as the others allow; whether this rank has read all. False while another thread is at it.
+    @property
+    def left(self) -> int:
+        """Deeds that this rank has still to do; -1: one has failed."""
+        return len(self._phases) if self._failure is None else -1
+
+    def advance(self, *, patient: bool = False) -> bool:
+        """Goes as far as the others allow; whether this rank has read all. Not ``patient``: False, too, while another
+        thread is at it.
 
         A deed that failed fails for whoever asks next, too: it may have summed in place, so it is not done again.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=patient):
             return False
         try:
             if self._failure is not None:
                 raise self._failure
-            while self._phases and (self._mark is None or self._mark.is_completed()):
+            while self._phases and (self.mark is None or self.mark.is_completed()):
                 number, deed = self._phases[0]
                 self._do(deed, number)
                 self.group.done(number)
                 del self._phases[0]
-                if self._phases:
-                    self._mark = Mark(self.group, self._phases[0][0], READY)
+                self.mark = self.group.all_ready(self._phases[0][0], self._first) if self._phases else None
             return not self._phases
         finally:
             self._lock.release()
@@ -144,7 +143,7 @@ class _Reading(Pending):
         """Returns when no other rank reads from this one any more."""
         if self._read is not None:
             wait_for(_Arrival(self), waiter)
-            wait_for(Mark(self.group, self._last, DONE), waiter)
+            wait_for(self.group.all_done(self._last, self._first), waiter)
             self._read = None
 
 
@@ -153,8 +152,12 @@ class _Arrival(NamedTuple):
 
     reading: _Reading
 
+    @property
+    def mark(self) -> Mark | None:
+        return self.reading.mark
+
     def is_completed(self) -> bool:
-        return self.reading.advance()
+        return self.reading.advance(patient=True)
 
     def wait(self, timeout: timedelta) -> None:
         """Returns when it is so.
@@ -162,7 +165,7 @@ class _Arrival(NamedTuple):
         Raises:
             RuntimeError: "timed out"; or another process has ended or closed its engine.
         """
-        look_until(self.reading.advance, timeout)
+        look_until(self, timeout)
 
 
 class _Adder:
@@ -212,18 +215,18 @@ class _Residents:
 
     def __init__(self) -> None:
         self._readings: list[tuple[Tensor, _Reading]] = []
-        self._where: dict[tuple[Group, int], tuple[weakref.ref[Tensor], dict[int, int]]] = {}  # by id: addresses
+        self._where: dict[tuple[Group, int], tuple[weakref.ref[Tensor], Sequence[int]]] = {}  # by id: addresses
         self._past: set[Group] = set()  # groups whose ranks are all past the last fence
         self._read: set[int] = set()  # ids of what was gathered since
 
-    def addresses(self, group: Group, resident: Tensor) -> dict[int, int] | None:
+    def addresses(self, group: Group, resident: Tensor) -> Sequence[int] | None:
         """Where the others' lies, if it is ready on all ranks; asked once for each gather."""
         first = id(resident) not in self._read
         self._read.add(id(resident))
         made, addresses = self._where.get((group, id(resident)), (None, None))
         return addresses if first and group in self._past and made is not None and made() is resident else None
 
-    def found(self, group: Group, resident: Tensor, addresses: dict[int, int]) -> None:
+    def found(self, group: Group, resident: Tensor, addresses: Sequence[int]) -> None:
         """All ranks have come to a gather of it."""
         self._where[group, id(resident)] = weakref.ref(resident), addresses
         self._past.add(group)
@@ -249,31 +252,42 @@ class _Carrier:
         self._forget()
 
     def _forget(self) -> None:
-        self._wake = threading.Condition()
-        self._readings: list[_Reading] = []
+        self._lock = threading.RLock()  # a garbage collection may end a transport while it is held
+        self._readings: deque[_Reading] = deque()
         self._thread: threading.Thread | None = None
         self._users, self._process = 0, os.getpid()
+        self._door: Door | None = None
+        self._eager = False  # a core is there for it
         self._unregister: Callable[[], None] = lambda: None
         self._over = False  # there is no process group any more, whoever still has a transport
 
-    def join(self) -> None:
-        """One transport more is in use."""
+    @property
+    def door(self) -> Door:
+        """Where other ranks knock."""
         if self._process != os.getpid():  # a fork has no threads but the one that called it, and locks as they were
             self._forget()
-        with self._wake:
+        if self._door is None:
+            self._door = Door(Pages(mmap.PAGESIZE))
+        return self._door
+
+    def join(self, cores: float) -> None:
+        """One transport more is in use, on a rank with so many cores to itself."""
+        door = self.door
+        with self._lock:
             self._users += 1
+            self._eager = cores >= 2
             if self._thread is None:
                 self._over = False
-                self._thread = threading.Thread(target=self._run, name="shardfold-near", daemon=True)
+                self._thread = threading.Thread(target=self._run, args=(door,), name="shardfold-near", daemon=True)
                 self._thread.start()
                 self._unregister = when_groups_end(self._groups_end)
 
     def leave(self) -> None:
         """One transport less. (No waiting: a garbage collection may call this at any moment.)"""
         if self._process == os.getpid():
-            with self._wake:
+            with self._lock:
                 self._users -= 1
-                self._wake.notify_all()  # an interrupted notify() may have left an entry that takes the next one
+            self.door.knock()
 
     def end(self) -> None:
         """The thread has ended when this returns, if no transport is in use."""
@@ -283,54 +297,58 @@ class _Carrier:
 
     def _groups_end(self) -> None:
         """The thread has ended when this returns."""
-        with self._wake:
+        if self._process == os.getpid():
             self._over, thread = True, self._thread
-            self._wake.notify_all()
-        if thread is not None and self._process == os.getpid():
-            thread.join()
+            self.door.knock()
+            if thread is not None:
+                thread.join()
 
     def take(self, reading: _Reading) -> None:
-        with self._wake:
+        with self._lock:
+            self._forget_done()
             self._readings.append(reading)
-            self._wake.notify()
+        if self._eager and len(self._readings) == 1:
+            self.door.knock()
 
-    def _run(self) -> None:
+    def _forget_done(self) -> None:
+        while self._readings and (self._readings[0].left <= 0 or self._readings[0].group.closed):
+            self._readings.popleft()
+
+    def _run(self, door: Door) -> None:
         while True:
-            with self._wake:
-                while self._users and not self._readings and not self._over:
-                    self._wake.wait()
+            door.listen(PAUSE if self._eager and self._readings else None)
+            with self._lock:
                 if not self._users or self._over:
                     self._thread = None
                     self._unregister()
                     self._readings.clear()
                     return
-            sleep(PAUSE)  # most are waited for at once
-            self._advance()
+            if self._eager:
+                sleep(PAUSE)  # most are waited for at once
+            self.advance()
 
-    def _advance(self) -> None:  # by itself, so that the thread holds on to nothing while it waits
-        with self._wake:
-            readings = list(self._readings)
-        over = {id(reading) for reading in readings if self._is_over(reading)}
-        with self._wake:
-            self._readings = [reading for reading in self._readings if id(reading) not in over]
-
-    @staticmethod
-    def _is_over(reading: _Reading) -> bool:
-        # Of any kind: here an exception would end what carries all other readings. None is lost: the reading keeps it
-        # for whoever waits for it.
-        try:
-            return reading.group.closed or reading.advance()
-        except Exception:
-            return True
+    def advance(self) -> bool:
+        """Goes on with each; whether any did."""
+        went_on = False
+        for reading in list(self._readings):
+            left = reading.left
+            # Of any kind: here an exception would end what carries all other readings. None is lost: the reading keeps
+            # it for whoever waits for it.
+            with suppress(Exception):
+                if left > 0 and not reading.group.closed:
+                    reading.advance()
+            went_on |= reading.left != left
+        with self._lock:
+            self._forget_done()
+        return went_on
 
 
 _carrier = _Carrier()
 
 
-def _leave(board: mmap.mmap, groups: Sequence[Group]) -> None:
+def _leave(groups: Sequence[Group]) -> None:
     for group in groups:
         group.close()
-    give_back(board)
     _carrier.leave()
 
 
@@ -343,6 +361,7 @@ class NearTransport(Transport):
         rank: this one.
         exchange: ``exchange(key, text)`` gives every rank's text.
         waiter: waits for the other ranks to have read what lies where something new shall be written.
+        talking: groups that small messages go over.
     """
 
     def __init__(
@@ -352,22 +371,29 @@ class NearTransport(Transport):
         rank: int,
         exchange: Callable[[str, str], list[str]],
         waiter: Waiter,
+        talking: Sequence[tuple[Any, Sequence[int]]] = (),
     ) -> None:
         self._gloo = gloo
         self._near: dict[int, Group] = {}
         self._residents = _Residents()
         self._adder = _Adder()
         self._leave: Callable[[], object] | None = None
-        near, board = neighbours(rank, [ranks for _, ranks in groups], exchange, waiter)
-        if board is not None:
-            self._near = {id(group): one for (group, _), one in zip(groups, near, strict=True) if one is not None}
-            _carrier.join()
-            self._leave = weakref.finalize(self, _leave, board, list(self._near.values()))
-        self.kind = "near" if len(self._near) == len(groups) else gloo.kind
+        every = {id(group): (list(ranks).index(rank), ranks) for group, ranks in (*groups, *talking)}
+        door = _carrier.door if possible() and groups and os.environ.get("SHARDFOLD_NEAR", "1") != "0" else None
+        found, cores = neighbours(list(every.values()), door, exchange, waiter, _carrier.advance)
+        if door is not None:
+            self._near = {group: one for group, one in zip(every, found, strict=True) if one is not None}
+            _carrier.join(cores)
+            self._leave = weakref.finalize(self, _leave, list(self._near.values()))
+        self.kind = "near" if all(self.near(group) for group, _ in groups) else gloo.kind
 
     def near(self, group: Any) -> bool:
         """Whether a group is carried by reading."""
         return id(group) in self._near
+
+    def words(self, group: Any) -> Words | None:
+        near = self._near.get(id(group))
+        return None if near is None else near.words
 
     def all_gather(self, full: Tensor, group: Any, *, resident: Tensor | None = None) -> Pending:
         near = self._near.get(id(group))

@@ -18,6 +18,7 @@ __all__ = ["data_transport"]
 def data_transport(
     device: torch.device,
     groups: Sequence[tuple[Any, Sequence[int]]],
+    talking: Sequence[tuple[Any, Sequence[int]]],
     rank: int,
     *,
     on_streams: bool,
@@ -32,6 +33,7 @@ def data_transport(
         device: of the tensors.
         on_streams: whether the backend queues collectives on streams of the device, as NCCL does.
         groups: process groups that this rank is in, each with its ranks.
+        talking: those that small messages go over.
         rank: this one.
         empty: makes a temporary of so many elements of a dtype; ``recycle`` takes it back.
         exchange: ``exchange(key, text)`` gives every rank's text.
@@ -42,4 +44,4 @@ def data_transport(
     gloo = GlooTransport(empty, recycle)
     if not groups or accelerator.has_streams(device):
         return gloo
-    return NearTransport(gloo, groups, rank, exchange, waiter)
+    return NearTransport(gloo, groups, rank, exchange, waiter, talking)

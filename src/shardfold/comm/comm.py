@@ -95,9 +95,11 @@ class Comm:
     def of(cls, mesh: DataMesh, agreement: Agreement, memory: DeviceTier) -> Comm:
         """With the transport that the backend and the device of ``mesh`` have; every rank calls it."""
         waits = agreement if agreement.peers.size > 1 else agreement.job
+        talking = {id(each.group): each for each in (agreement.job.peers, agreement.peers) if each.size > 1}
         transport = data_transport(
             memory.device,
             mesh.groups(),
+            [(peers.group, peers.ranks) for peers in talking.values()],
             mesh.rank,
             on_streams=mesh.on_streams,
             empty=memory.empty,
@@ -105,6 +107,8 @@ class Comm:
             exchange=agreement.job.exchange,
             waiter=waits.wait,
         )
+        for peers in talking.values():
+            peers.carry(transport.words(peers.group))
         return cls(mesh, agreement, transport, Meter(mesh), memory)
 
     @property

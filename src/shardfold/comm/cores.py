@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import process_time
 
-__all__ = ["occupied", "share_of_cores"]
+__all__ = ["allowed", "occupied", "share", "share_of_cores"]
 
 
 def share_of_cores(exchange: Callable[[str, str], list[str]]) -> int:
@@ -22,13 +22,18 @@ def share_of_cores(exchange: Callable[[str, str], list[str]]) -> int:
     Args:
         exchange: ``exchange(key, text)`` gives every rank's text.
     """
-    machine, cores = _machine(), _allowed()
+    machine, cores = _machine(), allowed()
     said = [json.loads(text) for text in exchange("cores", json.dumps([machine, cores]))]
-    users = [set(theirs) for other, theirs in said if other == machine]
-    return max(1, int(sum(1 / sum(core in theirs for theirs in users) for core in cores) + 1e-6))
+    return max(1, int(share(cores, [theirs for other, theirs in said if other == machine])))
 
 
-def _allowed() -> list[int]:
+def share(cores: Sequence[int], users: Sequence[Sequence[int]]) -> float:
+    """How many of these cores one of the ``users`` has for itself, all of whom may run on the cores that they list."""
+    each = [set(theirs) for theirs in users]
+    return sum(1 / sum(core in theirs for theirs in each) for core in cores) + 1e-6
+
+
+def allowed() -> list[int]:
     """Numbers of the cores that this thread may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))

@@ -96,6 +96,11 @@ class Transport(Protocol):
     def close(self) -> None:
         """The transport is not used any more."""
 
+    def words(self, group: Any) -> Any:
+        """What carries small messages of a group's hosts in place of its collectives, as
+        :class:`shardfold.comm._words.Words`; None: nothing does."""
+        return None
+
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         """Sends the next ``to[r]`` elements of ``sent`` to rank ``r`` of the group; its ``by[r]`` come one after the
         other into ``received``."""
