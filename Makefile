@@ -9,6 +9,7 @@
 #   make matrix  a part of the tests under other versions of PyTorch and Python (MATRIX="--torch 2.11.0")
 #   make dist    sdist and wheel of the last commit, checked, the same bytes each time
 #   make gpu     what only a GPU can show, and one report of it, in 10 minutes at most (DEVICE=sim RANKS=2: a rehearsal)
+#   make gpu-bench   how fast it is there, beside PyTorch's own: the same, and without a GPU a rehearsal
 # The demo needs the command line only; what the tests need besides is installed into the same .venv by the first of them.
 # Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install),
 # JOBS=1 (how many tests at a time).
@@ -22,7 +23,7 @@ JOBS ?= 3
 DEVICE ?= auto
 RANKS ?= 0
 MINUTES ?= 10
-REPORT ?= build/gpu
+REPORT ?= build/$@
 GPU_PYTHON ?= $(BIN)/python
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +37,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 # Where this is set, as in images of Python for containers, each of the many processes of a run would compile the package.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint docs dist soak numerics mutants matrix gpu clean
+.PHONY: demo test lint docs dist soak numerics mutants matrix gpu gpu-bench clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -58,8 +59,8 @@ mutants: $(TOOLS)
 matrix: $(TOOLS)
 	@$(BIN)/python tests/support/matrix.py $(MATRIX)
 
-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TOOLS))
-	@$(GPU_PYTHON) -m tests.support.gpu --device $(DEVICE) --ranks $(RANKS) --minutes $(MINUTES) --out $(REPORT)
+gpu gpu-bench: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TOOLS))
+	@$(GPU_PYTHON) -m tests.support.gpu $(if $(filter gpu-bench,$@),--speed) --device $(DEVICE) --ranks $(RANKS) --minutes $(MINUTES) --out $(REPORT)
 
 lint: $(TOOLS)
 	@$(BIN)/ruff check .

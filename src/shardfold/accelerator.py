@@ -249,6 +249,18 @@ def total_memory(device: torch.device) -> int | None:
     return getattr(_properties(device), "total_memory", None)
 
 
+def give_back(device: torch.device) -> None:
+    """Memory that the allocator keeps for later goes back to the device, for other processes."""
+    if has_streams(device) and (empty := getattr(_module(device), "empty_cache", None)) is not None:
+        empty()
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of the device that no process has; None where its module does not tell."""
+    ask = getattr(_module(device), "mem_get_info", None) if has_streams(device) else None
+    return None if ask is None else int(ask(device)[0])
+
+
 # -- random numbers
 
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.gpu import compared, marked, memory, races, section
+from shardfold.engine.peak_rate import PeakFlops
+from shardfold.tools.bench.contenders import find
+from shardfold.tools.bench.results import ContenderRow, MeasuredRounds
+from shardfold.tools.bench.settings import Settings, gpt_shape
+from tests.support.gpu import compared, day, marked, memory, races, section, steps, timeline
 from tests.support.gpu.day import ROOT, run_section
 from tests.support.gpu.report import FAILED, PASSED, SKIPPED, Case, Day, NotRun, Section, as_json, judged, markdown
-from tests.support.gpu.section import SECTIONS, Asked, Clock, Notes, Outcome, Skip
+from tests.support.gpu.section import CHECKS, SPEED, Asked, Clock, Notes, Outcome, Part, Skip
 from tests.support.gpu.setting import rank_settings
 
 CASE = Case(name="a case", verdict=PASSED, says="it went | well", figures={"peak": "3 MiB", "off": 0.01234567})
@@ -85,6 +93,21 @@ def test_a_process_that_died_is_a_failure_where_it_stood() -> None:
     assert _day(_judged(_note()), found).verdict == FAILED
 
 
+def test_what_is_told_again_is_newer() -> None:
+    """A case that grows while a section runs is there once, with the figures that came last."""
+    found = _judged(_note(figures={"step": 3}), _note(name="two"), _note(figures={"step": 2}))
+    assert [(case.name, case.figures) for case in found.cases] == [("one", {"step": 2}), ("two", {})]
+
+
+def test_further_lines_of_a_sentence_stand_below_the_table() -> None:
+    """As the bars of a timeline do: they would break a cell."""
+    out = StringIO()
+    Notes(out, Clock(10.0)).attempt("a step", lambda: ("a sentence\nproducts ##", {}))
+    (case,) = _judged(*map(json.loads, out.getvalue().splitlines())).cases
+    assert (case.says, case.detail) == ("a sentence", "products ##")
+    assert "    products ##" in markdown(_day(_judged({"case": vars(case)}))).splitlines()
+
+
 # -- the time
 
 
@@ -152,9 +175,40 @@ def test_a_section_that_dies_or_hangs_leaves_what_it_found(tmp_path: Path, end: 
     """A signal, an exit and a hang: each is one failed case, what was noted before is kept, and nothing outlives it."""
     program = DIES.format(root=str(ROOT), file=str(tmp_path / "races.jsonl"), end=end)
     asked = Asked(device="cpu", ranks=1, seconds=1.0 if "Event" in end else 60.0, folder=str(tmp_path), small=True)
-    found = run_section("races", "Races", asked, command=[sys.executable, "-c", program], grace=1.0)
+    found = run_section("races", Part("Races", 1.0), asked, command=[sys.executable, "-c", program], grace=1.0)
     assert [(case.name, case.verdict) for case in found.cases] == [("one", PASSED), ("two", FAILED)]
     assert found.cases[1].says == says and "the last words" in found.cases[1].detail
+
+
+WAITS = """
+import os, sys
+sys.path.insert(0, {root!r})
+from tests.support.gpu.report import Case
+from tests.support.gpu.section import Clock, Notes
+with open({file!r}, "a") as out:
+    Notes(out, Clock(1.0)).case(Case(name="one", verdict="passed"))
+open({gate!r}).read()
+"""
+
+
+def test_what_a_section_has_found_is_told_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run that is cut short leaves a report: the first that is told ends the section."""
+    monkeypatch.setattr(day, "OFTEN", 0.1)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    told: list[Section] = []
+
+    def meanwhile(found: Section) -> None:
+        if found.cases[0].name == "one" and not told:
+            told.append(found)
+            gate.write_text("go on")  # waits for the section to read it
+
+    program = WAITS.format(root=str(ROOT), file=str(tmp_path / "races.jsonl"), gate=str(gate))
+    asked = Asked(device="cpu", ranks=1, seconds=60.0, folder=str(tmp_path), small=True)
+    command = [sys.executable, "-c", program]
+    found = run_section("races", Part("Races", 1.0), asked, command=command, meanwhile=meanwhile)
+    assert [case.name for case in told[0].cases] == ["one", "the rest"] and told[0].cases[1].verdict == SKIPPED
+    assert [case.name for case in found.cases] == ["one"] and found.verdict == PASSED
 
 
 # -- the sections
@@ -162,9 +216,12 @@ def test_a_section_that_dies_or_hangs_leaves_what_it_found(tmp_path: Path, end: 
 
 def test_every_section_has_a_module_that_runs_it() -> None:
     """And the shares of the time are those of a whole."""
-    for name in SECTIONS:
-        assert callable(getattr(__import__(f"tests.support.gpu.{name}", fromlist=["run"]), "run", None)), name
-    assert sum(share for _, share in SECTIONS.values()) == pytest.approx(1.0)
+    for parts in (CHECKS, SPEED):
+        for name, part in parts.items():
+            module = __import__(f"tests.support.gpu.{part.module or name}", fromlist=["run"])
+            assert callable(getattr(module, "run", None)), name
+        assert sum(part.share for part in parts.values()) == pytest.approx(1.0)
+    assert {name for name, part in SPEED.items() if part.module == "steps"} == set(steps.WORKS)
     assert section.Asked(device="sim", ranks=2, seconds=1.0, folder="f", small=True).as_json()["ranks"] == 2
 
 
@@ -177,6 +234,46 @@ def test_one_gpu_is_tried_alone_and_shared() -> None:
     assert (four.ranks, four.backend, four.shared) == (4, None, False)
     (crowd,) = rank_settings("cuda", 4, 2)
     assert crowd.shared and not rank_settings("sim", 2, 0)[0].shared
+
+
+def test_figures_of_a_contender_follow_from_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Throughput is tokens over seconds, utilization 6 operations for each token and parameter over the printed rate,
+    and with attention 12 more for each position and dimension of a layer."""
+    monkeypatch.setattr(steps, "peak_of", lambda *_: PeakFlops(1e12))
+    settings = Settings(params=2e5, rows=2, context=16, ranks=2)
+    measured = MeasuredRounds(settings=settings, contenders=[], first={"zero3": 1.26})
+    row = ContenderRow("zero3", 0.02, 0, 0, 1.5, 0.005, 0, 1024.0, None, 2048.0, None, None, None, 0, None, None, None,
+                       None, "float32")  # fmt: skip
+    shape, rate = gpt_shape(2e5, 16), 2 * 16 / 0.02
+    found = steps.figures(row, measured, Asked(device="cpu", ranks=2, seconds=1.0, folder="f", small=True))
+    assert (found["tokens/s"], found["step, ms"], found["ratio"]) == (3200, 20.0, 1.5)
+    assert found["MFU"] == f"{6 * shape.num_parameters * rate / 1e12:.1%}"
+    whole = (6 * shape.num_parameters + 12 * shape.layers * shape.d_model * 16) * rate / 1e12
+    assert found["with attention"] == f"{whole:.1%}" and found["peak"] == "2 KiB" and "moved" not in found
+    assert (found["behind backward, ms"], found["first step, s"]) == (5.0, 1.3)
+
+
+def test_what_cannot_take_part_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is absent, a precision that this version has not, and states that host memory has no room for."""
+    asked = Asked(device="cpu", ranks=1, seconds=1.0, folder="f", small=True)
+    settings = Settings(params=2e5, context=16, ranks=1)
+    other = replace(find("fp8-zero3"), precision="fp2")
+    assert steps.absent(other, settings, asked) == "this version has no precision 'fp2'"
+    lacking = replace(find("deepspeed-2"), package="no_such_package")
+    assert steps.absent(lacking, settings, asked) == "no_such_package is not installed"
+    assert steps.absent(find("bare"), settings, replace(asked, device="sim"))
+    assert steps.absent(find("bare"), settings, asked) is None
+    monkeypatch.setattr(steps, "available_bytes", lambda: 128 * 2.0**30)
+    work, large = steps.WORKS["steps-7B"], replace(settings, params=6.5e9, context=2048)
+    assert steps.no_room(work, large, [find("zero2-host")]) is None
+    why = steps.no_room(work, large, [find("torch-fsdp2-host")])
+    assert why == "about 115.4 GiB of host memory are needed, and 128 GiB can be had"
+
+
+def test_a_lane_of_text_shows_when_it_is_busy() -> None:
+    """A column is busy for more than half of its time, at all, or not."""
+    lines = timeline.bars({"products": [(0.0, 250.0)], "idle": [(250.0, 254.0), (999.0, 1000.0)]}, 1000.0)
+    assert lines.splitlines() == ["products " + 25 * "#", "idle     " + 25 * " " + "." + 73 * " " + "."]
 
 
 def test_losses_are_compared_as_wholes() -> None:
@@ -230,6 +327,22 @@ def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
     verdicts = {each["name"]: each["verdict"] for each in found["sections"]}
     needs_a_device = dict.fromkeys(("waits", "memory", "plans", "races", "requests", "codes", "marked"), SKIPPED)
     assert verdicts == {"machine": PASSED, "compared": PASSED, **needs_a_device}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_rehearsal_of_the_speed_on_the_cpu(tmp_path: Path) -> None:
+    """Where no device is found all sections run, in sizes of a rehearsal; what is not measured here says why."""
+    found = _rehearsed(tmp_path, "auto" if not torch.accelerator.is_available() else "cpu", 1, "--speed")
+    by = {each["name"]: each for each in found["sections"]}
+    assert {name: each["verdict"] for name, each in by.items()} == dict.fromkeys(SPEED, PASSED)
+    for name in ("steps-200M", "steps-1.3B", "steps-7B", "compile"):
+        cases, left = by[name]["cases"], {each["what"] for each in by[name]["not_run"]}
+        ran = {case["name"] for case in cases if case["figures"].get("tokens/s")}
+        assert ran == set(steps.WORKS[name].contenders) - left, cases
+        assert {"zero3", "zero2-host"} & ran, cases
+    assert any("products" in case["name"] for case in by["rates"]["cases"])
+    assert (tmp_path / "timeline-1.png").exists() == (find_spec("matplotlib") is not None)
 
 
 @pytest.mark.soak

@@ -136,7 +136,7 @@ def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.C
         (["gtp"], "Did you mean 'gpt'?"),
         (["--only", "hpz"], "hpz was asked for and cannot take part: needs a multiple of 2 ranks, at least 4."),
         (["--only", "zero2", "--reference", "torch-ddp"], "the reference 'torch-ddp' does not take part"),
-        (["--params", "7e9"], "give a number in that range"),
+        (["--params", "70e9"], "give a number in that range"),
         (["--precision", "fp8"], "Known: bf16, fp32."),
         (["--only", "zero3", "--timeline", "x.png"], "name two"),
         (["--json", "no-such-folder/x.json"], "no-such-folder"),
@@ -167,7 +167,7 @@ def test_a_peer_that_is_not_installed_is_left_out_unless_it_was_asked_for(monkey
         contenders.choose(TINY, ["zero3", "deepspeed-3"])
 
 
-@pytest.mark.parametrize("params", [10e6, 25e6, 46e6, 100e6, 200e6, 500e6])
+@pytest.mark.parametrize("params", [10e6, 25e6, 46e6, 100e6, 200e6, 500e6, 1.3e9, 2.7e9, 6.5e9])
 def test_shapes_are_near_the_number_asked_for(params: float):
     shape = gpt_shape(params, 64)
     assert 0.97 < shape.num_parameters / params < 1.03
@@ -270,6 +270,53 @@ def test_time_with_slower_tiers_goes_to_the_operations_of_the_program():
         "disk reads": [(40, 52)],
         "disk writes": [(70, 100)],
     }
+
+
+def test_time_of_a_device_goes_to_its_kernels_and_copies():
+    """Copies run beside products, so only what is left of the step is idle; the host's events are in no lane."""
+    events = [
+        ("forward and backward", 1, 0, 90, False), ("aten::mm", 1, 10, 40, False),
+        ("optimizer step", 1, 90, 100, False),
+        ("sm90_xmma_gemm_bf16", 7, 10, 40, True), ("nvjet_hsh_128x256", 7, 35, 50, True),
+        ("pytorch_flash::flash_fwd_kernel", 7, 50, 60, True), ("Memcpy DtoH (Device -> Pinned)", 9, 20, 80, True),
+        ("Memcpy HtoD (Pinned -> Device)", 9, 95, 120, True), ("triton_poi_fused_add_0", 7, 60, 62, True),
+        ("FusedAdamMathFunctor", 7, 85, 90, True), ("ncclDevKernel_AllGather", 8, 5, 12, True),
+    ]  # fmt: skip
+    trace = {"events": events, "length": 100, "thread": 1}
+    assert traces.lanes_of(trace, "gpt") is traces.DEVICE
+    assert traces.kernels(trace) == {
+        "products": [(10, 50)],
+        "attention": [(50, 60)],
+        "update": [(85, 90)],
+        "other kernels": [(60, 62)],
+        "idle": [(0, 5), (80, 85), (90, 95)],
+        "copies up": [(95, 100)],
+        "copies down": [(20, 80)],
+        "sending": [(5, 12)],
+    }
+    assert traces.lanes(trace)["compute"] == [(10, 40)] and traces.moves(trace)["compute"] == [(10, 40)]
+    alone = {**trace, "events": [each for each in events if not each[-1]]}
+    assert traces.lanes_of(alone, "gpt") is traces.LAYOUTS and traces.lanes_of(alone, "offload") is traces.MOVES
+
+
+def test_who_takes_part_on_request_is_no_usual_contender():
+    """Neither by default, nor are its losses compared where they are its own."""
+    usual = {each.name for each in contenders.choose(replace(TINY, ranks=1))[0]}
+    asked = {each.name for each in contenders.choose(replace(TINY, ranks=1), ["compile-*", "fp8-zero3"])[0]}
+    assert asked == {"compile-bare", "compile-fsdp2", "compile-zero3", "fp8-zero3"} and not asked & usual
+    assert {each.name for each in contenders.CONTENDERS if each.differs} == {
+        "zeropp", "fp8-zero3", "delayed-zero2-host",
+    }  # fmt: skip
+
+
+@pytest.mark.soak
+def test_contenders_that_start_at_once_take_turns_as_others_do():
+    """One of them cannot start: it has a reason, and the other its turns and the seconds of its first step."""
+    settings = replace(TINY, ranks=1, together=2, rounds=2, steps=1, warm=1)
+    broken = replace(contenders.find("bare-zeros"), environment={"PYTHONHOME": "/nowhere"})  # Python finds no library
+    measured = compare(settings, [contenders.find("bare"), broken])
+    assert list(measured.failures) == ["bare-zeros"] and "in 'start'" in measured.failures["bare-zeros"].reason
+    assert len(measured.turns["bare"]) == 2 and list(measured.first) == ["bare"]
 
 
 def test_a_limited_benchmark_says_what_it_left_out(capsys: pytest.CaptureFixture[str]):

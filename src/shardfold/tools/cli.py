@@ -289,7 +289,7 @@ def bench(
             help="gpt, tensors (2,000 small ones), units (64 almost empty ones) or offload (gpt in slower tiers)."
         ),
     ] = "gpt",
-    params: Annotated[float, typer.Option(min=1, help="Parameters of the GPT, about: 10e6 to 500e6.")] = 46e6,
+    params: Annotated[float, typer.Option(min=1, help="Parameters of the GPT, about: 2e5 to 6.5e9.")] = 46e6,
     rows: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
     ranks: Annotated[int | None, typer.Option(help="Processes per contender (default 2; 1 for units).")] = None,

@@ -1,4 +1,4 @@
-"""`make gpu`: what only a device can show, run on whatever devices there are, and one report of it.
+"""`make gpu` and `make gpu-bench`: what only a device can show, and how fast it is; one report of what was found.
 
 report      the values: cases, sections, the day; Markdown and JSON                  (pure functions)
 day         sections in processes of their own, one after the other, in their time
@@ -13,6 +13,9 @@ races       trainings whose streams are delayed, beside the same on one stream  
 scenes      what the races train
 marked      the tests that are marked `gpu`                                           a section
 compared    `shardfold bench`                                                         a section
+rates       copies, products and formats, of `make gpu-bench`                         a section
+steps       contenders of `shardfold bench`, as `make gpu-bench` has them             sections
+timeline    where a step goes                                                         a section
 
     python -m tests.support.gpu --device sim --ranks 2
 

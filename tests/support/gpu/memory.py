@@ -16,7 +16,7 @@ from shardfold.plan.lifetimes import Behaviour, peak_bytes
 from tests.support.gpu.ranks import Field, Here, how_many
 from tests.support.gpu.section import Asked, Notes, Outcome
 from tests.support.gpu.setting import Setting, rank_settings
-from tests.support.gpu.watched import give_back, reserved_peak
+from tests.support.gpu.watched import reserved_peak
 from tests.support.options import grouped
 
 __all__ = ["CASES", "Measured", "Size", "difference", "run"]
@@ -125,7 +125,7 @@ def _measured(here: Here, layout: str, precision: str, size: Size) -> Measured:
     _trained(here, layout, precision, Size(64, 2, size.rows)).close()  # libraries take memory when they first run
     gc.collect()
     accelerator.synchronize(here.device)
-    give_back(here.device)
+    accelerator.give_back(here.device)
     before = accelerator.allocated(here.device) or 0
     accelerator.reset_peak(here.device)
     engine = _trained(here, layout, precision, size)

@@ -30,7 +30,7 @@ from tests.support.gpu.memory import difference
 from tests.support.gpu.ranks import Field, Here, how_many
 from tests.support.gpu.section import Asked, Notes, Outcome, Skip
 from tests.support.gpu.setting import Setting, rank_settings
-from tests.support.gpu.watched import give_back, reserved_peak
+from tests.support.gpu.watched import reserved_peak
 
 __all__ = ["ABOVE", "BELOW", "CASES", "REAL", "batch_of", "model_of", "run"]
 
@@ -94,7 +94,7 @@ def _measured(here: Here, case: tuple[str, ...], size: Size) -> tuple[float, int
     _stepped(_engine(here, case, few), batch_of(name, few, here.device), STEPS).close()  # libraries take memory
     gc.collect()
     accelerator.synchronize(here.device)
-    give_back(here.device)
+    accelerator.give_back(here.device)
     before = accelerator.allocated(here.device) or 0
     engine, batch, seconds = _engine(here, case, size), batch_of(name, size, here.device), list[float]()
     try:

@@ -20,7 +20,7 @@ from shardfold.testing import Ranks, RanksFailed
 from tests.support.gpu.section import Clock, Outcome
 from tests.support.gpu.setting import SIM, Setting
 
-__all__ = ["Field", "Here", "device_type", "how_many"]
+__all__ = ["Field", "Here", "device_type", "how_many", "product"]
 
 LEAST = 5.0  # seconds that a call has, even where fewer are left of the section
 START = 90.0  # seconds for a call: the first of a process sets the device up
@@ -103,6 +103,11 @@ def _on_rank(setting: Setting, fn: Callable[..., Any], args: tuple[Any, ...], mo
 def how_many(device: str) -> int:
     """How many devices of this type there are."""
     return 0 if device in (SIM, "cpu") else accelerator.count(torch.device(device))
+
+
+def product(device: str) -> str:
+    """What their driver calls devices of this type; empty where nobody tells."""
+    return accelerator.product(torch.device(device)) or "" if how_many(device) else ""
 
 
 def device_type(asked: str) -> str | None:

@@ -112,7 +112,10 @@ def judged(
         if "begins" in note:
             begun = note["begins"]
         elif "case" in note:
-            cases.append(Case(**note["case"]))
+            case = Case(**note["case"])
+            # What is told again is newer.
+            cases = [case if case.name == each.name else each for each in cases]
+            cases += [case] if case not in cases else []
             begun = None
         elif "not_run" in note:
             not_run.append(NotRun(**note["not_run"]))

@@ -14,25 +14,51 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from tests.support.gpu.report import FAILED, PASSED, SKIPPED, Case
 
-__all__ = ["SECTIONS", "Asked", "Clock", "Notes", "Outcome", "Skip", "main"]
+__all__ = ["CHECKS", "SPEED", "Asked", "Clock", "Notes", "Outcome", "Part", "Skip", "main"]
 
 DETAIL = 40  # lines of a failure
 
-#: What there is to do: name, module of this package, title, share of the time. The first are short and say most.
-SECTIONS: dict[str, tuple[str, float]] = {
-    "machine": ("The machine", 0.03),
-    "waits": ("Host synchronizations in a step", 0.07),
-    "memory": ("Memory: predicted and allocated", 0.07),
-    "plans": ("Plans of whole steps", 0.15),
-    "requests": ("The caching allocator, simulated and real", 0.05),
-    "codes": ("Formats on the device", 0.03),
-    "races": ("Streams that are delayed", 0.2),
-    "marked": ("The tests that need a device", 0.1),
-    "compared": ("`shardfold bench`", 0.3),
+
+class Part(NamedTuple):
+    """A section.
+
+    Attributes:
+        title: of it.
+        share: of the time.
+        module: of this package, whose ``run`` it is; empty: the one called as the section is.
+    """
+
+    title: str
+    share: float
+    module: str = ""
+
+
+#: What there is to do, by name. The first are short and say most.
+CHECKS: dict[str, Part] = {
+    "machine": Part("The machine", 0.03),
+    "waits": Part("Host synchronizations in a step", 0.07),
+    "memory": Part("Memory: predicted and allocated", 0.07),
+    "plans": Part("Plans of whole steps", 0.15),
+    "requests": Part("The caching allocator, simulated and real", 0.05),
+    "codes": Part("Formats on the device", 0.03),
+    "races": Part("Streams that are delayed", 0.2),
+    "marked": Part("The tests that need a device", 0.1),
+    "compared": Part("`shardfold bench`", 0.3),
+}
+#: How fast it is: what `make gpu-bench` runs.
+SPEED: dict[str, Part] = {
+    "machine": Part("The machine", 0.02),
+    "rates": Part("What the device does: copies, products, formats of the wire", 0.05),
+    "steps-200M": Part("Steps of 200M parameters", 0.2, "steps"),
+    "steps-1.3B": Part("Steps of 1.3B parameters", 0.27, "steps"),
+    "compile": Part("What torch.compile brings", 0.1, "steps"),
+    "fp8": Part("What products in fp8 bring", 0.06, "steps"),
+    "steps-7B": Part("Steps of 7B parameters, states in host memory", 0.2, "steps"),
+    "timeline": Part("Where a step goes", 0.1),
 }
 
 
@@ -46,6 +72,8 @@ class Asked:
         seconds: that it has.
         folder: where it may write.
         small: whether sizes are those of a rehearsal.
+        out: folder of the report, for pictures.
+        name: of the section.
     """
 
     device: str
@@ -53,6 +81,8 @@ class Asked:
     seconds: float
     folder: str
     small: bool
+    out: str = ""
+    name: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,7 +147,8 @@ class Notes:
     def attempt(self, name: str, run: Callable[[], tuple[str, dict[str, Any]]], *, needs: float = 0.0) -> None:
         """Runs a case and notes what came of it; if less than ``needs`` seconds are left, that it was not reached.
 
-        ``run`` gives a sentence and figures, and raises :class:`Outcome`, :class:`Skip` or whatever goes wrong.
+        ``run`` gives a sentence, whose further lines stand below the table, and figures; it raises :class:`Outcome`,
+        :class:`Skip` or whatever goes wrong.
         """
         if self.clock.left <= needs:
             self.not_run(name, f"the {self.clock.seconds:.0f} s of the section were over")
@@ -136,12 +167,13 @@ class Notes:
             says = f"{type(error).__name__}: {first[0]}"
             self.case(Case(name=name, verdict=FAILED, says=says, detail="\n".join(lines[-DETAIL:])))
         else:
-            self.case(Case(name=name, verdict=PASSED, says=says, figures=figures))
+            says, _, detail = says.partition("\n")
+            self.case(Case(name=name, verdict=PASSED, says=says, figures=figures, detail=detail))
 
 
 def main() -> None:
-    name = sys.argv[1]
+    module = sys.argv[1]
     asked = Asked(**json.loads(sys.stdin.read()))
-    with open(Path(asked.folder) / f"{name}.jsonl", "a", encoding="utf-8") as out:
-        run: Callable[[Asked, Notes], None] = importlib.import_module(f"tests.support.gpu.{name}").run
+    with open(Path(asked.folder) / f"{asked.name}.jsonl", "a", encoding="utf-8") as out:
+        run: Callable[[Asked, Notes], None] = importlib.import_module(f"tests.support.gpu.{module}").run
         run(asked, Notes(out, Clock(asked.seconds)))

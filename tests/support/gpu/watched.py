@@ -18,7 +18,7 @@ import torch
 from shardfold import accelerator
 from tests.support.gpu.section import Skip
 
-__all__ = ["delayed", "give_back", "on_one_stream", "reserved_peak", "sleep", "waits"]
+__all__ = ["delayed", "on_one_stream", "reserved_peak", "sleep", "waits"]
 
 SAID = "called a synchronizing"  # by the debug mode of a module, of each wait
 SOURCES = Path(accelerator.__file__).parent
@@ -34,12 +34,6 @@ def reserved_peak(device: torch.device) -> int | None:
     """The most bytes that the allocator took from the device; None where its module does not tell."""
     ask = getattr(_module(device), "max_memory_reserved", None)
     return None if ask is None else int(ask(device))
-
-
-def give_back(device: torch.device) -> None:
-    """The allocator returns to the device what it does not use, if its module has a way."""
-    empty: Callable[[], object] = getattr(_module(device), "empty_cache", lambda: None)
-    empty()
 
 
 def sleep(device: torch.device, cycles: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfold import accelerator
 from shardfold.torch_internals import no_subclass_functions
 
-__all__ = ["clear_peak", "disk_bytes", "held_bytes", "minor_faults", "peak_bytes", "resident_bytes"]
+__all__ = ["clear_peak", "disk_bytes", "free_bytes", "held_bytes", "minor_faults", "peak_bytes", "resident_bytes"]
 
 STATUS, IO = Path("/proc/self/status"), Path("/proc/self/io")
 
@@ -67,6 +67,15 @@ def clear_peak(device: torch.device) -> None:
         with suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What others may have of the device once this process has given back what it holds for later; None on the CPU and
+    where the device does not tell."""
+    if not accelerator.has_streams(device):
+        return None
+    accelerator.give_back(device)
+    return accelerator.free_memory(device)
 
 
 def disk_bytes() -> tuple[int, int] | None:

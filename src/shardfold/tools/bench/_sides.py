@@ -3,7 +3,8 @@
 All train the same model with the same optimizer, do not accumulate, and clip only where the settings say so. In
 ``bf16`` a bare loop and DDP run the forward under ``torch.autocast`` over fp32 parameters; ``fully_shard`` has
 ``MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)``; DeepSpeed has its ``bf16`` section; ours has
-``precision="bf16"``.
+``precision="bf16"``. What is compiled is compiled by ``torch.compile`` with its defaults: a bare loop as a whole model,
+``fully_shard`` block by block before the blocks are wrapped, as torchtitan does, ours by ``Runtime(compile="blocks")``.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def bare(contender: Contender, settings: Settings, model: nn.Module, device: tor
     model.to(device)
     clear = {"set_to_none": False} if contender.option == "zeros" else {}
     optimizer = optimizer_of(settings)(model.parameters())
-    return _loop(model, optimizer, partial(_autocast, settings, device), settings.clip_norm, **clear)
+    run: Any = torch.compile(model) if contender.compiled == "model" else model
+    return _loop(run, optimizer, partial(_autocast, settings, device), settings.clip_norm, **clear)
 
 
 def ddp(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
@@ -176,6 +178,8 @@ def fully_shard(contender: Contender, settings: Settings, model: nn.Module, devi
         model.to(device)
     blocks: Any = model.blocks
     for block in blocks:
+        if contender.compiled == "blocks":
+            block.compile()
         shard(block, reshard_after_forward=contender.option != "keep", **common)
     shard(model, **common)
     return _loop(model, optimizer_of(settings)(model.parameters()), nullcontext, settings.clip_norm)
@@ -234,16 +238,20 @@ def _own_optimizer(settings: Settings) -> dict[str, Any]:
 def engine(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
     from shardfold.comm.runtime import Runtime
     from shardfold.engine.engine import Engine
+    from shardfold.plan.program_passes import Overlap
 
     nodes = contender.nodes if settings.link is None else NODES
     mesh = {"inter": nodes, "intra": settings.ranks // nodes}
+    where: dict[str, Any] = {"device": device, **({"compile": contender.compiled} if contender.compiled else {})}
+    overlap: Any = contender.overlap
     own = Engine(
         model,
         optimizer=optimizer_of(settings),
         layout=contender.option,
-        precision=settings.precision,
+        precision=contender.precision or settings.precision,
         parallel=mesh,
-        runtime=Runtime(device=device),
+        runtime=Runtime(**where),
+        overlap=Overlap(**overlap),
         offload=contender.offload or None,
         clip_norm=settings.clip_norm or None,
     )

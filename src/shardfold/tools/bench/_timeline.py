@@ -13,7 +13,7 @@ from shardfold.errors import UsageError
 from shardfold.tools.bench.contenders import Contender
 from shardfold.tools.bench.settings import Settings
 from shardfold.tools.bench.teams import ContenderFailed, Team
-from shardfold.tools.bench.traces import LAYOUTS, MOVES, Lanes, merged, phases
+from shardfold.tools.bench.traces import LAYOUTS, Lanes, lanes_of, merged, phases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +35,13 @@ COLORS = {
     "FETCH": "#b2589b",
     "UPDATE": "#1b7837",
     "FILL": "#7a8a1e",
+    "copies up": "#b2589b",
+    "copies down": "#8c6bb1",
+    "sending": "#bf812d",
+    "attention": "#35978f",
+    "products": "#2166ac",
+    "other kernels": "#7a8a1e",
+    "idle": "#c2410c",
     "disk reads": "#4a4e57",
     "disk writes": "#8a8f99",
 }
@@ -56,7 +63,7 @@ def draw(settings: Settings, contenders: Sequence[Contender], file: Path) -> Non
                 traces[f"{contender.name}: {contender.says}"] = min(found, key=lambda trace: trace["length"])
         except ContenderFailed as error:
             raise UsageError(f"{contender.name} failed: {error.reason}. It wrote:\n{error.said}") from error
-    picture(file, traces, title=settings.title(), of=MOVES if settings.job == "offload" else LAYOUTS)
+    picture(file, traces, title=settings.title(), of=lanes_of(next(iter(traces.values())), settings.job))
 
 
 def picture(file: Path, traces: dict[str, dict[str, Any]], *, title: str, of: Lanes = LAYOUTS) -> None:

@@ -42,6 +42,10 @@ class Contender:
         nodes: how many nodes its ranks pretend to be spread over, at least two on each.
         precisions: those in which it differs from the others.
         jobs: those that it takes part in.
+        on_request: it takes part only where it is asked for by name or pattern.
+        compiled: what ``torch.compile`` compiles: ``model``, ``blocks``, each by itself, or nothing.
+        precision: its own, in place of the settings'.
+        overlap: of ours, fields of :class:`~shardfold.Overlap`.
         rounds: what it sends is rounded, so that its losses are its own.
         offload: what rests in slower tiers: of ours, the engine's own argument; of DeepSpeed, the device.
         moved: of a peer, the bytes per parameter, over all ranks, that go between device and host in a step, as its
@@ -59,12 +63,21 @@ class Contender:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     jobs: tuple[str, ...] = ON_DEVICE
     offload: str = ""
+    on_request: bool = False
+    compiled: str = ""
+    precision: str = ""
+    overlap: Mapping[str, object] = field(default_factory=dict)
     rounds: bool = False
     moved: float = 0.0
 
     @property
     def ours(self) -> bool:
         return self.kind == "engine"
+
+    @property
+    def differs(self) -> bool:
+        """Whether its losses are its own, and equal to nobody else's."""
+        return self.rounds or bool(self.precision) or bool(self.overlap.get("delayed_update"))
 
     def misfit(self, settings: Settings) -> str | None:
         """Why it does not take part under these settings, or None."""
@@ -93,6 +106,11 @@ def _ours(name: str, says: str, **more: object) -> Contender:
 
 def _away(name: str, layout: str, offload: str, says: str) -> Contender:
     return _ours(name, says, option=layout, offload=offload, jobs=OFFLOAD)
+
+
+def _compiled(name: str, says: str, kind: str, compiled: str, **more: object) -> Contender:
+    on_request = {"compiled": compiled, "on_request": True, "jobs": ("gpt",)}
+    return Contender(**{"name": name, "says": says, "kind": kind, **on_request, **more})  # type: ignore[arg-type]
 
 
 def _deepspeed(stage: str, offload: str = "", moved: float = 0.0) -> Contender:
@@ -138,7 +156,20 @@ CONTENDERS: tuple[Contender, ...] = (
     _ours("hsdp", "split within two nodes", nodes=2),
     _ours("hpz", "zero3 with a second copy within two nodes", nodes=2),
     _ours("zeropp", "the same in int8 and int4, in two hops", nodes=2, rounds=True),
+    _compiled("compile-bare", "a plain loop, torch.compile of the model", "bare", "model", ranks=ONE),
+    _compiled("compile-fsdp2", "fully_shard, torch.compile of each block", "fully_shard", "blocks"),
+    _compiled("compile-zero3", "parameters split, blocks compiled", "engine", "blocks", option="zero3"),
+    _ours("fp8-zero3", "parameters split, products in fp8", option="zero3", precision="fp8", on_request=True),
     _away("zero2-host", "zero2", "host", "gradients and optimizer states in host memory"),
+    _ours(
+        "delayed-zero2-host",
+        "the same, updated beside the next step",
+        option="zero2",
+        offload="host",
+        jobs=OFFLOAD,
+        overlap={"delayed_update": True},
+        on_request=True,
+    ),
     _away("zero3-host", "zero3", "host", "the same, and parameters split"),
     _away("infinity", "infinity", "", "parameters in host memory too"),
     _away("zero2-moments-disk", "zero2", "moments=disk", "moments on disk"),
@@ -196,7 +227,8 @@ def choose(
         names = _named(pattern)
         if all(name in reasons for name in names):
             raise ConfigError(f"{names[0]} was asked for and cannot take part: {reasons[names[0]]}.")
-    asked = {name for pattern in only for name in _named(pattern)} if only else {each.name for each in CONTENDERS}
+    usual = {each.name for each in CONTENDERS if not each.on_request}
+    asked = {name for pattern in only for name in _named(pattern)} if only else usual
     asked -= {name for pattern in without for name in _named(pattern)}
     chosen = [each for each in CONTENDERS if each.name in asked and each.name not in reasons]
     if not chosen:

@@ -62,14 +62,20 @@ class Stack(nn.Module):
         return x.float().square().mean()
 
 
-def build(settings: Settings) -> nn.Module:
-    """The job's model, fp32 and on the CPU, with the same values in every process. Its blocks are ``model.blocks``."""
+def build(settings: Settings, device: torch.device | None = None) -> nn.Module:
+    """The job's model in fp32, with the same values in every process. Its blocks are ``model.blocks``.
+
+    Args:
+        settings: of the benchmark.
+        device: where it is made: a GPU draws billions of values in a moment, a CPU takes a minute. None: the CPU.
+    """
     torch.manual_seed(0)
-    if settings.of_gpt:
-        return GPT(gpt_shape(settings.params, settings.context))
-    if settings.job == "tensors":
-        return Stack([ManyTensors() for _ in range(BLOCKS)])
-    return Stack([AlmostNothing() for _ in range(UNITS)])
+    with device or torch.device("cpu"):
+        if settings.of_gpt:
+            return GPT(gpt_shape(settings.params, settings.context))
+        if settings.job == "tensors":
+            return Stack([ManyTensors() for _ in range(BLOCKS)])
+        return Stack([AlmostNothing() for _ in range(UNITS)])
 
 
 def batches(settings: Settings, rank: int) -> list[tuple[Tensor, ...]]:

@@ -23,6 +23,7 @@ from shardfold.tools.bench import contenders, jobs
 from shardfold.tools.bench._process_memory import (
     clear_peak,
     disk_bytes,
+    free_bytes,
     held_bytes,
     minor_faults,
     peak_bytes,
@@ -53,12 +54,13 @@ class BenchRank:
         gc.collect()
         clear_peak(self._device)
         self._before = resident_bytes(self._device)
-        self._side = sides.build(contender, settings, jobs.build(settings), self._device)
+        self._side = sides.build(contender, settings, jobs.build(settings, self._device), self._device)
         self._set_up_peak = peak_bytes(self._device)
         gc.collect()
         clear_peak(self._device)
         self._steps = 0
-        for _ in range(settings.warm):
+        self._first = self._step()[0]
+        for _ in range(settings.warm - 1):
             self._step()
 
     def ready(self) -> dict[str, Any]:
@@ -68,6 +70,8 @@ class BenchRank:
         fused = getattr(optimizer, "defaults", {}).get("fused")
         return {
             "needs": max(peaks, default=0),
+            "free": free_bytes(self._device),
+            "first": self._first,
             "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}, fused={fused}",
             "master": str(self._side.master or self._updated()).removeprefix("torch."),
             "versions": {
@@ -92,6 +96,7 @@ class BenchRank:
         program, moved = self._side.moved() if self._side.moved is not None else (None, None)
         return {
             "seconds": seconds,
+            "free": free_bytes(self._device),
             "compute": compute,
             "losses": [loss.item() for loss in losses],
             "last_step": self._steps,
@@ -114,7 +119,7 @@ class BenchRank:
             self._step()
         batch = self._batches[self._steps % len(self._batches)]
         self._steps += 1
-        return profiled(lambda: self._side.compute(batch), self._side.update)
+        return profiled(lambda: self._side.compute(batch), self._update, self._device.type)
 
     def _step(self) -> tuple[float, float, torch.Tensor]:
         """Seconds of a step and of its forward and backward (on CUDA: of the host's part), and the loss."""
@@ -122,11 +127,15 @@ class BenchRank:
         begin = perf_counter()
         loss = self._side.compute(batch)
         computed = perf_counter()
-        self._side.update()
-        accelerator.synchronize(self._device)
+        self._update()
         end = perf_counter()
         self._steps += 1
         return end - begin, computed - begin, loss
+
+    def _update(self) -> None:
+        """The second half of a step, and what is still queued of both."""
+        self._side.update()
+        accelerator.synchronize(self._device)
 
     def _updated(self) -> torch.dtype:
         """The dtype of what the optimizer updates."""

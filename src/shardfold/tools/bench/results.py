@@ -68,7 +68,8 @@ class Turn:
 @dataclass(kw_only=True)
 class MeasuredRounds:
     """All turns so far, of ``rounds`` that were begun. ``restarted`` are those that did not fit into memory beside the
-    others, ``not_started`` those for which there was no time."""
+    others, ``not_started`` those for which there was no time; ``first`` are seconds of first steps, in
+    which models are compiled."""
 
     settings: Settings
     contenders: list[Contender]
@@ -79,6 +80,7 @@ class MeasuredRounds:
     versions: dict[str, str] = field(default_factory=dict)
     restarted: set[str] = field(default_factory=set)
     not_started: list[str] = field(default_factory=list)
+    first: dict[str, float] = field(default_factory=dict)
     rounds: int = 0
 
     def __post_init__(self) -> None:
@@ -226,7 +228,7 @@ def loss_difference(measured: MeasuredRounds) -> tuple[int, float, tuple[str, st
     by_name = {
         name: {step: loss for turn in turns for step, loss in turn.losses.items()}
         for name, turns in measured.complete().items()
-        if not find(name).rounds
+        if not find(name).differs
     }
     if len(by_name) < 2:
         return None
@@ -257,6 +259,7 @@ def as_json(measured: MeasuredRounds, reference: str | None) -> dict[str, Any]:
         "restarted_each_turn": sorted(measured.restarted),
         "optimizers": measured.optimizers,
         "masters": measured.masters,
+        "first_steps": measured.first,
         "turns": {
             name: [{"round": turn.round, "sent": turn.sent, "ranks": turn.ranks} for turn in turns]
             for name, turns in measured.turns.items()

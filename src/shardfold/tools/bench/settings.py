@@ -47,10 +47,11 @@ AT_LEAST = {
     "warm": 1,
     "timeout": 1,
     "within": 1,
+    "together": 1,
     "clip_norm": 0,
 }
 
-#: (layers, d_model, heads) of the GPT, from a fifth of a million to half a billion parameters.
+#: (layers, d_model, heads) of the GPT, from a fifth of a million to six and a half billion parameters.
 SHAPES = (
     (3, 64, 4),
     (5, 128, 4),
@@ -60,6 +61,9 @@ SHAPES = (
     (14, 768, 12),
     (16, 1024, 16),
     (21, 1408, 22),
+    (26, 2048, 16),
+    (34, 2560, 20),
+    (32, 4096, 32),
 )
 
 
@@ -106,6 +110,8 @@ class Settings:
             started; None: all are.
         link: what goes between two simulated nodes, over which the ranks are spread, as ``"200mbit"``; it needs root.
             None: all ranks are on one node.
+        together: contenders that are started at once: each imports, compiles and warms up, which is not timed, so
+            several do where cores and memory are enough.
 
     Raises:
         ConfigError: a value is unknown or too small.
@@ -128,6 +134,7 @@ class Settings:
     timeout: float = 300.0
     within: float | None = None
     link: str | None = None
+    together: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

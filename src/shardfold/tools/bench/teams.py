@@ -130,11 +130,24 @@ class _RankProcess:
 
 
 class Team:
-    """All ranks of one contender, warm; a context manager.
+    """All ranks of one contender, which start where it is made; a context manager, inside of which they are warm.
+
+    Attributes:
+        needs: bytes at their peak so far, of all ranks.
+        free: bytes that were free on their device when they were last asked; None where nobody tells.
+        first: seconds of their first step.
+        optimizer, master, versions: see :meth:`shardfold.tools.bench.rank.BenchRank.ready`.
 
     Raises:
-        ContenderFailed: from the constructor or any order. The ranks are gone then.
+        ContenderFailed: from ``ready`` or any order. The ranks are gone then.
     """
+
+    needs: int
+    free: float | None
+    first: float
+    optimizer: str
+    master: str
+    versions: dict[str, str]
 
     def __init__(self, contender: Contender, settings: Settings) -> None:
         self.contender, self._settings = contender, settings
@@ -150,11 +163,15 @@ class Team:
         ]
         for each in self._processes:
             each.tell(settings.as_json())
+
+    def ready(self) -> Team:
+        """Waits until all are warm."""
         answers = self._answers("start")
-        self.needs: int = sum(answer["needs"] for answer in answers)  # bytes at their peak, so far
-        self.optimizer: str = answers[0]["optimizer"]
-        self.master: str = answers[0]["master"]
-        self.versions: dict[str, str] = answers[0]["versions"]
+        self.needs = sum(answer["needs"] for answer in answers)
+        self.first = max(answer["first"] for answer in answers)
+        self.optimizer, self.master = answers[0]["optimizer"], answers[0]["master"]
+        self.versions = answers[0]["versions"]
+        return self
 
     def turn(self, steps: int) -> list[dict[str, Any]]:
         """What each rank measured over ``steps`` steps; see :meth:`shardfold.tools.bench.rank.Rank.turn`."""
@@ -173,7 +190,7 @@ class Team:
         self._folder.cleanup()
 
     def __enter__(self) -> Team:
-        return self
+        return self.ready()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -205,6 +222,7 @@ class Team:
                     if answer is not None:
                         answers[each.rank] = answer
                         selector.unregister(each.answers)
+        self.free = min((a["free"] for a in answers.values() if a.get("free") is not None), default=None)
         return [answers[rank] for rank in sorted(answers)]
 
     def _culprit(self, first: _RankProcess) -> _RankProcess:

@@ -6,6 +6,8 @@ ranks read each other's memory there is no other thread: the transport itself na
 
 Of a step whose states rest in slower tiers there are other lanes (``MOVES``): the main thread's time belongs to the
 program's operation that it is in, and below stand the threads of the drives.
+
+A device beside the host has its own lanes (``DEVICE``): what its kernels are, by their names, and its copies.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 __all__ = [
+    "DEVICE",
     "LANES",
     "LAYOUTS",
     "MOVES",
     "Lanes",
     "ProfiledEvent",
     "Span",
+    "kernels",
     "lanes",
+    "lanes_of",
     "merged",
     "moves",
     "phases",
@@ -60,31 +67,61 @@ VERBS = {
     "REDUCE_SCATTER": "collectives",
 }
 DRIVES = {"disk:read": "disk reads", "disk:written": "disk writes"}
+#: Of what a device does, by a part of its name in small letters; the first that is found counts.
+KERNELS = {
+    "memcpy htod": "copies up",
+    "memcpy dtoh": "copies down",
+    "nccl": "sending",
+    "flash": "attention",
+    "fmha": "attention",
+    "sdpa": "attention",
+    "attention": "attention",
+    "adam": "update",
+    "multi_tensor": "update",
+    "gemm": "products",
+    "nvjet": "products",
+    "cutlass": "products",
+    "cublas": "products",
+}
+OTHERS, IDLE = "other kernels", "idle"
 
 
 class ProfiledEvent(NamedTuple):
-    """An operation on a thread, in microseconds since the step began."""
+    """An operation on a thread, or ``there`` on a device, in microseconds since the step began."""
 
     name: str
     thread: int
     begin: float
     end: float
+    there: bool = False
 
 
-def profiled(compute: Callable[[], object], update: Callable[[], object]) -> dict[str, Any]:
-    """Runs both halves of a step and gives all events, the length in microseconds, and the main thread."""
+def profiled(compute: Callable[[], object], update: Callable[[], object], kind: str = "cpu") -> dict[str, Any]:
+    """Runs both halves of a step and gives all events, the length in microseconds, and the main thread. Those of a
+    device too, of this type: ``update`` has to wait for it."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from shardfold.torch_internals import profiler_config
 
     # A near transport has a thread that reads ahead.
     threads = profiler_config(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
+    there = getattr(ProfilerActivity, kind.upper(), ProfilerActivity.CPU)
+    activities = list(dict.fromkeys((ProfilerActivity.CPU, there)))
+    with profile(activities=activities, experimental_config=threads) as profiler:
         with record_function(COMPUTE):
             compute()
         with record_function(UPDATE):
             update()
-    events = [ProfiledEvent(e.name, e.thread, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
+    found = list(profiler.events() or ())
+    host = {e.name for e in found if e.device_type == torch.autograd.DeviceType.CPU}
+    events = [
+        ProfiledEvent(
+            e.name, e.thread, e.time_range.start, e.time_range.end, e.device_type != torch.autograd.DeviceType.CPU
+        )
+        for e in found
+        # A device repeats the names of ranges that the host is in.
+        if e.device_type == torch.autograd.DeviceType.CPU or e.name not in host
+    ]
     first = next(event for event in events if event.name == COMPUTE)
     last = next(event for event in events if event.name == UPDATE)
     moved = [e._replace(begin=e.begin - first.begin, end=e.end - first.begin) for e in events if e.begin < last.end]
@@ -125,9 +162,30 @@ def innermost(events: Iterable[ProfiledEvent], length: float) -> Iterator[tuple[
         stack.pop()
 
 
+def _host_events(trace: dict[str, Any]) -> list[ProfiledEvent]:
+    return [event for event in (ProfiledEvent(*each) for each in trace["events"]) if not event.there]
+
+
+def kernels(trace: dict[str, Any]) -> dict[str, list[Span]]:
+    """Spans by lane of what the device does, copies beside kernels among them; idle: it does nothing at all."""
+    found: dict[str, list[Span]] = {name: [] for name in DEVICE.names}
+    for event in (ProfiledEvent(*each) for each in trace["events"]):
+        if event.there:
+            name = event.name.lower()
+            lane = next((lane for part, lane in KERNELS.items() if part in name), OTHERS)
+            found[lane].append((max(event.begin, 0.0), min(event.end, trace["length"])))
+    found = {name: merged(spans) for name, spans in found.items()}
+    at = 0.0
+    for begin, end in [*merged(span for spans in found.values() for span in spans), (trace["length"], trace["length"])]:
+        if begin > at:
+            found[IDLE].append((at, begin))
+        at = max(at, end)
+    return found
+
+
 def lanes(trace: dict[str, Any]) -> dict[str, list[Span]]:
     """Spans by lane; those of one lane do not overlap."""
-    events = [ProfiledEvent(*each) for each in trace["events"]]
+    events = _host_events(trace)
     found: dict[str, list[Span]] = {name: [] for name in LANES}
     for event in events:
         if event.name.startswith(SENDS):
@@ -151,7 +209,7 @@ def lanes(trace: dict[str, Any]) -> dict[str, list[Span]]:
 
 def moves(trace: dict[str, Any]) -> dict[str, list[Span]]:
     """Spans by lane of a step whose states rest in slower tiers; those of one lane do not overlap."""
-    events = [ProfiledEvent(*each) for each in trace["events"]]
+    events = _host_events(trace)
     found: dict[str, list[Span]] = {name: [] for name in MOVES.names}
     for event in events:
         if lane := DRIVES.get(event.name):
@@ -185,7 +243,7 @@ def merged(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
 
 def phases(trace: dict[str, Any]) -> dict[str, Span]:
     """When forward, backward and the optimizer step run."""
-    events = [ProfiledEvent(*each) for each in trace["events"]]
+    events = _host_events(trace)
     backward = min((e.begin for e in events if e.name.startswith("autograd::engine")), default=0.0)
     update = next(event.begin for event in events if event.name == UPDATE)
     return {"forward": (0.0, backward), "backward": (backward, update), "step": (update, trace["length"])}
@@ -209,6 +267,14 @@ LAYOUTS = Lanes(LANES, 4, lanes)
 MOVES = Lanes(
     ("compute", "collectives", "waiting", "STORE", "FETCH", "UPDATE", "FILL", "disk reads", "disk writes"), 7, moves
 )
+DEVICE = Lanes(("products", "attention", "update", OTHERS, IDLE, "copies up", "copies down", "sending"), 5, kernels)
+
+
+def lanes_of(trace: dict[str, Any], job: str) -> Lanes:
+    """Those that say most of a step: the device's, where it has one."""
+    if any(ProfiledEvent(*each).there for each in trace["events"]):
+        return DEVICE
+    return MOVES if job == "offload" else LAYOUTS
 
 
 def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:

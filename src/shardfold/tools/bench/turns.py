@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardfold.tools.bench.contenders import Contender
 from shardfold.tools.bench.results import Failure, MeasuredRounds, Turn
@@ -36,7 +36,7 @@ class Callbacks(NamedTuple):
 
 
 def available_bytes() -> float:
-    """Memory that can be had without swapping; infinite where the system does not tell."""
+    """Memory of the host that can be had without swapping; infinite where the system does not tell."""
     if not MEMINFO.exists():
         return float("inf")
     lines = MEMINFO.read_text().splitlines()
@@ -58,31 +58,59 @@ class _Teams:
         self._settings, self._measured = settings, measured
         self._alive: dict[str, Team] = {}
         self._most = 0.0  # bytes that the largest contender takes
+        self._free: float | None = None  # of the device, when a contender was last asked
 
     @property
     def alive(self) -> bool:
         """Whether there are any."""
         return bool(self._alive)
 
-    def admit(self, contender: Contender) -> Team:
-        """Starts the contender. What it needs is known from then on."""
-        team = Team(contender, self._settings)
-        self._alive[contender.name] = team
-        self._most = max(self._most, team.needs)
-        self._measured.optimizers[contender.name] = team.optimizer
-        self._measured.masters[contender.name] = team.master
-        self._measured.versions.update(team.versions)
-        return team
+    def admit(self, *contenders: Contender) -> None:
+        """Starts contenders, at once. What they need is known from then on."""
+        teams = [Team(each, self._settings) for each in contenders]
+        for contender, team in zip(contenders, teams, strict=True):
+            try:
+                team.ready()
+            except ContenderFailed as error:
+                self.fail(contender, error)
+                continue
+            self._alive[contender.name], self._free = team, team.free
+            self._most = max(self._most, team.needs)
+            self._measured.first.setdefault(contender.name, team.first)
+            self._measured.optimizers[contender.name] = team.optimizer
+            self._measured.masters[contender.name] = team.master
+            self._measured.versions.update(team.versions)
 
-    def make_room(self, contender: Contender) -> None:
-        """Closes the contender again if the largest of all would not fit beside those that are alive."""
-        if contender.name in self._alive and available_bytes() < SPARE * self._most:
-            self._alive.pop(contender.name).close()
-            self._measured.restarted.add(contender.name)
+    def make_room(self, *contenders: Contender) -> None:
+        """Closes contenders again if the largest of all would not fit beside those that are alive."""
+        for contender in contenders:
+            free = available_bytes() if self._free is None else self._free
+            if contender.name in self._alive and free < SPARE * self._most:
+                self._alive.pop(contender.name).close()
+                self._measured.restarted.add(contender.name)
+                self._free = None  # whoever is asked next tells it
 
-    def turn(self, contender: Contender) -> list[dict[str, Any]]:
-        team = self._alive.get(contender.name) or self.admit(contender)
-        return team.turn(self._settings.steps)
+    def turn(self, contender: Contender, number: int) -> None:
+        """The contender's turn of a round; one that fails is noted, and gone."""
+        if contender.name not in self._alive:
+            self.admit(contender)
+        if (team := self._alive.get(contender.name)) is None:
+            return
+        before = loopback_bytes()
+        try:
+            ranks = team.turn(self._settings.steps)
+        except ContenderFailed as error:
+            self.fail(contender, error)
+            return
+        after, sent = loopback_bytes(), None
+        if before is not None and after is not None:
+            sent = (after - before) / self._settings.ranks / (self._settings.steps + 1)
+        self._free = team.free
+        self._measured.turns[contender.name].append(Turn(round=number, ranks=ranks, sent=sent))
+
+    def fail(self, contender: Contender, error: ContenderFailed) -> None:
+        self._measured.failures[contender.name] = Failure(error.reason, error.said)
+        self.drop(contender)
 
     def drop(self, contender: Contender) -> None:
         if team := self._alive.pop(contender.name, None):
@@ -105,16 +133,15 @@ def compare(settings: Settings, contenders: Sequence[Contender], watch: Callback
         return settings.within is not None and time.monotonic() - begun > part * settings.within
 
     try:
-        for contender in sorted(contenders, key=lambda each: not (each.ours or each.kind == "bare")):
+        waiting = sorted(contenders, key=lambda each: not (each.ours or each.kind == "bare"))
+        while waiting:
+            some, waiting = waiting[: settings.together], waiting[settings.together :]
             if over(STARTING) and teams.alive:
-                measured.not_started.append(contender.name)
-                continue
-            watch.doing(f"starting {contender.name}")
-            try:
-                teams.admit(contender)
-            except ContenderFailed as error:
-                measured.failures[contender.name] = Failure(error.reason, error.said)
-            teams.make_room(contender)
+                measured.not_started.extend(each.name for each in (*some, *waiting))
+                break
+            watch.doing(f"starting {', '.join(each.name for each in some)}")
+            teams.admit(*some)
+            teams.make_room(*some)
         for number in range(settings.rounds):
             if number and over(1.0):
                 break
@@ -123,24 +150,10 @@ def compare(settings: Settings, contenders: Sequence[Contender], watch: Callback
                 if contender.name in measured.failures or contender.name in measured.not_started:
                     continue
                 watch.doing(f"round {number + 1} of {settings.rounds}: {contender.name}")
-                try:
-                    measured.turns[contender.name].append(_turn(teams, contender, settings, number))
-                except ContenderFailed as error:
-                    measured.failures[contender.name] = Failure(error.reason, error.said)
-                    teams.drop(contender)
+                teams.turn(contender, number)
                 teams.make_room(contender)
                 watch.turned(measured)
     finally:
         with suppress(KeyboardInterrupt):
             teams.close()
     return measured
-
-
-def _turn(teams: _Teams, contender: Contender, settings: Settings, number: int) -> Turn:
-    before = loopback_bytes()
-    ranks = teams.turn(contender)
-    after = loopback_bytes()
-    sent = None
-    if before is not None and after is not None:
-        sent = (after - before) / settings.ranks / (settings.steps + 1)
-    return Turn(round=number, ranks=ranks, sent=sent)
