@@ -49,7 +49,7 @@ from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
 from shardfold.plan.axes import Axes
 
-__all__ = ["ALIKE", "Agreement", "Claim", "Meeting"]
+__all__ = ["ALIKE", "Agreement", "Claim", "Meeting", "Messages"]
 
 SLICE = timedelta(seconds=1)
 # Places in a message; MORE holds the section's number + 1. Behind the flags: two hashes, each in front of its
@@ -81,6 +81,24 @@ class Meeting(NamedTuple):
     flags: list[int]
     more: int | None = None
     apart: bool = False
+
+
+class Messages(NamedTuple):
+    """Small messages between the hosts of ranks.
+
+    Attributes:
+        count: of all.
+        blocking: of those that this rank waited for where it sent them: round trips, in which it does nothing else.
+    """
+
+    count: int = 0
+    blocking: int = 0
+
+    def plus(self, other: Messages) -> Messages:
+        return Messages(self.count + other.count, self.blocking + other.blocking)
+
+    def since(self, before: Messages) -> Messages:
+        return Messages(self.count - before.count, self.blocking - before.blocking)
 
 
 class Place(NamedTuple):
@@ -124,6 +142,7 @@ class Agreement:
 
     Attributes:
         peers: as above; only they meet, ask, and tell each other.
+        sent: messages among them so far.
         job: as above; itself, where the peers are all ranks.
     """
 
@@ -143,6 +162,7 @@ class Agreement:
         self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
         self.waited = 0.0  # seconds that the host waited for collectives
+        self.sent = Messages()
         # On streams the host runs ahead of what may be waited for in vain.
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=AHEAD if mesh.on_streams else SHOWN)
         self._passed: Any = None  # an event: on streams, behind the collective that was waited for last
@@ -196,6 +216,10 @@ class Agreement:
         """Bytes of meetings and rounds of asking, since they were last taken."""
         taken, self.control_bytes = self.control_bytes, 0
         return taken
+
+    def count(self, *, blocking: bool = True) -> None:
+        """A message is sent."""
+        self.sent = self.sent.plus(Messages(1, int(blocking)))
 
     def close(self) -> None:
         """The other ranks learn that this one has left."""
@@ -387,6 +411,7 @@ class Agreement:
                 flags = [number == CAUGHT and place.caught for number in range(CAUGHT + 1)]
                 values = self._message([1, 0, 0, 0, 1], what, flags)
                 self._announced = what, place, values, self._begin(values, what, meets=True)
+                self.count(blocking=False)
                 self._mesh.begin_meeting()
 
     def _confirm(self) -> None:
@@ -423,6 +448,7 @@ class Agreement:
         if self.peers.size > 1:
             work = self._begin(values, what, meets=bool(kind[MEETS]))
             self._needs_help = bool(kind[MORE])
+            self.count()
             self.wait(work, control=True)
         return values.tolist()
 
@@ -539,6 +565,7 @@ class Agreement:
 
         def send(begin: Callable[[], Any], num_bytes: int) -> None:
             self.issue("an exchange of words", f"what every rank says of {what!r}")
+            self.count()
             self.wait(begin(), control=True)
             self.control_bytes += num_bytes
 

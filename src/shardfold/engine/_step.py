@@ -38,7 +38,7 @@ from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.layout import Tier
-from shardfold.plan.report import StepReport
+from shardfold.plan.report import StepReport, TierSeconds
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.model import ShardedModel
 
@@ -116,10 +116,8 @@ class Stepper:
         if scaler is not None:
             scaler.update(not updated)
             self._alarm.settle()
-        comm = model.comm
-        waited = comm.agreement.waited + (comm.job.waited if comm.job is not comm.agreement else 0.0)
         if not updated:  # neither weights, moments, counts nor the schedule have moved
-            took = self._clock.end_step(waited, self._handlers.tier_seconds, skipped=True)
+            took = self._lap(skipped=True)
             if scaler is not None and scaler.exhausted:
                 raise self._alarm.failure()
             return StepReport(
@@ -134,11 +132,16 @@ class Stepper:
             run.lr_schedule.step()
         for call in run.after_step:
             call()
-        took = self._clock.end_step(waited, self._handlers.tier_seconds)
+        took = self._lap()
         if (problem := run.take_unwritten() or self._not_back(run.steps)) is not None:
             raise problem
         norm = self._norms.norm
         return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings, tiers=took)
+
+    def _lap(self, *, skipped: bool = False) -> TierSeconds:
+        """A step is over; what slower tiers took of it."""
+        comm = self._model.comm
+        return self._clock.end_step(comm.waited, self._handlers.tier_seconds, comm.messages, skipped=skipped)
 
     def _meet(self) -> Sequence[bool | int]:
         """All that take this step together are about to take it, with the same settings of the optimizer: flags, of
