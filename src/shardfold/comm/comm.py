@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfold.comm._encoded import gather_bundle, gather_encoded, scatter_bundle, scatter_encoded
 from shardfold.comm._transport_choice import data_transport
-from shardfold.comm.agreement import Agreement, Messages
+from shardfold.comm.agreement import Agreement, MessageCount
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.hops import gather_between, gather_within, nodes
 from shardfold.comm.mesh import DataMesh, Given
@@ -118,7 +118,7 @@ class Comm:
         return self.agreement.waited + (self.job.waited if self.job is not self.agreement else 0.0)
 
     @property
-    def messages(self) -> Messages:
+    def messages(self) -> MessageCount:
         """Between hosts so far."""
         return self.agreement.sent if self.job is self.agreement else self.agreement.sent.plus(self.job.sent)
 
@@ -239,6 +239,7 @@ class Comm:
 
     def _reduced(self, agreement: Agreement, tensor: Tensor, op: Any, what: str) -> Tensor:
         with agreement.uninterrupted():
+            agreement.begin_message()
             agreement.issue(what)
             agreement.count()
             agreement.wait(agreement.peers.reduce(tensor, op), control=True)

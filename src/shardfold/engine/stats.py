@@ -12,7 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
-from shardfold.comm.agreement import Messages
+from shardfold.comm.agreement import MessageCount
 from shardfold.engine.peak_rate import PeakFlops
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.watch import PipelineStats
@@ -22,7 +22,7 @@ from shardfold.plan.sizes import human
 
 __all__ = ["Clock", "Stats"]
 
-NO_TIERS, NONE = TierSeconds(), Messages()
+NO_TIERS, NONE = TierSeconds(), MessageCount()
 WINDOW = 50
 """Steps that medians are taken over."""
 
@@ -140,8 +140,8 @@ class Clock:
         self._last: float | None = None  # when the last update ended
         self._waited = waited  # seconds of waiting until then
         self._tiers = TierSeconds()  # and for slower tiers
-        self._messages = Messages()  # and between hosts
-        self.messages = Messages()
+        self._messages = MessageCount()  # and between hosts
+        self.messages = MessageCount()
         self._tokens: float | None = None
         self._samples: float | None = None
 
@@ -162,7 +162,7 @@ class Clock:
             self._samples = (self._samples or 0.0) + samples
 
     def end_step(
-        self, waited: float, tiers: TierSeconds = NO_TIERS, messages: Messages = NONE, *, skipped: bool = False
+        self, waited: float, tiers: TierSeconds = NO_TIERS, messages: MessageCount = NONE, *, skipped: bool = False
     ) -> TierSeconds:
         """An update is done; ``waited`` is how many seconds the engine has waited in its life, ``tiers`` what slower
         tiers have taken, ``messages`` how many there were between hosts. What tiers took of this step is given back."""
