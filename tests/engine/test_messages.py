@@ -164,6 +164,7 @@ def _apart(layout: str, near: bool, when: str) -> list[str]:
     """Rank 1's rate is another one, from a steady step on: before its backward, or behind it."""
     with engine_of(layout, near=near) as engine:
         train(engine)
+        assert engine.optimizer is not None
         (group,) = engine.optimizer.param_groups
         for name in ("before", "behind"):
             if name == when and engine.rank:
@@ -244,6 +245,7 @@ def _dropped(layout: str) -> str:
     with engine_of(layout) as engine:
         train(engine)
         backward(engine)
+        assert engine.optimizer is not None
         engine.optimizer.zero_grad()  # on every rank
         report = engine.step()
         return f"{report.updated} {engine.steps}"
@@ -264,7 +266,7 @@ def _fails(layout: str) -> list[str]:
                 raise RuntimeError("no memory")
             update(self, *args)
 
-        FusedShard._update = fail
+        FusedShard._update = fail  # pyright: ignore[reportAttributeAccessIssue]
         try:
             backward(engine)
             said = [raised(engine.step)]

@@ -18,6 +18,7 @@
     transport          plain collectives of ``torch.distributed``
     _boards            what ranks of one host tell each other in memory
     _encoded           collectives of values that are encoded on the link
+    _expected          what ranks expect to do next, from what followed the last times
     _near              ranks of one host read each other's memory
     _transport_choice  which transport carries an engine's data
     _watchdog          who is stuck, and where

@@ -93,18 +93,18 @@ class MessageCount(NamedTuple):
     """Small messages between the hosts of ranks.
 
     Attributes:
-        count: of all.
+        sent: of all.
         blocking: of those that this rank waited for where it sent them: round trips, in which it does nothing else.
     """
 
-    count: int = 0
+    sent: int = 0
     blocking: int = 0
 
     def plus(self, other: MessageCount) -> MessageCount:
-        return MessageCount(self.count + other.count, self.blocking + other.blocking)
+        return MessageCount(self.sent + other.sent, self.blocking + other.blocking)
 
     def since(self, before: MessageCount) -> MessageCount:
-        return MessageCount(self.count - before.count, self.blocking - before.blocking)
+        return MessageCount(self.sent - before.sent, self.blocking - before.blocking)
 
 
 class Claim(NamedTuple):
@@ -134,7 +134,7 @@ class Agreement:
 
     Attributes:
         peers: as above; only they meet, ask, and tell each other.
-        sent: messages among them so far.
+        messages: among them so far.
         job: as above; itself, where the peers are all ranks.
     """
 
@@ -154,7 +154,7 @@ class Agreement:
         self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
         self.waited = 0.0  # seconds that the host waited for collectives
-        self.sent = MessageCount()
+        self.messages = MessageCount()
         # On streams the host runs ahead of what may be waited for in vain.
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=AHEAD if mesh.on_streams else SHOWN)
         self._passed: Any = None  # an event: on streams, behind the collective that was waited for last
@@ -220,7 +220,7 @@ class Agreement:
 
     def count(self, *, blocking: bool = True) -> None:
         """A message is sent."""
-        self.sent = self.sent.plus(MessageCount(1, int(blocking)))
+        self.messages = self.messages.plus(MessageCount(1, int(blocking)))
         self._begun = None
 
     def close(self) -> None:
@@ -474,7 +474,7 @@ class Agreement:
 
     def _awaits(self, other: Whereabouts) -> bool:
         """Whether another rank has met for something when this one began what all had expected."""
-        begun, met = self._begun, other.engine == self.peers.name and other.meeting == self.sent.count + 1
+        begun, met = self._begun, other.engine == self.peers.name and other.meeting == self.messages.sent + 1
         return (
             begun is not None
             and met
@@ -805,7 +805,7 @@ class Agreement:
     def _publish(self, what: str) -> None:
         assert self._watch is not None
         log = [(number, str(entry)) for number, entry in list(self._log)[-SHOWN:]]
-        meeting = self.sent.count if self._meets else 0
+        meeting = self.messages.sent if self._meets else 0
         self._watch.begin_wait(what, self.peers.name, log, needs_help=self._needs_help, meeting=meeting)
         self._unmoved: tuple[Any, float] = (None, 0.0)
         self._warned = False
@@ -928,7 +928,7 @@ class Agreement:
         self._mesh.end_kernels()
         return OrderError(f"{message}{self._here()}")
 
-    def _abort(self, message: str) -> None:
+    def _abort(self, message: str) -> NoReturn:
         """Raises ``message`` here and, at their next look, on all other ranks."""
         if self.aborted() is None:
             self._tell_abort(message)

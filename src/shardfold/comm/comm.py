@@ -120,7 +120,9 @@ class Comm:
     @property
     def messages(self) -> MessageCount:
         """Between hosts so far."""
-        return self.agreement.sent if self.job is self.agreement else self.agreement.sent.plus(self.job.sent)
+        return (
+            self.agreement.messages if self.job is self.agreement else self.agreement.messages.plus(self.job.messages)
+        )
 
     def collective(
         self,
