@@ -5,9 +5,10 @@ collective, and gives wrong sums in silence when the shapes happen to be equal. 
 number, and ranks can only disagree at two places, each of which asks before it acts:
 
     meet       before each pass, step or gathered(): one small reduction tells whether all ranks are about to do the
-               same. (A pass that sends nothing at first is announced: the answer is looked at before it sends.) Ranks
-               that still evaluate, or that need units which their last pass has given back already, are helped by the
-               others; else all raise, each naming what every rank asked for.
+               same. (A pass that sends nothing at first is announced: the answer is looked at before it sends. What all
+               ranks have told before that they expect to do needs no meeting, see ``_expected``.) Ranks that still
+               evaluate, or that need units which their last pass has given back already, are helped by the others; else
+               all raise, each naming what every rank asked for.
     ask        while the order of units is not known: a small reduction tells who needs which unit next.
 
 A rank that waits for a meeting of one engine while another rank needs more of a pass of a second engine takes part in

@@ -4,7 +4,8 @@ A pass (a forward, a backward; see ``passes``) follows the recorded order of uni
 each unit where there is none. Orders are kept for forward in training, forward in evaluation and backward (``orders``).
 
 Every pass that issues collectives begins with a meeting, in which ranks find out that they are about to do different
-things before they do them. A rank that waits there while others still evaluate helps them: it takes part in the
+things before they do them. Where passes and steps follow each other as they did before, ranks tell behind each what
+they expect next, and begin that without a meeting (see ``comm/_expected``). A rank that waits in one while others still evaluate helps them: it takes part in the
 collectives of their forward and computes nothing.
 
 ``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, the units
