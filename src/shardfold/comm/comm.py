@@ -120,9 +120,8 @@ class Comm:
     @property
     def messages(self) -> MessageCount:
         """Between hosts so far."""
-        return (
-            self.agreement.messages if self.job is self.agreement else self.agreement.messages.plus(self.job.messages)
-        )
+        mine, job = self.agreement.messages, self.job
+        return mine if job is self.agreement else mine.plus(job.messages)
 
     def collective(
         self,

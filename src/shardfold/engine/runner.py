@@ -5,8 +5,8 @@ each unit where there is none. Orders are kept for forward in training, forward 
 
 Every pass that issues collectives begins with a meeting, in which ranks find out that they are about to do different
 things before they do them. Where passes and steps follow each other as they did before, ranks tell behind each what
-they expect next, and begin that without a meeting (see ``comm/_expected``). A rank that waits in one while others still evaluate helps them: it takes part in the
-collectives of their forward and computes nothing.
+they expect next, and begin that without a meeting (see ``comm/_expected``). A rank that waits in one while others still
+evaluate helps them: it takes part in the collectives of their forward and computes nothing.
 
 ``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, the units
 ran in another order, or a second backward follows. It waits in the unit's buffer ``local``; at the step all ranks agree
