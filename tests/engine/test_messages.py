@@ -298,3 +298,19 @@ def _evaluates(layout: str) -> list[str]:
 
 def test_ranks_may_evaluate_different_numbers_of_batches_between_steady_steps(ranks: Ranks) -> None:
     assert ranks.run(_evaluates, "zero3", world_size=2, timeout=LIMIT) == [["0"]] * 2
+
+
+def _closes_first() -> bool:
+    """Rank 1 leaves a steady step out; rank 0 takes it, closes its engine, and comes to where rank 1 waits for it."""
+    with engine_of("zero3") as engine:
+        train(engine)
+        backward(engine)
+        if engine.rank == 0:
+            engine.step()
+            engine.close()
+        dist.barrier()
+        return True
+
+
+def test_who_expects_something_and_closes_its_engine_waits_for_nobody(ranks: Ranks) -> None:
+    assert ranks.run(_closes_first, world_size=2, timeout=60.0) == [True] * 2

@@ -17,8 +17,9 @@ import torch
 
 __all__ = ["Expectation", "Place", "Sequel", "Started"]
 
-BEFORE = 3
-"""So many meetings tell what follows: with fewer a second step would be taken for one that is like those before."""
+BEFORE, MOST = 3, 1024
+"""So many meetings tell what follows, as with fewer a second step would be taken for one that is like those before; and
+so many sequels are remembered."""
 
 
 class Place(NamedTuple):
@@ -86,6 +87,8 @@ class Sequel:
 
     def note(self, what: str, *, expected: bool) -> None:
         """All ranks have met for it; ``expected``: what is like that may be begun as soon as all have expected it."""
+        if len(self._next) == MOST:  # of a program in which nothing comes again
+            self._next.clear()
         if len(self._last) == BEFORE:
             self._next[tuple(self._last)] = what if expected else None
         self._last.append(what)

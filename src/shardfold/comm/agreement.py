@@ -414,7 +414,8 @@ class Agreement:
             if evaluating:
                 self._sequel.forget()
             else:
-                self._sequel.note(what, expected=expected)
+                # What comes with flags does so the next time, too: they would be told in a meeting again.
+                self._sequel.note(what, expected=expected and not any(said[FLAGS:HEADER]))
             return Meeting(True, said[FLAGS:HEADER], apart=not _alike(said, ALSO), bits=said[BITS : BITS + len(bits)])
         if said[MORE]:
             return Meeting(more is not None, said[FLAGS:HEADER], said[MORE] - 1)

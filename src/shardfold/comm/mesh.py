@@ -536,11 +536,13 @@ class DataMesh:
         self._ways.clear()
         self._among.clear()
         self._hosts.clear()
+        unmet = [self.control, self.program] if self.meets else []
         self.control = self.program = self.store = self.default_store = None
         while self._made:
             group = self._made.pop()
             if dist.is_initialized():
-                if self.gave_up:  # what is under way here, others never come to: destroying would wait for it
+                # What is under way here others never come to, or not soon: destroying would wait for it.
+                if self.gave_up or any(group is each for each in unmet):
                     _disconnect(group)
                 dist.destroy_process_group(group)
         _PROCESS.open.discard(self)
