@@ -56,7 +56,7 @@ def at(engine: sf.Engine, place: str) -> Iterator[None]:
         "behind the send": (comm.transport, "reduce_scatter"),
         "in the wait": (comm.agreement, "_wait"),
         "in a message": (comm.agreement.peers, "reduce"),
-        "behind a message": (comm, "any_rank"),
+        "behind a message": (comm.agreement, "expect"),
     }[place]
     setattr(owner, name, interrupting(getattr(owner, name), first=place in ("before the send", "in the wait")))
     yield

@@ -19,6 +19,7 @@
     transport          plain collectives of ``torch.distributed``
     _boards            what ranks of one host tell each other in memory, and waiting for it
     _encoded           collectives of values that are encoded on the link
+    _expected          what ranks expect to do next, from what followed the last times
     _futex             sleeping on a word of memory that processes share
     _near              ranks of one host read each other's memory
     _neighbours        the ranks whose memory this one can read

@@ -56,6 +56,7 @@ class Whereabouts:
         log: the last of them, ``[number, text]``, of that engine.
         nonce: differs from one publication to the next.
         needs_help: whether it waits for the others to take part in what it still needs of a pass.
+        meeting: which of the messages of that engine it waits for, if that is a meeting; 0: it is none.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Whereabouts:
     log: list[tuple[int, str]] = field(default_factory=list)
     nonce: int = 0
     needs_help: bool = False
+    meeting: int = 0
 
     @property
     def blocked(self) -> bool:
@@ -241,18 +243,21 @@ class Watchdog:
         engine: str = "",
         log: list[tuple[int, str]] | None = None,
         needs_help: bool = False,
+        meeting: int = 0,
     ) -> None:
         """Says where this rank is; stays until :meth:`clear`, or :meth:`end_wait`."""
         with self._lock:
             self._nonce += 1
-            entry = Whereabouts(kind, what, engine, self.issued(), log or [], self._nonce, needs_help)
+            entry = Whereabouts(kind, what, engine, self.issued(), log or [], self._nonce, needs_help, meeting)
             self._entries.put(json.dumps(asdict(entry)))
             self._said = kind
 
-    def begin_wait(self, what: str, engine: str, log: list[tuple[int, str]], *, needs_help: bool) -> None:
+    def begin_wait(
+        self, what: str, engine: str, log: list[tuple[int, str]], *, needs_help: bool, meeting: int = 0
+    ) -> None:
         """The main thread is in one of an engine's own waits; the others read what it waits for."""
         self._waiting = True
-        self.publish("wait", what, engine=engine, log=log, needs_help=needs_help)
+        self.publish("wait", what, engine=engine, log=log, needs_help=needs_help, meeting=meeting)
 
     def end_wait(self) -> None:
         """It has what it waited for."""

@@ -5,9 +5,10 @@ collective, and gives wrong sums in silence when the shapes happen to be equal. 
 number, and ranks can only disagree at two places, each of which asks before it acts:
 
     meet       before each pass, step or gathered(): one small reduction tells whether all ranks are about to do the
-               same. (A pass that sends nothing at first is announced: the answer is looked at before it sends.) Ranks
-               that still evaluate, or that need units which their last pass has given back already, are helped by the
-               others; else all raise, each naming what every rank asked for.
+               same. (A pass that sends nothing at first is announced: the answer is looked at before it sends. What all
+               ranks have told before that they expect to do needs no meeting, see ``_expected``.) Ranks that still
+               evaluate, or that need units which their last pass has given back already, are helped by the others; else
+               all raise, each naming what every rank asked for.
     ask        while the order of units is not known: a small reduction tells who needs which unit next.
 
 A rank that waits for a meeting of one engine while another rank needs more of a pass of a second engine takes part in
@@ -31,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from logging import getLogger
 from time import monotonic, perf_counter, sleep
@@ -42,6 +44,7 @@ import torch
 import torch.distributed as dist
 
 from shardfold import accelerator
+from shardfold.comm._expected import Coming, Expectation, Place, Sequel, Started
 from shardfold.comm._watchdog import Watchdog, Whereabouts
 from shardfold.comm.answered import Answered
 from shardfold.comm.mesh import DataMesh
@@ -49,16 +52,18 @@ from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
 from shardfold.plan.axes import Axes
 
-__all__ = ["ALIKE", "Agreement", "Claim", "Meeting"]
+__all__ = ["ALIKE", "Agreement", "Claim", "Meeting", "MessageCount"]
 
 SLICE = timedelta(seconds=1)
-# Places in a message; MORE holds the section's number + 1. Behind the flags: two hashes, each in front of its
-# complement, of what ranks are about to do and of what they have to have alike for it; then bits.
-MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 9
+# Places in a message; MORE holds the section's number + 1. Behind the flags: three hashes, each in front of its
+# complement, of what ranks are about to do, of what they have to have alike for it, and of their bits; then the bits.
+MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, EXPECTS, FAILED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 6, 7, 11
 CAUGHT = 2  # of the flags, in front of a backward: a rank has dropped a pass
 CODE = 4  # bytes of the hash
 ALSO = HEADER + 2 * CODE
-BITS = ALSO + 2 * CODE
+SAME = ALSO + 2 * CODE
+BITS = SAME + 2 * CODE
+MESSAGE = "a message"
 SHOWN, AHEAD = 8, 8192  # operations that are published, and those that are kept where the host runs ahead
 SHORT = 200  # characters of what ranks compare that are shown where it differs
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
@@ -75,26 +80,32 @@ class Meeting(NamedTuple):
         flags: those that any rank set.
         more: if this rank is asked to help: the section of which others need more; None: they evaluate.
         apart: what they have to have alike for it differs.
+        bits: those that any rank set.
     """
 
     together: bool
     flags: list[int]
     more: int | None = None
     apart: bool = False
+    bits: Sequence[int] = ()
 
 
-class Place(NamedTuple):
-    """Where in a step a rank is.
+class MessageCount(NamedTuple):
+    """Small messages between the hosts of ranks.
 
     Attributes:
-        forwards: in training that it began since the last step.
-        micro_batch: backwards since then whose gradients it has.
-        caught: it has dropped a pass that an exception interrupted, or whatever was there by ``engine.reset()``.
+        sent: of all.
+        blocking: of those that this rank waited for where it sent them: round trips, in which it does nothing else.
     """
 
-    forwards: int
-    micro_batch: int
-    caught: bool
+    sent: int = 0
+    blocking: int = 0
+
+    def plus(self, other: MessageCount) -> MessageCount:
+        return MessageCount(self.sent + other.sent, self.blocking + other.blocking)
+
+    def since(self, before: MessageCount) -> MessageCount:
+        return MessageCount(self.sent - before.sent, self.blocking - before.blocking)
 
 
 class Claim(NamedTuple):
@@ -124,6 +135,7 @@ class Agreement:
 
     Attributes:
         peers: as above; only they meet, ask, and tell each other.
+        messages: among them so far.
         job: as above; itself, where the peers are all ranks.
     """
 
@@ -143,12 +155,18 @@ class Agreement:
         self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
         self.waited = 0.0  # seconds that the host waited for collectives
+        self.messages = MessageCount()
         # On streams the host runs ahead of what may be waited for in vain.
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=AHEAD if mesh.on_streams else SHOWN)
         self._passed: Any = None  # an event: on streams, behind the collective that was waited for last
         self._detail = ""  # what the last of them is for on this rank
         # A meeting whose answer is still to be looked at.
         self._announced: tuple[str, Place, torch.Tensor, Any] | None = None
+        self._sequel = Sequel()
+        self._hear_failure: Callable[[], None] = lambda: None
+        self._expected: Coming | None = None  # what this rank has told of the next meeting, till the answer is read
+        self._begun: Started | None = None  # what it has begun without one, and is in
+        self._meets = False  # whether it waits in a meeting
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
         self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs; None: of a message
@@ -196,6 +214,15 @@ class Agreement:
         """Bytes of meetings and rounds of asking, since they were last taken."""
         taken, self.control_bytes = self.control_bytes, 0
         return taken
+
+    def begin_message(self) -> None:
+        """A message that is no meeting is about to be sent: what ranks have told before is looked at first."""
+        self._take_expected()
+
+    def count(self, *, blocking: bool = True) -> None:
+        """A message is sent."""
+        self.messages = self.messages.plus(MessageCount(1, int(blocking)))
+        self._begun = None
 
     def close(self) -> None:
         """The other ranks learn that this one has left."""
@@ -295,12 +322,12 @@ class Agreement:
         self._begin_sending(what)
         self.sequence += 1
         self._log.append((self.sequence, what))
-        self._detail, self._needs_help = detail, False
+        self._detail, self._needs_help, self._meets = detail, False, False
 
     def aside(self, what: str) -> None:
         """Some ranks do what others do not, or another number of times, as inside ``gathered()``: it gets no number."""
         self._begin_sending(what)
-        self._detail, self._needs_help = what, False
+        self._detail, self._needs_help, self._meets = what, False, False
 
     def _begin_sending(self, what: Any) -> None:
         self.refuse_given_up()
@@ -343,8 +370,12 @@ class Agreement:
         more: int | None = None,
         flags: Sequence[bool] = (),
         alike: str = "",
+        bits: Sequence[bool] = (),
+        expected: bool = False,
+        place: Place | None = None,
+        why: str = "",
     ) -> Meeting:
-        """Whether all ranks are about to do ``what``.
+        """Whether all ranks are about to do ``what``; without a message where all have expected just that.
 
         Ranks may evaluate different numbers of batches: when one asks for a forward in evaluation and all have
         evaluated since the last step, those who want something else help it and meet again. So they do when one needs
@@ -357,22 +388,126 @@ class Agreement:
             more: the number of the section that this rank needs more of.
             flags: up to 4, of which the answer tells whether any rank set them.
             alike: a text of which the answer tells whether all ranks that do ``what`` gave the same.
+            bits: of which the answer has those that any rank set; at most as many as there is room for.
+            expected: whether ranks may begin it without a message, where all of them have expected it. All say so or
+                none does, and it has no messages of its own.
+            place: see :class:`Started`.
+            why: why this rank could not go with the others, if they have begun it already.
 
         Raises:
             OrderError: on every rank, naming what each asked for.
         """
+        mine = Expectation(what, alike, tuple(map(bool, bits)))
         kind = [1, 0, evaluating, 0 if more is None else more + 1, not evaluated]
         with self.uninterrupted():
-            said = self._say(kind, what, flags, alike=alike)
+            agreed = self._take_expected()
+            if agreed is not None and agreed.what == what and agreed != mine:
+                why = why or "with other settings or gradients than behind its last backward"
+            if expected and agreed == mine and not (evaluated or any(flags)):
+                return self._start(mine, place)
+            said = self._until_met(partial(self._say, kind, what, flags, bits, alike))
+            if said[EXPECTS] and not said[ASKS]:
+                return self._start(mine, place)
         if said[MEETS] and said[ASKS]:
-            raise self._disagree(what)
+            raise self._disagree(what, why)
         if _alike(said):
-            return Meeting(True, said[FLAGS:HEADER], apart=not _alike(said, ALSO))
+            if evaluating:
+                self._sequel.forget()
+            else:
+                # What comes with flags does so the next time, too: they would be told in a meeting again.
+                self._sequel.note(what, expected=expected and not any(said[FLAGS:HEADER]))
+            return Meeting(True, said[FLAGS:HEADER], apart=not _alike(said, ALSO), bits=said[BITS : BITS + len(bits)])
         if said[MORE]:
             return Meeting(more is not None, said[FLAGS:HEADER], said[MORE] - 1)
         if said[EVALUATES] and not said[NOT_EVALUATED]:
+            self._sequel.forget()
             return Meeting(evaluating, said[FLAGS:HEADER])
-        raise self._disagree(what)
+        raise self._disagree(what, why)
+
+    def _until_met(self, say: Callable[[], list[int]], said: list[int] | None = None) -> list[int]:
+        """What all ranks say who meet; those who say what they expect come to what they do, and to a meeting for it.
+        ``said``: in the first message, where that is sent."""
+        said = say() if said is None else said
+        while said[EXPECTS] and not said[ASKS] and not _settled(said):
+            if said[FAILED]:
+                self._hear_failure()
+            said = say()
+        return said
+
+    @property
+    def next(self) -> str | None:
+        """What ranks may expect to meet for next, all the same; None: nothing."""
+        return self._sequel.next
+
+    def hear_failures(self, hear: Callable[[], None]) -> None:
+        """A method, called on all ranks before what they do next, where one said :meth:`expect` that it has failed;
+        its object is not kept alive."""
+        method = WeakMethod(hear)
+        self._hear_failure = lambda: alive() if (alive := method()) is not None else None
+
+    def expect(self, mine: Expectation, flags: Sequence[bool] = (), *, failed: bool = False) -> None:
+        """Tells the others what this rank is to do next, without waiting; all ranks do it at the same place. ``flags``
+        as of :meth:`meet`: what is to be told by one is told in a meeting. ``failed``: what it did last."""
+        with self.uninterrupted():
+            values = self._message([1, 0, 0, 0, 1, 1, failed], mine.what, flags, mine.bits, mine.alike)
+            work = self._begin(values, mine.what, meets=True)
+            self.count(blocking=False)
+            self._expected = Coming(mine, values, work)
+            self._mesh.begin_meeting(work)
+
+    def _take_expected(self) -> Expectation | None:
+        """What all ranks have said that they do next, if they did; now they do it, or something else."""
+        if self._expected is None:
+            return None
+        (mine, values, work), self._expected = self._expected, None
+        self.wait(work, control=True)
+        self._mesh.end_meeting()
+        said = values.tolist()
+        if said[FAILED]:
+            self._hear_failure()
+        return mine if _settled(said) else None
+
+    def _start(self, mine: Expectation, place: Place | None) -> Meeting:
+        """All ranks have expected that. It counts as an operation, as the meeting of a rank that meets for it does."""
+        self._begun = Started(mine, self.sequence, place)
+        self.issue(MESSAGE, f"the meeting before {mine.what}")
+        self._sequel.note(mine.what, expected=True)
+        return Meeting(True, [0] * (HEADER - FLAGS), bits=mine.bits)
+
+    def _awaits(self, other: Whereabouts) -> bool:
+        """Whether another rank has met for something when this one began what all had expected."""
+        begun, met = self._begun, other.engine == self.peers.name and other.meeting == self.messages.sent + 1
+        return (
+            begun is not None
+            and met
+            and not other.needs_help
+            and max(number for number, _ in other.log) == begun.sequence + 1
+        )
+
+    def _answer(self, others: Mapping[int, Whereabouts]) -> bool:
+        """Whether a rank has met for something while this one, which waits for data, does what all had expected: then
+        this rank comes to that meeting, as from where it began.
+
+        Raises:
+            OrderError: on every rank: it is for something else, or it tells what others had to know before they began.
+        """
+        if self._begun is None or not any(map(self._awaits, others.values())):
+            return False
+        (what, alike, bits), sequence, place = self._begun
+        said = self._say([1, 0, 0, 0, 1], what, (), bits, alike, sequence)
+        if not _alike(said):
+            raise self._disagree(what)
+        told = said[FLAGS:HEADER]
+        if place is not None and told[CAUGHT]:
+            self.compare(what, place)
+        if told[-1]:
+            self._abort_refused(what)
+        if (place is None and any(told)) or not _alike(said, ALSO):
+            self._abort(
+                f"{what}: another rank came to it with other gradients or settings than it had behind its last "
+                "backward, after others had begun it: change them before that backward, or on every rank."
+            )
+        return True
 
     def announce(self, what: str, place: Place) -> None:
         """As :meth:`meet` where no rank can need help, and without waiting: the others' answer is looked at before this
@@ -384,78 +519,101 @@ class Agreement:
         """
         if self.peers.size > 1:
             with self.uninterrupted():
-                flags = [number == CAUGHT and place.caught for number in range(CAUGHT + 1)]
+                self._take_expected()
+                self._sequel.note(what, expected=False)
+                flags = [number == CAUGHT and place.caught for number in range(3)]
                 values = self._message([1, 0, 0, 0, 1], what, flags)
-                self._announced = what, place, values, self._begin(values, what, meets=True)
-                self._mesh.begin_meeting()
+                work = self._begin(values, what, meets=True)
+                self._announced = what, place, values, work
+                self.count(blocking=False)
+                self._mesh.begin_meeting(work)
 
     def _confirm(self) -> None:
         """What was announced is what all ranks do."""
         if self._announced is None:
             return
         (what, place, values, work), self._announced = self._announced, None
+        self._meets = True
         self.wait(work, control=True)
         self._mesh.end_meeting()
-        said = values.tolist()
+        say = partial(self._say, [1, 0, 0, 0, 1], what, [number == CAUGHT and place.caught for number in range(3)])
+        said = self._until_met(say, values.tolist())
         if said[ASKS] or not _alike(said):
             raise self._disagree(what)
         if said[FLAGS + CAUGHT]:
             self.compare(what, place)
-        if said[HEADER - 1]:  # which who announces does not set: this rank has begun what cannot be taken back
-            told = by_rank(dict(self._by_rank(self.exchange(f"refused/{self.sequence}", ""))))
-            self._abort(f"{what} was refused on another rank, after others had begun it: {told}.")
+        if said[HEADER - 1]:  # which who announces does not set
+            self._abort_refused(what)
+
+    def _abort_refused(self, what: str) -> NoReturn:
+        """This rank has begun what it cannot take back."""
+        told = by_rank(dict(self._by_rank(self.exchange(f"refused/{self.sequence}", ""))))
+        self._abort(f"{what} was refused on another rank, after others had begun it: {told}.")
 
     def ask(self, bits: Sequence[bool]) -> list[int]:
         """One round of asking: for each place whether any rank set it."""
         what = "more of the pass under way"
         with self.uninterrupted():
+            self.begin_message()
             said = self._say([0, 1, 0, 0, 0], what, (), bits)
         if said[MEETS]:
             raise self._disagree(what)
         return said[BITS : BITS + len(bits)]
 
     def _say(
-        self, kind: Sequence[int], what: str, flags: Sequence[bool], bits: Sequence[bool] = (), alike: str = ""
+        self,
+        kind: Sequence[int],
+        what: str,
+        flags: Sequence[bool],
+        bits: Sequence[bool] = (),
+        alike: str = "",
+        sequence: int | None = None,
     ) -> list[int]:
         """The greatest over all ranks of each byte of a message; of one form for meetings and for asking, because ranks
         that do not do the same must find that out from it."""
-        values = self._message(kind, what, flags, bits, alike)
+        values = self._message(kind, what, flags, bits, alike, sequence)
         if self.peers.size > 1:
-            work = self._begin(values, what, meets=bool(kind[MEETS]))
-            self._needs_help = bool(kind[MORE])
+            work = self._begin(values, what, meets=bool(kind[MEETS]), again=sequence is not None)
+            self._needs_help, self._meets = bool(kind[MORE]), bool(kind[MEETS])
+            self.count()
             self.wait(work, control=True)
         return values.tolist()
 
     def _message(
-        self, kind: Sequence[int], what: str, flags: Sequence[bool] = (), bits: Sequence[bool] = (), alike: str = ""
+        self,
+        kind: Sequence[int],
+        what: str,
+        flags: Sequence[bool] = (),
+        bits: Sequence[bool] = (),
+        alike: str = "",
+        sequence: int | None = None,
     ) -> torch.Tensor:
         # With the number of operations so far: a rank that left a pass by an exception and goes on is behind the
         # others, and on streams that shows nowhere else until devices wait in vain.
         padded = [*flags, *[False] * (HEADER - FLAGS - len(flags))]
-        codes = (*_code(f"{self.sequence} {what}"), *_code(alike))
-        values = [*map(int, kind), *map(int, padded), *codes, *map(int, bits)]
+        number, told = self.sequence if sequence is None else sequence, list(map(int, bits))
+        codes = [byte for text in (f"{number} {what}".encode(), alike.encode(), bytes(told)) for byte in _code(text)]
+        kind = [*map(int, kind), *[0] * (FLAGS - len(kind))]
+        values = [*kind, *map(int, padded), *codes, *told]
         tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
         tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)
         return tensor
 
-    def _begin(self, message: torch.Tensor, what: str, *, meets: bool) -> Any:
-        self.issue("a message", f"the meeting before {what}" if meets else f"a round of asking for {what}")
+    def _begin(self, message: torch.Tensor, what: str, *, meets: bool, again: bool = False) -> Any:
+        text = f"the meeting before {what}" if meets else f"a round of asking for {what}"
+        self.aside(text) if again else self.issue(MESSAGE, text)
         self.control_bytes += message.nbytes
         return self.peers.reduce(message, dist.ReduceOp.MAX)
 
-    def _disagree(self, what: str) -> OrderError:
-        number = self.sequence
+    def _disagree(self, what: str, why: str = "") -> OrderError:
+        number, what = self.sequence, f"{what} ({why})" if why else what
         said = [json.loads(text) for text in self.exchange(f"meeting/{number}", json.dumps([number, what]))]
         apart = any(theirs != number for theirs, _ in said)
         asked = _by_text(
             {r: f"{text} (operation {n} there)" if apart else text for r, (n, text) in self._by_rank(said)}
         )
         last = min(theirs for theirs, _ in said) - 1
-        return self._give_up(
-            f"after operation {last} the ranks are about to do different things: {asked}. Every "
-            "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
-            "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
-        )
+        return self._give_up(_different(last, asked))
 
     def compare(self, what: str, place: Place) -> None:
         """All ranks are about to do ``what``, and one has dropped a pass before: the others have to have left the same
@@ -539,10 +697,12 @@ class Agreement:
 
         def send(begin: Callable[[], Any], num_bytes: int) -> None:
             self.issue("an exchange of words", f"what every rank says of {what!r}")
+            self.count()
             self.wait(begin(), control=True)
             self.control_bytes += num_bytes
 
         with self.uninterrupted():
+            self.begin_message()
             return [text.decode() for text in self.peers.exchange(value.encode(), send)]
 
     def _by_rank(self, said: Sequence[Said]) -> Iterator[tuple[int, Said]]:
@@ -599,9 +759,7 @@ class Agreement:
                 if not published:
                     self._publish(self.doing)
                     published = True
-                published = not self._help_elsewhere()
-                if published:
-                    self._look(begun)
+                published = not self._help_elsewhere() and self._look(begun)
             except RuntimeError as error:
                 if isinstance(error, ShardfoldError):
                     raise
@@ -649,7 +807,8 @@ class Agreement:
     def _publish(self, what: str) -> None:
         assert self._watch is not None
         log = [(number, str(entry)) for number, entry in list(self._log)[-SHOWN:]]
-        self._watch.begin_wait(what, self.peers.name, log, needs_help=self._needs_help)
+        meeting = self.messages.sent if self._meets else 0
+        self._watch.begin_wait(what, self.peers.name, log, needs_help=self._needs_help, meeting=meeting)
         self._unmoved: tuple[Any, float] = (None, 0.0)
         self._warned = False
 
@@ -666,13 +825,16 @@ class Agreement:
                 return True
         return False
 
-    def _look(self, begun: float) -> None:
-        """After a slice in vain: raises if waiting on makes no sense."""
+    def _look(self, begun: float) -> bool:
+        """After a slice in vain: raises if waiting on makes no sense. Whether what is published is still so."""
         assert self._watch is not None
         self._check()
         others = {rank: entry for rank, entry in self._watch.read().items() if rank in self.peers.ranks}
         now = monotonic()
-        self._find_contradiction(others)
+        if self._answer(others):
+            return False
+        if (message := self.contradiction(others)) is not None:
+            self._abort(message)
         state: Any = tuple((rank, entry.nonce) for rank, entry in sorted(others.items()))
         if state != self._unmoved[0]:
             self._unmoved = state, now
@@ -700,16 +862,15 @@ class Agreement:
             self._tell_abort(message)
             self._give_up(message)
             raise CollectiveError(f"{message}{self._here()}")
-
-    def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
-        if (message := self.contradiction(others)) is not None:
-            self._abort(message)
+        return True
 
     def contradiction(self, others: Mapping[int, Whereabouts]) -> str | None:
         """What proves by itself that this rank and another will never meet."""
         for rank, other in others.items():
             if other.engine != self.peers.name:
                 continue
+            if (begun := self._begun) is not None and self._awaits(other):
+                return _different(begun.sequence, _by_text({self.peers.rank: begun.mine.what, rank: other.what}))
             theirs = dict(other.log)
             for number, entry in list(self._log):
                 if number in theirs and theirs[number] != str(entry):
@@ -769,7 +930,7 @@ class Agreement:
         self._mesh.end_kernels()
         return OrderError(f"{message}{self._here()}")
 
-    def _abort(self, message: str) -> None:
+    def _abort(self, message: str) -> NoReturn:
         """Raises ``message`` here and, at their next look, on all other ranks."""
         if self.aborted() is None:
             self._tell_abort(message)
@@ -813,15 +974,28 @@ def _shortened(part: Claim | str) -> str:
     return sha256((part if isinstance(part, str) else json.dumps(list(part.texts))).encode()).hexdigest()
 
 
-def _code(text: str) -> tuple[int, ...]:
+def _code(text: bytes) -> tuple[int, ...]:
     """The bytes of a text's hash, and their complement."""
-    code = crc32(text.encode()).to_bytes(CODE, "big")
+    code = crc32(text).to_bytes(CODE, "big")
     return (*code, *(255 - byte for byte in code))
 
 
 def _alike(said: Sequence[int], at: int = HEADER) -> bool:
     """Whether all ranks said the same text: the least of each byte of its hash is the greatest."""
     return all(said[i] == 255 - said[i + CODE] for i in range(at, at + CODE))
+
+
+def _different(last: int, asked: str) -> str:
+    return (
+        f"after operation {last} the ranks are about to do different things: {asked}. Every "
+        "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
+        "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
+    )
+
+
+def _settled(said: Sequence[int]) -> bool:
+    """Whether all ranks said the same, and nothing that any of them has to hear more of."""
+    return all(_alike(said, at) for at in (HEADER, ALSO, SAME)) and not any(said[FAILED:HEADER])
 
 
 def _by_text(texts: Mapping[int, str]) -> str:

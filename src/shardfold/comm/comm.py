@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfold.comm._encoded import gather_bundle, gather_encoded, scatter_bundle, scatter_encoded
 from shardfold.comm._transport_choice import data_transport
-from shardfold.comm.agreement import Agreement
+from shardfold.comm.agreement import Agreement, MessageCount
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.hops import gather_between, gather_within, nodes
 from shardfold.comm.mesh import DataMesh, Given
@@ -115,6 +115,17 @@ class Comm:
     def job(self) -> Agreement:
         """The same among all ranks."""
         return self.agreement.job
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank's host has waited for others so far."""
+        return self.agreement.waited + (self.job.waited if self.job is not self.agreement else 0.0)
+
+    @property
+    def messages(self) -> MessageCount:
+        """Between hosts so far."""
+        mine, job = self.agreement.messages, self.job
+        return mine if job is self.agreement else mine.plus(job.messages)
 
     def collective(
         self,
@@ -233,7 +244,9 @@ class Comm:
 
     def _reduced(self, agreement: Agreement, tensor: Tensor, op: Any, what: str) -> Tensor:
         with agreement.uninterrupted():
+            agreement.begin_message()
             agreement.issue(what)
+            agreement.count()
             agreement.wait(agreement.peers.reduce(tensor, op), control=True)
         self.meter.control(tensor.nbytes)
         return tensor

@@ -224,7 +224,6 @@ class DataMesh:
         on_streams: whether collectives are queued on streams of the device, as NCCL's are: waiting for one orders
             streams, and the host goes on. Gloo's, and all on the CPU, are waited for by the host.
         gave_up: whether this rank raised because ranks cannot go on together.
-        meets: whether it has begun a meeting that others may still have to come to.
         lost: why others will not come to what this rank has issued; None: they will. Until somebody knows, they will.
         farewell: called when the interpreter exits while the mesh is open.
     """
@@ -241,7 +240,8 @@ class DataMesh:
         accelerator.use(device)
         _start(device, timeout)
         self.name, self.device = "", device
-        self.gave_up = self.meets = self.on_streams = False
+        self.gave_up = self.on_streams = False
+        self._meeting: Any = None
         self.listen(lambda: None, lambda: None)
         self._timeout = timeout
         self._ended = False
@@ -270,13 +270,18 @@ class DataMesh:
         """This rank raises because ranks cannot go on together."""
         self.gave_up = True
 
-    def begin_meeting(self) -> None:
-        """This rank is at a meeting that others may still have to come to."""
-        self.meets = True
+    def begin_meeting(self, work: Any) -> None:
+        """This rank is at a meeting that others may still have to come to; ``work`` is done when they have."""
+        self._meeting = work
+
+    @property
+    def meets(self) -> bool:
+        """Whether this rank has begun a meeting that others have not come to."""
+        return self._meeting is not None and not self._meeting.is_completed()
 
     def end_meeting(self) -> None:
         """They have come."""
-        self.meets = False
+        self._meeting = None
 
     def _join(self, sizes: Given | None, timeout: timedelta, rare: str, meets: bool, asks: str) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
@@ -534,11 +539,13 @@ class DataMesh:
         self._ways.clear()
         self._among.clear()
         self._hosts.clear()
+        unmet = [self.control, self.program] if self.meets else []
         self.control = self.program = self.store = self.default_store = None
         while self._made:
             group = self._made.pop()
             if dist.is_initialized():
-                if self.gave_up:  # what is under way here, others never come to: destroying would wait for it
+                # What is under way here others never come to, or not soon: destroying would wait for it.
+                if self.gave_up or any(group is each for each in unmet):
                     _disconnect(group)
                 dist.destroy_process_group(group)
         _PROCESS.open.discard(self)

@@ -33,6 +33,7 @@ from shardfold.sharding.unit import Unit
 __all__ = ["Orders", "mode_of"]
 
 
+FLAGS = 3  # besides what is told of each unit in a step
 RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
 LOG = getLogger("shardfold")
 
@@ -139,7 +140,9 @@ class Orders:
 
     def compile(self) -> None:
         """Binds the layout in the present orders, and every operation to its handler."""
-        self._comm.agreement.make_room(2 * len(self.units) + 1)
+        flags = sum(len(row) for unit in self.units for row in unit.gradients.used)
+        # Of a round of asking, and of what is told in a step (see ``Handlers.told``).
+        self._comm.agreement.make_room(max(2 * len(self.units) + 1, flags + len(self.units) + FLAGS))
         specs = [replace(unit.spec, root=unit.name in self.roots) for unit in self.units]
         orders = RunOrders.of(specs, self.found["forward"], self.found["backward"], self.found["eval"])
         optimizer = self._handlers.optimizer

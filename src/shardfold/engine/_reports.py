@@ -194,6 +194,8 @@ class Reports:
             transient_peak=None if peak is None else peak - memory.held,
             pipeline=self._pipelined.measured(self._runner.accumulate),
             put_off=model.run.put_off,
+            messages=clock.messages.sent,
+            blocking_messages=clock.messages.blocking,
         )
 
 

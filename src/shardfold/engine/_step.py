@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from shardfold.activations.modes import Replacements
+from shardfold.comm._expected import Expectation
+from shardfold.comm.agreement import Meeting
 from shardfold.engine._delayed import Delayed
 from shardfold.engine.consistency import same_settings, settings
 from shardfold.engine.damage import StepFailure
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.replicated import Replicated
 from shardfold.engine.rounds import Rounds
-from shardfold.engine.runner import Runner
+from shardfold.engine.runner import STEP, Runner
 from shardfold.engine.stats import Clock
 from shardfold.engine.track import Track
 from shardfold.errors import (
@@ -38,7 +40,7 @@ from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.layout import Tier
-from shardfold.plan.report import StepReport
+from shardfold.plan.report import StepReport, TierSeconds
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.model import ShardedModel
 
@@ -83,13 +85,18 @@ class Stepper:
         self._replicated = replicated
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
         self.rounds, self.freeze = rounds, freeze
+        runner.expect_steps(self.expectation)
+        runner.agreement.hear_failures(self._hear_failure)
         self._delayed: list[Delayed] = []  # updates of the last step that are still to arrive
 
     def step(self) -> StepReport:
         """See :meth:`Engine.step`; at the boundary, with gradients."""
+        damage = self._handlers.damage
         with self._model.comm.agreement.uninterrupted():
             try:
-                return self._step()
+                report = self._step()
+                self._runner.foresee(failed=damage.happened if damage.later and not self._delayed else None)
+                return report
             except ShardfoldError as error:
                 if self.rounds is not None and not isinstance(error, (OrderError, CollectiveError)):
                     self.rounds.tell(error)
@@ -105,21 +112,21 @@ class Stepper:
             self.rounds.tell(None)
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
         said = self._meet()
-        if said[1]:
+        if said.flags[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX, group=True))
-        if said[2]:
+        bits = said.bits
+        if said.flags[2]:
             self._handlers.withdraw()  # of other gradients
             runner.visible.compare("engine.step()")
+            bits = ()
         scale = self._handlers.lifted
-        updated = self._update()
+        updated = self._update(bits)
         findings = self._alarm.report.findings if self._alarm.report is not None else ()
         if scaler is not None:
             scaler.update(not updated)
             self._alarm.settle()
-        comm = model.comm
-        waited = comm.agreement.waited + (comm.job.waited if comm.job is not comm.agreement else 0.0)
         if not updated:  # neither weights, moments, counts nor the schedule have moved
-            took = self._clock.end_step(waited, self._handlers.tier_seconds, skipped=True)
+            took = self._lap(skipped=True)
             if scaler is not None and scaler.exhausted:
                 raise self._alarm.failure()
             return StepReport(
@@ -134,15 +141,21 @@ class Stepper:
             run.lr_schedule.step()
         for call in run.after_step:
             call()
-        took = self._clock.end_step(waited, self._handlers.tier_seconds)
+        took = self._lap()
         if (problem := run.take_unwritten() or self._not_back(run.steps)) is not None:
             raise problem
         norm = self._norms.norm
         return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings, tiers=took)
 
-    def _meet(self) -> Sequence[bool | int]:
+    def _lap(self, *, skipped: bool = False) -> TierSeconds:
+        """A step is over; what slower tiers took of it."""
+        comm = self._model.comm
+        return self._clock.end_step(comm.waited, self._handlers.tier_seconds, comm.messages, skipped=skipped)
+
+    def _meet(self) -> Meeting:
         """All that take this step together are about to take it, with the same settings of the optimizer: flags, of
-        buffers (which have none), of modes that wait to be chosen, and of gradients that users changed.
+        buffers (which have none), of modes that wait to be chosen, and of gradients that users changed. With them comes
+        what :meth:`_agree` asks, where all that take the step run one program.
 
         Raises:
             OrderError: they are about to do different things.
@@ -151,10 +164,13 @@ class Stepper:
         """
         model, runner, group = self._model, self._runner, self._model.comm.group
         by_hand, refusal = self._take_visible()
-        hidden, what = refusal is None, "the optimizer step"
+        hidden, what = refusal is None, STEP
         told = settings(model.optimizer) if group.peers.size > 1 else []
         flags = [False, self._replaced.waits, by_hand, not hidden]
-        *said, apart = runner.meet(what, flags=flags, alike=" ".join(told))
+        bits = self._told() if hidden and group is runner.agreement else ()
+        why = str(refusal) if refusal is not None else "of gradients that were changed by hand" if by_hand else ""
+        met = runner.meet(what, flags=flags, alike=" ".join(told), bits=bits, expected=self._is_plain, why=why)
+        said, apart = met.flags, met.apart
         if group is not runner.agreement:  # stages may have other groups of parameters
             said = group.meet(what, flags=[*map(bool, said[:3]), bool(said[3] or apart)]).flags
         if apart:
@@ -166,7 +182,30 @@ class Stepper:
             if hidden:
                 runner.visible.show()  # nothing is done here, either
             group.refuse("engine.step()", refusal)
-        return said
+        return met._replace(flags=said)
+
+    def _told(self) -> list[bool]:
+        """What this rank says of its gradients."""
+        for unit in self._model.units:
+            unit.gradients.complete()  # one rank: nothing was sent, so nothing is complete
+        overflows = self._scaler is not None and self._overflowed()  # reads the losses too: the alarm stops no host
+        return self._handlers.told(overflows, self._alarm.raised(), self._shares.any)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing in a step asks the other ranks for more, once all have said what they say in its meeting."""
+        comm = self._model.comm
+        alone = self._scaler is None and self.rounds is None and self.freeze is None
+        damage, behind = self._handlers.damage, self._runner.orders.tracks["behind"].ops
+        tells = self._replicated.on or (damage.together and not damage.later) or bool(behind)
+        return alone and comm.group is comm.agreement and not tells
+
+    def expectation(self) -> tuple[Expectation, list[bool]]:
+        """What this rank says of the next step when its last backward is over, with the flags of :meth:`_meet`."""
+        asks = self._shares.any or self._alarm.raised()
+        flags = [asks, self._replaced.waits, self._runner.visible.touched, False]
+        told = tuple(self._handlers.told(False, False, False))
+        return Expectation(STEP, " ".join(settings(self._model.optimizer)), told), flags
 
     def _take_visible(self) -> tuple[bool, UsageError | None]:
         """Whether users did anything to gradients on this rank, and why it is refused: the others, which come to the
@@ -176,13 +215,12 @@ class Stepper:
         except UsageError as error:
             return self._runner.visible.touched, error
 
-    def _update(self) -> bool:
-        """The update; False if gradients overflowed on any rank, in which case no rank has changed anything."""
+    def _update(self, said: Sequence[int]) -> bool:
+        """The update; False if gradients overflowed on any rank, in which case no rank has changed anything. ``said``:
+        see :meth:`_agree`."""
         model, handlers, runner = self._model, self._handlers, self._runner
         model.comm.meter.begin_step()
-        for unit in model.units:
-            unit.gradients.complete()  # one rank: nothing was sent, so nothing is complete
-        used, weighed, overflowed = self._agree()
+        used, weighed, overflowed = self._agree(said)
         self.settle()
         if overflowed:
             for unit in model.units:
@@ -245,13 +283,18 @@ class Stepper:
                 "engine.load() of a checkpoint puts all of them right."
             ) from damage.cause
 
-    def _agree(self) -> tuple[dict[str, list[list[bool]]], bool, bool]:
-        """Which parameters any rank used, whether micro-batches have weights on any, and whether any overflowed."""
-        scaler, control = self._scaler, self._model.comm.control
-        overflows = scaler is not None and self._overflowed()  # reads the losses too: the alarm does not stop the host
-        used, late, (overflowed, raised, weighed, late_anywhere) = self._handlers.agree_on_use(
-            overflows, self._alarm.raised(), self._shares.any
-        )
+    def _agree(self, said: Sequence[int]) -> tuple[dict[str, list[list[bool]]], bool, bool]:
+        """Which parameters any rank used, whether micro-batches have weights on any, and whether any overflowed; as
+        ranks have ``said`` in their meeting, or as they say now, if that was not of these gradients."""
+        scaler, control, handlers = self._scaler, self._model.comm.control, self._handlers
+        if said:
+            used, late, flags = handlers.heard(said)
+        else:
+            for unit in self._model.units:
+                unit.gradients.complete()
+            overflows = scaler is not None and self._overflowed()
+            used, late, flags = handlers.agree_on_use(overflows, self._alarm.raised(), self._shares.any)
+        overflowed, raised, weighed, late_anywhere = flags
         self._runner.reduce_late(late)
         self._runner.sum_shared()
         if scaler is not None and late_anywhere and not overflowed:  # what came late was not among what was looked at
@@ -287,8 +330,17 @@ class Stepper:
                     words = str(error).partition("\n")[0]
                     run.spoil(f"step {run.steps + 1} ended half-way ({type(error).__name__}: {words})")
                 raise
-            if not self._delayed:
+            if not self._delayed and not damage.later:
                 damage.tell(self._model.comm)
+
+    def _hear_failure(self) -> None:
+        """Some rank could not do its part of the last step's updates, which all hear of now.
+
+        Raises:
+            StepError: on every rank.
+        """
+        self._handlers.damage.hear(self._model.comm)
+        self._refuse_half(self._handlers.damage, self._model.run.steps)
 
     def settle(self) -> None:
         """What the last step began to update is done, and what it gave comes to where it is read; all ranks do it.

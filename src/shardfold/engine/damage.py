@@ -2,7 +2,9 @@
 
 Where states rest in a slower tier, a read or a write may fail on one rank at any time. From then on that rank updates
 nothing more in this step, but takes part in all that the step sends; at the end of the step the ranks tell each other,
-so all of them raise the same sentence at the same place, and the engine can still be loaded into. What follows:
+so all of them raise the same sentence at the same place, and the engine can still be loaded into. Where no state rests
+on disk, what fails is rare (there is no memory left): then they do not wait for each other, and raise at their next
+pass or call. What follows:
 
     a FETCH or an UPDATE failed    some weights are of this step and others of the one before, and the state of a unit
                                    may be gone: a checkpoint has to be loaded
@@ -27,7 +29,8 @@ class StepFailure:
     """Of one step after the other.
 
     Args:
-        together: all ranks are to hear of it at the end of the step; else what fails raises at once.
+        together: all ranks are to hear of it; else what fails raises at once.
+        later: not at the end of the step, but before anything else that they do together.
 
     Attributes:
         begun: whether something was updated in this step, or may be in part.
@@ -36,8 +39,8 @@ class StepFailure:
         cause: what this rank raises its errors from.
     """
 
-    def __init__(self, *, together: bool) -> None:
-        self.together = together
+    def __init__(self, *, together: bool, later: bool) -> None:
+        self.together, self.later = together, together and later
         self._early: list[tuple[Op, Exception]] = []
         self.begin_step()
 
@@ -80,11 +83,18 @@ class StepFailure:
             self._own[which] = f"{op}: {str(error) or type(error).__name__}"
             self.cause = error
 
+    @property
+    def happened(self) -> bool:
+        """Whether anything went wrong on this rank."""
+        return any(self._own.values())
+
     def tell(self, comm: Comm) -> None:
         """Ranks tell each other what went wrong; one small message where nothing did."""
-        flags = [bool(words) for words in self._own.values()]
-        if not self.together or not any(comm.anyone(flags, WHAT)):
-            return
+        if self.together and any(comm.anyone([self.happened], WHAT)):
+            self.hear(comm)
+
+    def hear(self, comm: Comm) -> None:
+        """Something went wrong on some rank, as all know: they tell each other what."""
         said = [json.loads(text) for text in comm.group.exchange(WHAT, json.dumps(self._own))]
         ranks = comm.group.peers.ranks
         self.unfinished, self.unwritten = (

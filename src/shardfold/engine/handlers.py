@@ -99,7 +99,9 @@ class Handlers:
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
         self.updates = Waits()
-        self.damage = StepFailure(together=layout.moments.tier is not Tier.DEVICE)
+        in_memory = all(cell.tier is not Tier.DISK for cell in layout.cells().values())
+        later = in_memory and comm.group is comm.agreement and comm.agreement.peers.size > 1
+        self.damage = StepFailure(together=layout.moments.tier is not Tier.DEVICE, later=later)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
@@ -500,15 +502,22 @@ class Handlers:
         """Which parameters any rank used in this step, which units have late gradients on any rank, which of the
         ``flags`` any set, and behind them whether any unit of any stage has late gradients."""
         self._agree_on_shared()
-        units = list(self.units.values())
-        mine = [flag for unit in units for row in unit.gradients.used for flag in row]
-        mine += [unit.gradients.unsent for unit in units]
         what = "the agreement on used parameters"
-        bit = iter(self.comm.any_rank([*mine, *flags], what))
+        used, late, said = self.heard(self.comm.any_rank(self.told(*flags), what))
+        return used, late, said if self.comm.group is self.comm.agreement else self.comm.anyone(said, what)
+
+    def told(self, *flags: bool) -> list[bool]:
+        """What of :meth:`agree_on_use` this rank says."""
+        units = self.units.values()
+        used = [flag for unit in units for row in unit.gradients.used for flag in row]
+        return [*used, *(unit.gradients.unsent for unit in units), *flags]
+
+    def heard(self, said: Iterable[bool | int]) -> tuple[dict[str, list[list[bool]]], list[Unit], list[bool]]:
+        """The same of what any rank said."""
+        units, bit = list(self.units.values()), map(bool, said)
         used = {u.name: [list(itertools.islice(bit, len(row))) for row in u.gradients.used] for u in units}
         late = [unit for unit in units if next(bit)]
-        said = [*bit, bool(late)]
-        return used, late, said if self.comm.group is self.comm.agreement else self.comm.anyone(said, what)
+        return used, late, [*bit, bool(late)]
 
 
 def _shared(units: Iterable[Unit]) -> list[tuple[Unit, int, Segment]]:

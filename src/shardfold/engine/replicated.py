@@ -40,6 +40,11 @@ class Replicated:
         self._forwards = self._steps = 0
         self._loss: Tensor | None = None
 
+    @property
+    def on(self) -> bool:
+        """Whether there are any."""
+        return bool(self._axes)
+
     def check_inputs(self, inputs: Any) -> None:
         """All ranks along the axis call it, before a forward.
 

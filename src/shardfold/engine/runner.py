@@ -4,8 +4,9 @@ A pass (a forward, a backward; see ``passes``) follows the recorded order of uni
 each unit where there is none. Orders are kept for forward in training, forward in evaluation and backward (``orders``).
 
 Every pass that issues collectives begins with a meeting, in which ranks find out that they are about to do different
-things before they do them. A rank that waits there while others still evaluate helps them: it takes part in the
-collectives of their forward and computes nothing.
+things before they do them. Where passes and steps follow each other as they did before, ranks tell behind each what
+they expect next, and begin that without a meeting (see ``comm/_expected``). A rank that waits in one while others still
+evaluate helps them: it takes part in the collectives of their forward and computes nothing.
 
 ``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, the units
 ran in another order, or a second backward follows. It waits in the unit's buffer ``local``; at the step all ranks agree
@@ -20,12 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from threading import get_ident
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from shardfold.comm.agreement import CAUGHT, Place
+from shardfold.comm._expected import Expectation, Place
+from shardfold.comm.agreement import CAUGHT, Meeting
 from shardfold.engine._away import Away
 from shardfold.engine._orders import Orders, mode_of
 from shardfold.engine._pass_stack import PassStack
@@ -46,7 +49,9 @@ from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.unit import Life, Unit
 from shardfold.torch_internals import in_backward
 
-__all__ = ["Runner"]
+__all__ = ["STEP", "Runner"]
+
+STEP = "the optimizer step"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,6 +111,8 @@ class Runner:
         self._caught = False
         self.lost = 0
         self.agreement.connect(self._take_part, self._where)
+        self._step: Callable[[], tuple[Expectation, Sequence[bool]]] = lambda: (Expectation(STEP), (True,))
+        self._met = False  # whether all ranks have met for the pass under way
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
         self._asked_backward = False  # whether a backward of this step was a negotiated pass
@@ -212,30 +219,24 @@ class Runner:
 
     # -- meetings
 
-    def meet(
-        self,
-        what: str,
-        *,
-        evaluating: bool = False,
-        more: int | None = None,
-        flags: Sequence[bool] = (),
-        alike: str = "",
-    ) -> Sequence[bool | int]:
-        """All ranks are about to do ``what``; ranks that still evaluate, or need more of a pass, are helped first. The
-        flags, and behind them whether not all gave the same text ``alike``.
+    def meet(self, what: str, *, flags: Sequence[bool] = (), **how: Any) -> Meeting:
+        """All ranks are about to do ``what``; ranks that still evaluate, or need more of a pass, are helped first.
+
+        Args:
+            what: as of :meth:`Agreement.meet`.
+            flags: the same.
+            how: the others of its arguments.
 
         Raises:
             OrderError: they are not.
         """
         if self.agreement.peers.size == 1:
-            return [*flags, False]
+            return Meeting(True, [*map(int, flags)], bits=how.get("bits", ()))
         while True:
-            evaluated = self._evaluated or evaluating
-            met = self.agreement.meet(
-                what, evaluating=evaluating, evaluated=evaluated, more=more, flags=flags, alike=alike
-            )
+            evaluated = self._evaluated or how.get("evaluating", False)
+            met = self.agreement.meet(what, flags=flags, evaluated=evaluated, **how)
             if met.together:
-                return [*met.flags, met.apart]
+                return met
             if met.more is not None:
                 self._help_on(PASSES[met.more])
             else:
@@ -247,10 +248,10 @@ class Runner:
         Raises:
             OrderError: they are about to do different things.
         """
-        said, job = self.meet(what, flags=flags)[: len(flags)], self.comm.job
+        said, job = self.meet(what, flags=flags).flags[: len(flags)], self.comm.job
         return said if job is self.agreement else job.meet(what, flags=[bool(flag) for flag in said]).flags
 
-    def _meet_or_refuse(self, what: str, refusal: UsageError | None) -> None:
+    def _meet_or_refuse(self, what: str, refusal: UsageError | None, *, expected: bool = False) -> None:
         """As :meth:`meet`, where this rank may refuse what its user did to gradients, which are shown again.
 
         Raises:
@@ -258,7 +259,8 @@ class Runner:
             ConfigError: that of another rank.
             OrderError: on all ranks: one has dropped a micro-batch that others have not.
         """
-        said = self.meet(what, flags=[False, False, self._caught, refusal is not None])  # the first: of buffers
+        flags = [False, False, self._caught, refusal is not None]  # the first: of buffers
+        said = self.meet(what, flags=flags, expected=expected, place=self._place()).flags
         if said[CAUGHT]:
             self.agreement.compare(what, self._place())
         self._caught = False
@@ -271,16 +273,31 @@ class Runner:
         """Where in a step this rank is, for the others to compare where some rank has dropped what it did."""
         return Place(self._forwards, self._state.micro_batch, self._caught)
 
-    def _announce(self, what: str, refusal: UsageError | None = None) -> None:
+    def _announce(self, what: str, refusal: UsageError | None, *, expected: bool) -> None:
         """[Note: when the answer of a meeting is needed] All ranks are about to do ``what``, which is found out while
         this rank does it: before its first collective. Where parameters are split a pass begins with one, and a rank
-        may have to help others first (that still evaluate, or need more of a pass): that cannot wait. So it is with
-        buffers, which a forward makes equal."""
+        may have to help others first (that still evaluate, or need more of a pass): that cannot wait, but it may be
+        ``expected``. So it is with buffers, which a forward makes equal."""
         if refusal is not None or self.buffers.any or any(unit.split for unit in self.units):
-            self._meet_or_refuse(what, refusal)
+            self._meet_or_refuse(what, refusal, expected=expected)
         else:
             self.agreement.announce(what, self._place())
             self._caught = False
+
+    def expect_steps(self, expectation: Callable[[], tuple[Expectation, Sequence[bool]]]) -> None:
+        """What this rank tells of a step before it takes it; the method's object is not kept alive."""
+        method = WeakMethod(expectation)
+        self._step = lambda: alive() if (alive := method()) is not None else (Expectation(STEP), (True,))
+
+    def foresee(self, *, failed: bool | None = None) -> None:
+        """Between passes, all ranks at the same place: the others hear what this rank expects to do next, and where a
+        step has just been taken in whose updates something may fail, whether this rank's have ``failed``."""
+        if self._pass is not None or self._outer or self.agreement.peers.size == 1:
+            return
+        what = self.agreement.next
+        if what is not None or failed is not None:
+            mine, flags = self._step() if what == STEP else (Expectation(what or "whatever follows a step"), ())
+            self.agreement.expect(mine, flags, failed=bool(failed))
 
     def _take_part(self) -> bool:
         """This rank waits in another engine, and a rank needs more of a pass that this one has ended here."""
@@ -414,8 +431,12 @@ class Runner:
             and (self.orders.moves(section) or self.orders.bound.program.first or (self.buffers.asks and follows))
         ):
             what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
-            said = self.meet(what, evaluating=not grad, flags=[follows and self.buffers.changed(), first])
+            flags = [follows and self.buffers.changed(), first]
+            # What a flag brings about comes before the forward.
+            expected = not (self.buffers.any or self.orders.bound.program.first) and self._follows(section, context)
+            said = self.meet(what, evaluating=not grad, flags=flags, expected=grad and expected).flags
             changed, first = bool(said[0]), bool(said[1])
+            self._met = True
             if follows:
                 self.buffers.synchronize(changed)
         if first:
@@ -434,6 +455,10 @@ class Runner:
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._passes.begin(section, LocalPass() if local else self._start(section))
 
+    def _follows(self, section: str, context: PassContext) -> bool:
+        """Whether a pass through all of the model follows a recorded order, so that it sends no messages."""
+        return context.part is None and not context.in_batch and self.orders.known(section)
+
     def _first(self) -> bool:
         """Whether a forward has to gather what stays gathered until the step."""
         if not self.orders.bound.program.first:
@@ -448,6 +473,9 @@ class Runner:
         self._passes.prepare(PassContext())
         if not self._grad_forward:  # nothing will need what a layout keeps for backward
             self._free_all()
+        elif self._met:
+            self.foresee()
+        self._met = False
 
     def _free_all(self) -> None:
         for unit in self.units:
@@ -545,7 +573,9 @@ class Runner:
         # Inside of `gathered()` a forward is this rank's own, and so is what it takes gradients of in itself.
         alone = nested and isinstance(self._passes.run, LocalPass) and all(u.pins or not u.split for u in self.units)
         if self.orders.moves(section) and not alone:
-            self._announce(context.title(self._state.micro_batch, self.accumulate, nested=nested), refusal)
+            title = context.title(self._state.micro_batch, self.accumulate, nested=nested)
+            self._announce(title, refusal, expected=not nested and self._follows(section, context))
+            self._met = True
         elif refusal is not None:
             raise refusal
         self._state.sum_for_step(ready and (context.part is None or context.part.final))
@@ -663,6 +693,9 @@ class Runner:
             unit.gradients.end_pass(self.agreement.wait)
         self.comm.memory.forget_spares()
         self.visible.show()
+        if self._met and self._pass is None:
+            self._met = False
+            self.foresee()
 
     def count_backward(self, before: int, *, final: bool) -> None:
         """A backward of a stage is over, of which there were so many ``before``; it counts, whatever gradients came.

@@ -12,6 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
+from shardfold.comm.agreement import MessageCount
 from shardfold.engine.peak_rate import PeakFlops
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.watch import PipelineStats
@@ -20,7 +21,7 @@ from shardfold.plan.report import MemoryReport, TierSeconds, TrafficReport
 
 __all__ = ["Clock", "Stats"]
 
-NO_TIERS = TierSeconds()
+NO_TIERS, NONE = TierSeconds(), MessageCount()
 WINDOW = 50
 """Steps that medians are taken over."""
 
@@ -52,6 +53,9 @@ class Stats:
             on the CPU, where nothing counts them.
         pipeline: of this rank's stages; None: there is no axis of pipeline.
         put_off: outer steps that were put off, as a group was late (``Outer.deadline``).
+        messages: small messages between the hosts of ranks in the last step.
+        blocking_messages: of these, the round trips: this rank waited for them where it sent them, and did nothing
+            else. What others say in the rest is looked at later.
 
     Examples:
         >>> engine.stats().skipped
@@ -72,6 +76,8 @@ class Stats:
     transient_peak: int | None
     pipeline: PipelineStats | None = None
     put_off: int = 0
+    messages: int = 0
+    blocking_messages: int = 0
 
     def __repr__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
@@ -97,6 +103,8 @@ class Stats:
             yield "pipeline", f"{self.pipeline.order}{waits}"
         if self.put_off:
             yield "put off", f"{self.put_off} outer step{'s' * (self.put_off > 1)}"
+        if self.messages:
+            yield "messages", f"{self.messages} in the last step, {self.blocking_messages} of them waited for"
         if self.traffic.sent:
             yield "sent", f"{human(self.traffic.sent)} in the last step"
         yield "at rest", human(self.memory.held)
@@ -119,7 +127,11 @@ class Lap(NamedTuple):
 
 
 class Clock:
-    """Takes a lap at each update and remembers the last 50; ``waited``: seconds of waiting before the first."""
+    """Takes a lap at each update and remembers the last 50; ``waited``: seconds of waiting before the first.
+
+    Attributes:
+        messages: between hosts in the last step.
+    """
 
     def __init__(self, waited: float = 0.0) -> None:
         self.skipped = 0
@@ -127,6 +139,8 @@ class Clock:
         self._last: float | None = None  # when the last update ended
         self._waited = waited  # seconds of waiting until then
         self._tiers = TierSeconds()  # and for slower tiers
+        self._messages = MessageCount()  # and between hosts
+        self.messages = MessageCount()
         self._tokens: float | None = None
         self._samples: float | None = None
 
@@ -146,14 +160,17 @@ class Clock:
         if samples is not None:
             self._samples = (self._samples or 0.0) + samples
 
-    def end_step(self, waited: float, tiers: TierSeconds = NO_TIERS, *, skipped: bool = False) -> TierSeconds:
-        """An update is done; ``waited`` is how many seconds the engine has waited in its life, and ``tiers`` what
-        slower tiers have taken. What they took of this step is given back."""
+    def end_step(
+        self, waited: float, tiers: TierSeconds = NO_TIERS, messages: MessageCount = NONE, *, skipped: bool = False
+    ) -> TierSeconds:
+        """An update is done; ``waited`` is how many seconds the engine has waited in its life, ``tiers`` what slower
+        tiers have taken, ``messages`` how many there were between hosts. What tiers took of this step is given back."""
         now = perf_counter()
         seconds = now - self._last if self._last is not None else None
         took = TierSeconds(*(new - old for new, old in zip(tiers, self._tiers, strict=True)))
         self._laps.append(Lap(seconds, self._tokens, self._samples, waited - self._waited, took))
         self._last, self._waited, self._tiers = now, waited, tiers
+        self.messages, self._messages = messages.since(self._messages), messages
         self._tokens = self._samples = None
         self.skipped += skipped
         return took
