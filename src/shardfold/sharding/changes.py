@@ -63,15 +63,22 @@ class Changes:
         model: whose optimizer has not been given its pieces yet.
         units: as the user gave them.
         seed: of the values of parameters without memory.
+        bucket: of :func:`~shardfold.sharding.partition.cut`.
         made_here: the engine made the optimizer: what is new belongs to its group without having to be listed there.
     """
 
     def __init__(
-        self, model: ShardedModel, units: Sequence[str | type[nn.Module]] | None, seed: int, *, made_here: bool
+        self,
+        model: ShardedModel,
+        units: Sequence[str | type[nn.Module]] | None,
+        seed: int,
+        bucket: int = 0,
+        *,
+        made_here: bool,
     ) -> None:
         self.model, self.seed = model, seed
         self.plan: Plan | None = None
-        self._units = units
+        self._units, self._bucket = units, bucket
         self._made_here = made_here
         self.group_of = group_numbers(model.optimizer) if model.optimizer is not None else {}
         #: What a function that made the optimizer left out on purpose.
@@ -113,6 +120,7 @@ class Changes:
             keeps,
             alignment(model.optimizer),
             model.comm.mesh.coords,
+            self._bucket,
         )
         check_reach(model.optimizer, [c.spec for c in cuts], model.comm.mesh.sizes.reading)
         return cuts
