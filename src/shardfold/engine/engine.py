@@ -311,7 +311,6 @@ class Engine:
         comm, loans = self.sharded.comm, self.sharded.loans
         held.callback(bind_links(model, comm, lambda: bool(loans)))
         held.callback(connect_routers(model, comm, lambda: bool(loans)))
-        self.sharded.run.after_step.append(partial(rebalance, model))
         self._replaced.follow_ranks(lambda axis: MeshLink(axis, comm, lambda: bool(loans)))
         shares = comm.mesh.sizes.parts(comm.mesh.sizes.of_role(Role.TENSOR)) if is_cut else 1
         sequence = open_sequence(model, comm, attention, shares=shares, apart=lambda: bool(loans))
@@ -416,6 +415,7 @@ class Engine:
         held: ExitStack,
     ) -> None:
         """What runs forward, backward and step, and what tells of them."""
+        self.sharded.run.after_step.append(partial(rebalance, self._changes.modules))
         options = PartOptions(
             table=table,
             wires=self._said,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardfold import accelerator
 from shardfold.comm.agreement import Agreement
-from shardfold.comm.mesh import DataMesh, pick_device
+from shardfold.comm.mesh import DataMesh
 from shardfold.errors import ConfigError, LayoutError, ModelError, ShardfoldError, did_you_mean
 from shardfold.optim.fused import num_moments
 from shardfold.parallel.parallel import Parallel

@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["LEAST", "Block", "buckets", "joint_name"]
+__all__ = ["LEAST", "LEAST_WHOLE", "FoundBlock", "buckets", "joint_name"]
 
-LEAST = 4
-"""Units that a list of blocks is left with at least: with fewer nothing would be gathered, reduced or freed while
-others compute, and a small model that is split would be whole on each rank for most of a step."""
+LEAST, LEAST_WHOLE = 4, 2
+"""Units that a list of blocks is left with at least: with fewer a small model that is split would be whole on each rank
+for most of a step. Where parameters and gradients rest whole, one of two is reduced while the other computes."""
 
 
-class Block(NamedTuple):
+class FoundBlock(NamedTuple):
     """A unit to be.
 
     Attributes:
@@ -37,13 +37,14 @@ class Block(NamedTuple):
     kind: Hashable
 
 
-def buckets(model: nn.Module, blocks: Iterable[Block], most: int) -> Iterator[list[str]]:
+def buckets(model: nn.Module, blocks: Iterable[FoundBlock], most: int, least: int = LEAST) -> Iterator[list[str]]:
     """Paths of blocks that are to be one unit, in order; of those that stay alone nothing is said.
 
     Args:
         model: whose modules they are.
         blocks: in definition order.
         most: bytes of a unit that is made of several.
+        least: units that a list is left with.
     """
     modules = dict(model.named_modules())
     lists = {parent: [*of] for parent, of in groupby(blocks, key=lambda block: _parent(block.path))}
@@ -53,12 +54,12 @@ def buckets(model: nn.Module, blocks: Iterable[Block], most: int) -> Iterator[li
         # gathered for each.
         in_turns = parent and beside[_parent(parent), len(of)] > 1
         if isinstance(modules.get(parent), (nn.ModuleList, nn.Sequential)) and not in_turns:
-            yield from _packed(of, most, len(of) // LEAST)
+            yield from _packed(of, most, len(of) // least)
 
 
-def _packed(blocks: Sequence[Block], most: int, count: int) -> Iterator[list[str]]:
+def _packed(blocks: Sequence[FoundBlock], most: int, count: int) -> Iterator[list[str]]:
     """Runs of blocks with at most so many bytes, and so many of them."""
-    run: list[Block] = []
+    run: list[FoundBlock] = []
     for block in (*blocks, None):
         fits = block is not None and len(run) < count and all(block.kind == other.kind for other in run)
         if fits and block is not None and sum(other.num_bytes for other in run) + block.num_bytes <= most:

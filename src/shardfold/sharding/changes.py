@@ -65,6 +65,9 @@ class Changes:
         seed: of the values of parameters without memory.
         bucket: of :func:`~shardfold.sharding.partition.cut`.
         made_here: the engine made the optimizer: what is new belongs to its group without having to be listed there.
+
+    Attributes:
+        modules: that the units were made of; one list, which follows the model.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Changes:
         self._declined = {id(p) for p in model.module.parameters() if p.requires_grad and id(p) not in self.group_of}
         self._main = main_dtypes(model.module, model.rules)
         self._dirty = False
+        self.modules: list[nn.Module] = []
         self._members: set[int] = set()
         self._handles = _hear_registrations(weakref.ref(self))
         self._finalizer = AtCollection(self, _remove, self._handles)
@@ -157,11 +161,11 @@ class Changes:
         model = self.model
         hold(model)
         self.plan, self._dirty = None, False
-        self._modules = list(model.module.modules())
-        self._members = {id(module) for module in self._modules}
-        self._children = [module._modules for module in self._modules]
+        self.modules[:] = model.module.modules()
+        self._members = {id(module) for module in self.modules}
+        self._children = [module._modules for module in self.modules]
         self._sizes = list(map(len, self._children))
-        self._parameters = [module._parameters for module in self._modules]
+        self._parameters = [module._parameters for module in self.modules]
         self._registered = list(self._present())  # PyTorch does not tell of a parameter that becomes None
         # What is trainable has its states already, so it may be frozen and unfrozen without anybody looking.
         self._frozen = [p for unit in model.units for s in unit.segments if not s.spec.trainable for p in s.parameters]

@@ -42,7 +42,7 @@ from shardfold.plan.layout import ITEMSIZE, Sizes
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.plan.rules import Rules
 from shardfold.plan.stay import with_staying
-from shardfold.sharding._buckets import Block, buckets, joint_name
+from shardfold.sharding._buckets import LEAST, LEAST_WHOLE, FoundBlock, buckets, joint_name
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.segment import dtype_name, rest_itemsize
 from shardfold.sharding.slices import Slice, places_of, slices_on
@@ -117,7 +117,10 @@ def cut(
     _assign(model, drafts, root)
     number = rule_numbers(model, rules)
     if bucket and units is None and not Mesh.of(mesh).stages:
-        drafts = _put_together(model, drafts, groups, rules, number, slices, bucket)
+        table = rules.layouts[-1]
+        whole = Mesh.of(mesh).size > 1 and not table.comes_and_goes and not table.buffered
+        least = LEAST_WHOLE if whole else LEAST
+        drafts = _put_together(model, drafts, groups, rules, number, slices, bucket, least)
     whole = {SMALL}
     if rules.small:
         whole |= _take_small((root, *drafts), small, rules.small, slices, Mesh.of(mesh).reading)
@@ -142,23 +145,24 @@ def _put_together(
     number: dict[int, int],
     slices: Mapping[int, Slice],
     most: int,
+    least: int,
 ) -> list[FoundUnit]:
     """The same with small blocks that follow each other in one (see ``_buckets``). Units that have others inside of
     them, and those, stay."""
     inside = {c.inside for c in drafts}
 
-    def block(c: FoundUnit) -> Block:
+    def block(c: FoundUnit) -> FoundBlock:
         kinds: set[Any] = set()
         size = 0
         for p in c.parameters.values():
             own = slices.get(id(p), WHOLE)
             kinds.add((p.dtype, groups.get(id(p)), number[id(p)], own.axes))
             size += _numel(p, own) * ITEMSIZE[rules.table(number[id(p)], own.axes).buffer]
-        return Block(c.name, size, frozenset(kinds))
+        return FoundBlock(c.name, size, frozenset(kinds))
 
     by_name = {c.name: c for c in drafts}
     blocks = [block(c) for c in drafts if not c.inside and c.name not in inside and c.parameters]
-    for paths in buckets(model, blocks, most):
+    for paths in buckets(model, blocks, most, least):
         members = [by_name.pop(path) for path in paths]
         joint = FoundUnit(joint_name(paths), [module for c in members for module in c.modules], paths=tuple(paths))
         for c in members:

@@ -234,6 +234,7 @@ def _own_optimizer(settings: Settings) -> dict[str, Any]:
 def engine(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
     from shardfold.comm.runtime import Runtime
     from shardfold.engine.engine import Engine
+    from shardfold.plan.program_passes import Overlap
 
     nodes = contender.nodes if settings.link is None else NODES
     mesh = {"inter": nodes, "intra": settings.ranks // nodes}
@@ -246,6 +247,7 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
         runtime=Runtime(device=device),
         offload=contender.offload or None,
         clip_norm=settings.clip_norm or None,
+        overlap=Overlap(bucket=None) if settings.job == "units" else None,  # it is about what a unit takes
     )
 
     def compute(batch: Batch) -> Tensor:
