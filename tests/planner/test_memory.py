@@ -68,6 +68,19 @@ def test_planned_peaks_are_measured_ones(
         assert -BELOW <= planned / measured - 1 <= ABOVE, (planned, measured)
 
 
+def _deep(layout: str, more: dict[str, Any]) -> tuple[float, float]:
+    shape = replace(SHAPE, layers=9)
+    found = compare(partial(GPT, shape), gpt_batch(), layout=layout, precision="bf16", **more)
+    return found.planned, found.measured
+
+
+@pytest.mark.parametrize(("layout", "more"), [("ddp", {}), ("zero2", {"accumulate": 2}), ("zero3", {})])
+def test_blocks_that_are_one_unit_are_planned_so(ranks: Ranks, layout: str, more: dict[str, Any]) -> None:
+    """Gathered, and their gradients held, until the last of them is over; more than of the blocks alone."""
+    for planned, measured in ranks.run(_deep, layout, more, world_size=2):
+        assert -BELOW <= planned / measured - 1 <= ABOVE, (planned, measured)
+
+
 @pytest.mark.soak
 def test_rounds_of_outer_steps_are_planned(ranks: Ranks) -> None:
     """What a round gives back for the next one to take, its sums among it, and the transport's room."""

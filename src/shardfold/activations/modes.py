@@ -203,9 +203,8 @@ class Replacements:
         modes = tuple(mode for mode in FITTED if mode in self._among(given)) if given.budget is not None else ()
         if isinstance(place.module, ONLY_INPUTS):
             modes = tuple(mode for mode in modes if mode not in RECOMPUTED)
-        whole = any(place.module is module for module in place.unit.modules)
         return Spot(
-            place.unit.name if whole else place.path,
+            place.unit.name if place.is_unit else place.path,
             type(place.module),
             modes or (given.mode,),
             given.smallest,
@@ -282,16 +281,21 @@ class Replacements:
 
     def described(self) -> dict[str, str]:
         """What happens in each unit, by its name, where that is not ``keep``."""
-        said: dict[str, list[str]] = {}
+        said: dict[str, dict[str, str]] = {}
         for place in self.places:
             mode = str(place.current)
             if mode == "keep" and not place.left:
                 continue
             if place.left or (place.current.mode in RECOMPUTED and place.leaves):
                 mode = "left to the model's own checkpointing"
-            whole = any(place.module is module for module in place.unit.modules)
-            said.setdefault(place.unit.name, []).append(mode if whole else f"{place.path}: {mode}")
-        return {name: ", ".join(modes) for name, modes in said.items()}
+            said.setdefault(place.unit.name, {})["" if place.is_unit else place.path] = mode
+        blocks = {unit.name: unit.spec.blocks for unit in self._units}
+        found: dict[str, str] = {}
+        for name, modes in said.items():
+            if tuple(modes) == blocks.get(name) and len(alike := {*modes.values()}) == 1:  # of all that it is made of
+                modes = {"": alike.pop()}
+            found[name] = ", ".join(f"{path}: {mode}" if path else mode for path, mode in modes.items())
+        return found
 
     def explained(self) -> list[str]:
         """What happens in units, in lines of text."""

@@ -58,6 +58,11 @@ class ReplacedForward:
         self.compared = True
 
     @property
+    def is_unit(self) -> bool:
+        """Whether its unit is this module, and no others."""
+        return len(self.unit.modules) == 1 and self.unit.modules[0] is self.module
+
+    @property
     def leaves(self) -> bool:
         """Whether the model recomputes this, or parts of it, itself (``gradient_checkpointing`` of transformers)."""
         return any(vars(module).get("gradient_checkpointing") for module in self.inner)

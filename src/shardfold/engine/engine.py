@@ -220,8 +220,9 @@ class Engine:
             accumulate=accumulate, clips=self.clip is not None, parallel=parallel, units=init.units,
             overlap=self.overlap,
         )  # fmt: skip
-        table = planned.first if planned else table_of(layout, offload, model, precision, mesh, runtime.device)
-        (table, activations), place = in_table(table, None if planned else activations), pick_device(runtime.device)
+        place, size = pick_device(runtime.device), self.overlap.bucket_bytes
+        table = planned.first if planned else table_of(layout, offload, model, precision, mesh, place, size)
+        table, activations = in_table(table, None if planned else activations)
         announce(model.parameters(), "an engine of their model")
         waits = runtime.desync_timeout, runtime.timeout
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
@@ -248,7 +249,7 @@ class Engine:
                     model, parallel.attention, parallel.tensor is not None, held
                 )
                 self._changes = Changes(
-                    self.sharded, init.units, init.seed, made_here=made is None or made is not optimizer
+                    self.sharded, init.units, init.seed, size, made_here=made is None or made is not optimizer
                 )
                 held.callback(self._changes.close)
                 table, said = self._choose_wires(auto, table, precision, accumulate)
@@ -310,7 +311,6 @@ class Engine:
         comm, loans = self.sharded.comm, self.sharded.loans
         held.callback(bind_groups(model, comm, lambda: bool(loans)))
         held.callback(connect_routers(model, comm, lambda: bool(loans)))
-        self.sharded.run.after_step.append(partial(rebalance, model))
         self._replaced.follow_ranks(lambda axis: MeshGroup(axis, comm, lambda: bool(loans)))
         shares = comm.mesh.sizes.parts(comm.mesh.sizes.of_role(Role.TENSOR)) if is_cut else 1
         sequence = open_sequence(model, comm, attention, shares=shares, apart=lambda: bool(loans))
@@ -415,6 +415,7 @@ class Engine:
         held: ExitStack,
     ) -> None:
         """What runs forward, backward and step, and what tells of them."""
+        self.sharded.run.after_step.append(partial(rebalance, self._changes.modules))
         options = PartOptions(
             table=table,
             wires=self._said,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardfold import accelerator
 from shardfold.comm.agreement import Agreement
-from shardfold.comm.mesh import DataMesh, pick_device
+from shardfold.comm.mesh import DataMesh
 from shardfold.errors import ConfigError, LayoutError, ModelError, ShardfoldError, did_you_mean
 from shardfold.optim.fused import num_moments
 from shardfold.parallel.parallel import Parallel
@@ -58,7 +58,8 @@ def table_of(
     model: nn.Module,
     precision: Any,
     mesh: Mapping[str, int] | Sequence[Axis] | None,
-    device: str | torch.device | None,
+    device: torch.device,
+    bucket: int = 0,
 ) -> Layout:
     """The table of an engine with these arguments; ``"auto"`` is said in the log.
 
@@ -73,7 +74,7 @@ def table_of(
                 f"layout='auto' chooses for ranks that read other samples, but parallel= has {' and '.join(others)}, "
                 "whose ranks have parts of the model: name a layout, or give a micro-batch, layout=sf.Auto(sample=...)."
             )
-        found = choose_layout(model, precision, sizes, memory_of(pick_device(device)))
+        found = choose_layout(model, precision, sizes, memory_of(device), bucket=bucket)
         if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
             LOG.warning(found.told)
         layout = found.layout

@@ -19,7 +19,7 @@ axis; over the remaining axes of data the engine sums them (see ``plan.axes``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -278,9 +278,9 @@ def connect_routers(model: nn.Module, comm: Comm, apart: Callable[[], bool]) -> 
     return undo
 
 
-def rebalance(model: nn.Module) -> None:
+def rebalance(modules: Iterable[nn.Module]) -> None:
     """After a step: see :meth:`Router.rebalance`."""
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, Router):
             module.rebalance()
 

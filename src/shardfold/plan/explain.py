@@ -120,7 +120,7 @@ def _asked(bound: Bound) -> list[str]:
 
 def _runs(units: Sequence[UnitSpec]) -> Iterator[tuple[str, UnitSpec]]:
     """Units that follow each other and differ in their names only, by the first one; and what to call them together."""
-    for _, run in groupby(units, key=lambda unit: replace(unit, name="")):
+    for _, run in groupby(units, key=lambda unit: replace(unit, name="", blocks=unit.blocks and ("",))):
         first, *others = run
         yield f"{first.name} .. {others[-1].name}" if others else first.name, first
 

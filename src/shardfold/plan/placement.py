@@ -318,12 +318,13 @@ class SegmentSpec:
 class UnitSpec:
     """Parameters that move together. ``root``: held from the start to the end of a pass. ``inside``: the name of the
     unit in whose forward and backward this one's lie, as of experts in their block, whose gradients are summed over
-    other ranks."""
+    other ranks. ``blocks``: of one that is made of several modules, their paths."""
 
     name: str
     segments: tuple[SegmentSpec, ...]
     root: bool = False
     inside: str = ""
+    blocks: tuple[str, ...] = ()
 
     @property
     def trainable(self) -> bool:

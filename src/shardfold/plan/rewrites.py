@@ -52,6 +52,9 @@ class Overlap:
         reduce_once: where gradients are split (``zero2``, ``zero3``), whether each rank keeps whole gradients over the
             micro-batches of a step and reduces them in the last, instead of in each: with several micro-batches less is
             sent, and the memory of whole gradients is held meanwhile.
+        bucket: bytes, as in ``"8MiB"``, of gradients up to which small blocks that follow each other in a list are one
+            unit: gathered, reduced and updated together. A list keeps at least four units; larger blocks, those that
+            ``Init(units=...)`` names, and those of a pipeline stay alone. None: all do.
 
     Raises:
         ConfigError: a value is negative or unknown.
@@ -70,6 +73,7 @@ class Overlap:
     speculate: str | None = None
     delayed_update: bool = False
     reduce_once: bool = False
+    bucket: str | None = "8MiB"
 
     def __post_init__(self) -> None:
         check_flags(
@@ -94,16 +98,27 @@ class Overlap:
                 raise ConfigError(
                     f"Overlap.{name} is {described(getattr(self, name))}: it is an integer and cannot be negative."
                 )
-        if self.speculate is not None and not self.snapshot_bytes:
-            raise ConfigError(
-                f"Overlap.speculate is {described(self.speculate)}: it is a number of bytes, as '2GiB' or '500MB', or "
-                "None."
-            )
+        for name, example in (("speculate", "2GiB"), ("bucket", "8MiB")):
+            if (value := getattr(self, name)) is not None and not _bytes(value):
+                raise ConfigError(
+                    f"Overlap.{name} is {described(value)}: it is a number of bytes, as {example!r} or '500MB', or "
+                    "None."
+                )
 
     @property
     def snapshot_bytes(self) -> int:
         """Bytes for snapshots; 0: no unit is updated before its step."""
-        return parse_bytes(self.speculate) or 0 if isinstance(self.speculate, str) else 0
+        return _bytes(self.speculate)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a unit that is made of several blocks; 0: none is."""
+        return _bytes(self.bucket)
+
+
+def _bytes(text: str | None) -> int:
+    """0: there are none, or what was given is no number of them."""
+    return parse_bytes(text) or 0 if isinstance(text, str) else 0
 
 
 def prefetch(

@@ -89,7 +89,9 @@ def first_of(names: Iterable[str], needed: Callable[[str], float], budget: float
     return search(names, lambda name: [StateBytes(name, needed(name), budget)], lambda plan: plan.fits)
 
 
-def choose_layout(model: nn.Module, precision: Any, mesh: Mesh, memory: float, moments: int = 2) -> Chosen:
+def choose_layout(
+    model: nn.Module, precision: Any, mesh: Mesh, memory: float, moments: int = 2, bucket: int = 0
+) -> Chosen:
     """The first layout whose states and buffers leave a part of the memory free.
 
     Args:
@@ -98,6 +100,7 @@ def choose_layout(model: nn.Module, precision: Any, mesh: Mesh, memory: float, m
         mesh: of all ranks.
         memory: bytes of each rank's device.
         moments: that the optimizer keeps of each element.
+        bucket: of :func:`~shardfold.sharding.partition.cut`.
 
     Raises:
         ConfigError: none does.
@@ -106,7 +109,7 @@ def choose_layout(model: nn.Module, precision: Any, mesh: Mesh, memory: float, m
 
     def needed(name: str) -> float:
         rules = Rules(precision, presets.named(name), mesh)
-        units = [c.spec for c in cut(model, None, groups, rules, mesh) if c.spec is not None]
+        units = [c.spec for c in cut(model, None, groups, rules, mesh, bucket=bucket) if c.spec is not None]
         return states_peak(rules.layouts[-1], units, mesh, moments)
 
     names = ORDER if mesh.divisor > 1 else ("ddp", *ORDER[-2:])

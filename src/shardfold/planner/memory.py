@@ -230,7 +230,7 @@ class MemoryPlan:
 
 def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
     """Bytes over a step of ``trace`` under a setting."""
-    points = list(_Step(setting, trace.events, trace.passes).points())
+    points = list(_Step(setting, trace.joined(setting.bound.units).events, trace.passes).points())
     fixed = {
         "buffers": trace.buffers,
         "batch": trace.batch,

@@ -148,13 +148,16 @@ class Subject:
                 self.model, self.rows, self.compute, units, self.division, number, self._connect
             )
 
-    def cuts(self, table: Layout, precision: Precision, mesh: Mesh) -> tuple[Rules, list[Cut]]:
-        """The units on a mesh, and the rules that they follow."""
-        key = table, precision, mesh.axes
+    def cuts(
+        self, table: Layout, precision: Precision, mesh: Mesh, overlap: Overlap | None = None
+    ) -> tuple[Rules, list[Cut]]:
+        """The units on a mesh, and the rules that they follow; None: each block is a unit, as a trace has them."""
+        bucket = overlap.bucket_bytes if overlap is not None else 0
+        key = table, precision, mesh.axes, bucket
         if key not in self._cuts:
             rules = Rules(precision, table, mesh)
             groups = {id(p): 0 for p in self.hollow.parameters() if p.requires_grad}
-            self._cuts[key] = rules, cut(self.hollow, self.units, groups, rules, mesh)
+            self._cuts[key] = rules, cut(self.hollow, self.units, groups, rules, mesh, bucket=bucket)
         return self._cuts[key]
 
     def resting(
@@ -162,7 +165,7 @@ class Subject:
     ) -> dict[Tier, float]:
         """Bytes at rest on one rank, by tier: states, and the model's buffers on the device."""
         sizes = _for(presets.named(layout), mesh)
-        rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes)
+        rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes, Overlap())
         specs = [c.spec for c in cuts if c.spec is not None]
         found = tier_bytes(resting_bytes(rules.layouts[-1], specs, sizes, num_moments=moments, padded=True))
         buffers = self._buffer_bytes(Precision.named(precision))
@@ -347,10 +350,11 @@ class Subject:
     ) -> Setting:
         """What an engine with these arguments binds; orders of units are those of the trace."""
         sizes = _for(presets.named(layout), mesh or {})
-        rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes)
-        layout = rules.layouts[-1]
-        specs = [replace(s, root=s.root or s.name in trace.touched) for c in cuts if (s := c.spec) is not None]
         overlap = overlap or Overlap()
+        rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes, overlap)
+        layout = rules.layouts[-1]
+        trace = trace.joined(c.spec for c in cuts)
+        specs = [replace(s, root=s.root or s.name in trace.touched) for c in cuts if (s := c.spec) is not None]
         if overlap.reduces_in_flight is None:
             overlap = replace(overlap, reduces_in_flight=int(behaviour.streams))
         split = any(s.table_or(layout).comes_and_goes for s in specs)

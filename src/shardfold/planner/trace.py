@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardfold.plan.layout import Tier
+from shardfold.plan.placement import UnitSpec
 from shardfold.plan.walk import Part
 
 __all__ = ["Computation", "Event", "Lane", "Moves", "Sends", "StagePass", "Trace", "Works"]
@@ -206,6 +207,23 @@ class Trace:
             if each.section in sections and each.lane.stage not in firsts:
                 firsts[each.lane.stage] = self.events[each.begin : each.end]
         return [event for events in firsts.values() for event in events]
+
+    def joined(self, units: Iterable[UnitSpec]) -> Trace:
+        """The same, as it is heard where some units are made of several (:attr:`UnitSpec.blocks`): one of these is
+        complete when its last block is; until then a gradient of no bytes stands in its place."""
+        of = {block: unit.name for unit in units for block in unit.blocks}
+        if not of:
+            return self
+        last: set[str] = set()
+        events: list[Event] = []
+        for event in reversed(self.events):
+            name = of.get(event.unit, event.unit)
+            more = event.kind == "complete" and name in last
+            if event.kind == "complete":
+                last.add(name)
+            events.append(event._replace(unit=name, kind="gradient" if more else event.kind))
+        touched = frozenset(of.get(name, name) for name in self.touched)
+        return replace(self, events=tuple(reversed(events)), touched=touched)
 
     @cached_property
     def levels(self) -> tuple[np.ndarray, np.ndarray]:

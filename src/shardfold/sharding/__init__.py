@@ -38,6 +38,7 @@
     whole            whole parameters for a while, whoever holds them: engines, nobody yet, or this rank alone
     whole_segments   all values of a state that is split: of whole segments, or of single parameters
     whole_state      a model's whole values out of shards, and back: state dicts, and the names of what is in them
+    _buckets         which small blocks of a list are one unit
     _hidden          ``parameter.grad`` where no rank could show the gradient itself
 
 It imports ``comm``, ``tiers`` and ``plan``.

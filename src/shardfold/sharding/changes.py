@@ -61,21 +61,32 @@ class Changes:
         model: whose optimizer has not been given its pieces yet.
         units: as the user gave them.
         seed: of the values of parameters without memory.
+        bucket: of :func:`~shardfold.sharding.partition.cut`.
         made_here: the engine made the optimizer: what is new belongs to its group without having to be listed there.
+
+    Attributes:
+        modules: that the units were made of; one list, which follows the model.
     """
 
     def __init__(
-        self, model: ShardedModel, units: Sequence[str | type[nn.Module]] | None, seed: int, *, made_here: bool
+        self,
+        model: ShardedModel,
+        units: Sequence[str | type[nn.Module]] | None,
+        seed: int,
+        bucket: int = 0,
+        *,
+        made_here: bool,
     ) -> None:
         self.model, self.seed = model, seed
         self.plan: UnitChange | None = None
-        self._units = units
+        self._units, self._bucket = units, bucket
         self._made_here = made_here
         self.group_of = group_numbers(model.optimizer) if model.optimizer is not None else {}
         #: What a function that made the optimizer left out on purpose.
         self._declined = {id(p) for p in model.module.parameters() if p.requires_grad and id(p) not in self.group_of}
         self._main = main_dtypes(model.module, model.rules)
         self._dirty = False
+        self.modules: list[nn.Module] = []
         self._members: set[int] = set()
         self._handles = _hear_registrations(weakref.ref(self))
         self._finalizer = AtCollection(self, _remove, self._handles)
@@ -111,6 +122,7 @@ class Changes:
             keeps,
             alignment(model.optimizer),
             model.comm.mesh.coords,
+            self._bucket,
         )
         check_reach(model.optimizer, [c.spec for c in cuts], model.comm.mesh.sizes.reading)
         return cuts
@@ -147,11 +159,11 @@ class Changes:
         model = self.model
         hold(model)
         self.plan, self._dirty = None, False
-        self._modules = list(model.module.modules())
-        self._members = {id(module) for module in self._modules}
-        self._children = [module._modules for module in self._modules]
+        self.modules[:] = model.module.modules()
+        self._members = {id(module) for module in self.modules}
+        self._children = [module._modules for module in self.modules]
         self._sizes = list(map(len, self._children))
-        self._parameters = [module._parameters for module in self._modules]
+        self._parameters = [module._parameters for module in self.modules]
         self._registered = list(self._present())  # PyTorch does not tell of a parameter that becomes None
         # What is trainable has its states already, so it may be frozen and unfrozen without anybody looking.
         self._frozen = [p for unit in model.units for s in unit.segments if not s.spec.trainable for p in s.parameters]

@@ -15,6 +15,8 @@ Where the table lets small parameters rest whole, those of all units are a unit 
 that has no others is whole itself. Parameters of experts are not small, nor those that several stages of a pipeline
 have.
 
+Small blocks that were found, and follow each other in a list, are one unit together (see ``_buckets``).
+
 Modules of experts, parameters of which are distinct on an axis on which ranks read other things, are units of their
 own inside of these: their gradients are summed over other ranks, and their table divides them over other ranks.
 """
@@ -41,6 +43,7 @@ from shardfold.plan.layout import ITEMSIZE, Sizes
 from shardfold.plan.offload import with_staying
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack, rest_itemsize
 from shardfold.plan.rules import Rules
+from shardfold.sharding._buckets import LEAST, LEAST_WHOLE, FoundBlock, buckets, joint_name
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.slices import Slice, places_of, slices_on
 
@@ -54,12 +57,13 @@ WHOLE = Slice((), None)
 @dataclass(frozen=True)
 class FoundUnit:
     """One unit to be: its modules, the unit whose modules these are inside of, if any, and its parameters, as they are
-    found."""
+    found; of one that is made of several, their paths."""
 
     name: str
     modules: list[nn.Module]
     inside: str = ""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def cut(
     keeps: Callable[[nn.Parameter, int], bool] | None = None,
     align: int = 1,
     coords: Mapping[str, int] | None = None,
+    bucket: int = 0,
 ) -> list[Cut]:
     """The units of a model in definition order, with their places laid out.
 
@@ -96,6 +101,8 @@ def cut(
             main one.
         align: a power of 2; no rank boundary cuts so many elements of a trainable parameter, counted from its start.
         coords: this rank's place on each axis; None: the first.
+        bucket: bytes up to which blocks that were found, and not named, are put together (see ``_buckets``); 0: none
+            are. Of a pipeline none are: a unit is in one stage.
 
     Raises:
         ConfigError: a parameter is no longer of a shape in which its slice lies.
@@ -108,11 +115,16 @@ def cut(
     drafts = _with_experts(model, [FoundUnit(name, [module]) for name, module in chosen], slices, Mesh.of(mesh))
     root, small = FoundUnit(ROOT, [model]), FoundUnit(SMALL, [])
     _assign(model, drafts, root)
+    number = rule_numbers(model, rules)
+    if bucket and units is None and not Mesh.of(mesh).stages:
+        table = rules.layouts[-1]
+        whole = Mesh.of(mesh).size > 1 and not table.comes_and_goes and not table.buffered
+        least = LEAST_WHOLE if whole else LEAST
+        drafts = _put_together(model, drafts, groups, rules, number, slices, bucket, least)
     whole = {SMALL}
     if rules.small:
         whole |= _take_small((root, *drafts), small, rules.small, slices, Mesh.of(mesh).reading)
     found = [c for c in (root, small, *drafts) if c.parameters]
-    number = rule_numbers(model, rules)
     main = main_dtypes(model, rules)
     keeps = keeps or (lambda p, rule: p.dtype != main.get(rule))
     laid_out = [_lay_out(c, c.name in whole, groups, rules, number, mesh, keeps, align, slices) for c in found]
@@ -123,6 +135,41 @@ def cut(
         Cut(c.name, c.modules, c.parameters, spec, by_segment)
         for c, spec, (_, by_segment) in zip(found, specs, laid_out, strict=True)
     ]
+
+
+def _put_together(
+    model: nn.Module,
+    drafts: list[FoundUnit],
+    groups: dict[int, int],
+    rules: Rules,
+    number: dict[int, int],
+    slices: Mapping[int, Slice],
+    most: int,
+    least: int,
+) -> list[FoundUnit]:
+    """The same with small blocks that follow each other in one (see ``_buckets``). Units that have others inside of
+    them, and those, stay."""
+    inside = {c.inside for c in drafts}
+
+    def block(c: FoundUnit) -> FoundBlock:
+        kinds: set[Any] = set()
+        size = 0
+        for p in c.parameters.values():
+            own = slices.get(id(p), WHOLE)
+            kinds.add((p.dtype, groups.get(id(p)), number[id(p)], own.axes))
+            size += _numel(p, own) * ITEMSIZE[rules.table(number[id(p)], own.axes).buffer]
+        return FoundBlock(c.name, size, frozenset(kinds))
+
+    by_name = {c.name: c for c in drafts}
+    blocks = [block(c) for c in drafts if not c.inside and c.name not in inside and c.parameters]
+    for paths in buckets(model, blocks, most, least):
+        members = [by_name.pop(path) for path in paths]
+        joint = FoundUnit(joint_name(paths), [module for c in members for module in c.modules], paths=tuple(paths))
+        for c in members:
+            joint.parameters.update(c.parameters)
+        by_name[joint.name] = joint
+    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    return sorted(by_name.values(), key=lambda c: order[c.paths[0] if c.paths else c.name])
 
 
 def _take_small(
@@ -412,5 +459,5 @@ def _lay_out(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
             "distinct on one or follow another layout: choose Init(units=...) so that those are a unit of their own."
         )
-    unit = UnitSpec(c.name, tuple(specs), root=c.name in (ROOT, SMALL), inside=c.inside)
+    unit = UnitSpec(c.name, tuple(specs), root=c.name in (ROOT, SMALL), inside=c.inside, blocks=c.paths)
     return unit, [list(members.values()) for members in segments.values()]

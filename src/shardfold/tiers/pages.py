@@ -28,7 +28,7 @@ from shardfold.tiers.collection import AtCollection
 __all__ = ["exact", "huge", "keep", "let_go", "spare", "trim", "vacate"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-SMALL, LARGE, TRIM = 512 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
+SMALL, LARGE, TRIM = 2 * 1024 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # mman.h
 KEPT = 1024 * 1024 * 1024
 HUGE = 2 * 1024 * 1024  # bytes of a huge page

@@ -254,6 +254,7 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
         overlap=Overlap(**overlap),
         offload=contender.offload or None,
         clip_norm=settings.clip_norm or None,
+        overlap=Overlap(bucket=None) if settings.job == "units" else None,  # it is about what a unit takes
     )
 
     def compute(batch: Batch) -> Tensor:

@@ -35,6 +35,7 @@ from shardfold.errors import ShardfoldError
 from shardfold.plan.auto_wire import LOSSY
 from shardfold.plan.formats import format_named
 from shardfold.plan.program import COLLECTIVES
+from shardfold.plan.program_passes import Overlap
 from shardfold.planner.hardware import Device, Interconnect
 from shardfold.planner.memory import plan_memory
 from shardfold.planner.seconds import MEETS, Work, plan_seconds
@@ -272,6 +273,7 @@ def _transport() -> dict[str, Any]:
 
 
 FEW_LAYERS, MANY_LAYERS = 2, 6
+ALONE = Overlap(bucket=None)  # each layer is a unit
 FEW_TOKENS = 4, 32
 
 
@@ -285,7 +287,7 @@ def _hosting(link: Interconnect) -> dict[str, float]:
     few and of many units, in layouts that send little and much, take as long as they were seen to take."""
     adam, sizes = partial(torch.optim.AdamW, lr=0.0), (FEW_LAYERS, MANY_LAYERS)
     cases = [(size, layout) for size in sizes for layout in ("ddp", "zero1", "zero3", "offload")]
-    engines = [Engine(_small(size), optimizer=adam, layout=layout) for size, layout in cases]
+    engines = [Engine(_small(size), optimizer=adam, layout=layout, overlap=ALONE) for size, layout in cases]
     device = engines[0].sharded.comm.mesh.device
     tokens = torch.zeros(FEW_TOKENS, dtype=torch.int64, device=device)
     runs = [*engines, *(_small(size).to(device) for size in sizes)]
@@ -308,7 +310,7 @@ def _sent(model: GPT, layout: str, link: Interconnect) -> float:
     tokens = torch.zeros(FEW_TOKENS, dtype=torch.int64)
     subject = Subject(model, (tokens, tokens))
     trace = subject.trace("fp32", exact=True)
-    setting = subject.setting(trace, layout=layout, mesh={"intra": RANKS})
+    setting = subject.setting(trace, layout=layout, mesh={"intra": RANKS}, overlap=ALONE)
     free = float("inf")
     device = Device(
         name="", memory=free, flops={"fp32": free}, bandwidth=free, near=link, host=free, launch=0.0, streams=False
