@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from shardfold import accelerator
 from shardfold.activations.modes import Activations, Replacements, in_table
+from shardfold.activations.unit_graphs import UnitGraphs
 from shardfold.checkpoint.given import check_loadable, check_place, check_rows, check_slices, check_states
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
@@ -222,6 +223,7 @@ class Engine:
         )  # fmt: skip
         table = planned.first if planned else table_of(layout, offload, model, precision, mesh, runtime.device)
         (table, activations), place = in_table(table, None if planned else activations), pick_device(runtime.device)
+        graphs = UnitGraphs.named(runtime.compile, place)
         announce(model.parameters(), "an engine of their model")
         waits = runtime.desync_timeout, runtime.timeout
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
@@ -239,7 +241,7 @@ class Engine:
                 rules = self._read_rules(model, precision, table, data_mesh, held)
                 tiers = Tiers(DeviceTier(place, debug=runtime.debug))
                 held.callback(tiers.close)
-                self._replaced = Replacements(model, activations, tiers, data_mesh.sizes)
+                self._replaced = Replacements(model, activations, tiers, data_mesh.sizes, graphs)
                 versions = self._check_stages(choice, sizes, data_mesh, accumulate, parallel.sequence_parallel)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 made = self._share(model, optimizer, lr_schedule, rules, data_mesh, agreement, tiers, staged, held)
