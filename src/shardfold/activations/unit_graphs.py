@@ -17,6 +17,7 @@ from functools import partial, wraps
 from importlib.util import find_spec
 from itertools import chain
 from logging import getLogger
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = ["UnitGraphs"]
 LOG = getLogger("shardfold")
 
 BLOCKS = "blocks"
+PACKAGE = Path(__file__).parents[1]
 
 
 class UnitKind:
@@ -66,10 +68,7 @@ class UnitKind:
             said = str(error)
         self._compiled = self._compile()
         self.pieces = _told(said)
-        LOG.warning(
-            "Runtime(compile='blocks'): %s is compiled in pieces, because torch.compile cannot make one graph of it: %s",
-            self.name, self.pieces,
-        )  # fmt: skip
+        LOG.warning("compile='blocks': %s is no one graph and is compiled in pieces: %s", self.name, self.pieces)
         return self._compiled(module, *args, **kwargs)
 
 
@@ -177,7 +176,9 @@ def _runs(
 
 
 def _regions(module: nn.Module, borders: set[int]) -> Iterator[nn.Module]:
-    inner = any(id(each) in borders for each in module.modules() if each is not module)
+    if _is_shared(module):  # random numbers in it are looked at, in what runs
+        return
+    inner = any(id(each) in borders or _is_shared(each) for each in module.modules() if each is not module)
     if not inner and _works(module):
         yield module
         return
@@ -193,11 +194,21 @@ def _works(module: nn.Module) -> bool:
     return not single and (kind.forward is not nn.Module.forward or "forward" in vars(module))
 
 
+def _is_shared(module: nn.Module) -> bool:
+    """Whether ranks share its work, so that its forward talks to other ranks, which no graph holds: the package has put
+    one in place of its own."""
+    forward = vars(module).get("forward")
+    return str(getattr(getattr(forward, "func", forward), "__module__", "")).startswith("shardfold.")
+
+
 def _told(said: str) -> str:
     """The first line of what PyTorch says, and where in the user's code."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    places = [line for line in lines if line.startswith("File ")]
-    return (lines[0] if lines else "it does not say why") + (f" ({places[-1]})" if places else "")
+    places = [line for line in lines if line.startswith("File ") and __file__ not in line]
+    own = [line for line in places if line.startswith(f'File "{PACKAGE}')]
+    why = "it calls a function of Shardfold's that no graph holds" if own else next(iter(lines), "it does not say why")
+    theirs = [line for line in places if line not in own]
+    return why + (f" ({theirs[-1]})" if theirs else "")
 
 
 def _check_compiler(given: str, device: torch.device) -> None:
@@ -208,14 +219,14 @@ def _check_compiler(given: str, device: torch.device) -> None:
     if device.type != "cpu":
         if find_spec("triton") is None:
             raise ConfigError(
-                f"compile={given!r}: inductor needs Triton on {device.type}, which is not installed: pip install triton,"
-                " or leave compile out."
+                f"compile={given!r}: inductor needs Triton on {device.type}, which is not installed: pip install "
+                "triton, or leave compile out."
             )
         return
     try:
         cpp_compiler()
     except Exception as error:
         raise ConfigError(
-            f"compile={given!r}: inductor needs a C++ compiler on the CPU and finds none: install one, such as g++ (CXX "
-            "names another), or leave compile out."
+            f"compile={given!r}: inductor needs a C++ compiler on the CPU and finds none: install one, such as g++ "
+            "(CXX names another), or leave compile out."
         ) from error

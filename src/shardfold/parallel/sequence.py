@@ -28,7 +28,7 @@ from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import check_heads, ulysses_attention
 from shardfold.plan.checks import described, is_number
 from shardfold.plan.known_arguments import known_arguments
-from shardfold.torch_internals import in_backward
+from shardfold.torch_internals import in_backward, untraced_from_call
 
 __all__ = ["CHOICES", "SequenceAxis", "check_choice", "sequence_shard", "whole_attention"]
 
@@ -138,6 +138,7 @@ class SequenceAxis:
 
     # -- passes
 
+    @untraced_from_call
     def attend(
         self,
         query: Tensor,
