@@ -62,6 +62,7 @@ __all__ = [
     "check",
     "copies_shallowly",
     "counted_together",
+    "cpp_compiler",
     "cuda_lazy_call",
     "default_store",
     "expired",
@@ -75,6 +76,7 @@ __all__ = [
     "fused_adam_",
     "fused_adamw_",
     "fused_sgd_",
+    "graph_errors",
     "in_backward",
     "keeps_graph",
     "lacking_for",
@@ -270,6 +272,8 @@ ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch.nn.RNNBase._flat_weights", "recurrent modules built without memory", "recurrent modules"),
     Internal("torch.nn.RNNBase._flat_weight_refs", "recurrent modules built without memory", "recurrent modules"),
     Internal("torch._dynamo.list_backends", "deepspeed's accelerator interface", "that call"),
+    Internal("torch._dynamo.exc", "units that cannot be one graph are compiled in pieces", "Runtime(compile='blocks')"),
+    Internal("torch._inductor.cpp_builder", "whether there is a C++ compiler", "Runtime(compile='blocks') on the CPU"),
     Internal("torch.compiler.disable._torchdynamo_disable", "what is hidden from the compiler", "it is hidden twice"),
     Internal(
         "torch.optim.lr_scheduler.LRScheduler._update_lr",
@@ -488,6 +492,20 @@ def call_instead(module: nn.Module, call: Callable[..., Any] | None) -> Callable
     else:
         module._compiled_call_impl = call  # pyright: ignore
     return before
+
+
+def graph_errors() -> tuple[type[Exception], ...]:
+    """What ``torch.compile`` raises where it cannot make one graph of a function, or another one of it."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that ``torch.compile`` takes; raises where there is none."""
+    from torch._inductor import cpp_builder
+
+    return cpp_builder.get_cpp_compiler()
 
 
 def version_of(tensor: Tensor) -> int | None:

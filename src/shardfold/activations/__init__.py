@@ -7,6 +7,7 @@
     replaced            a module whose forward is replaced for an activation mode
     saved_tensors       saved tensors moved out behind a forward and back ahead of backward; and counted
     selective           results of a forward that ``select`` keeps for the recomputation
+    unit_graphs         forwards of units as compiled graphs, which units of one kind share
     _encoded            saved tensors that stay on the device in fewer bits
     _fit                fit: measuring passes, then one mode per unit within a budget of bytes
     _knapsack           one mode per unit: least time within a budget of bytes

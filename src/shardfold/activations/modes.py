@@ -35,6 +35,7 @@ from shardfold.activations.profile import Spot
 from shardfold.activations.recompute import KEPT, recomputing, without_filling
 from shardfold.activations.replaced import ReplacedForward
 from shardfold.activations.saved_tensors import Movers, counted, held
+from shardfold.activations.unit_graphs import UnitGraphs
 from shardfold.errors import ConfigError, ModelError
 from shardfold.nn.axis_group import AxisGroup
 from shardfold.plan.axes import Mesh
@@ -44,7 +45,7 @@ from shardfold.plan.rules import EVERYTHING, Patterns, pairs, text_of
 from shardfold.sharding.pickling import replace_forward, restore_forward
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tiers import Tiers
-from shardfold.torch_internals import in_backward
+from shardfold.torch_internals import NormBase, in_backward
 
 __all__ = ["MODES", "Activations", "Replacements", "in_table"]
 
@@ -78,23 +79,27 @@ class Replacements:
         given: the engine's argument: a mode, an :class:`Activations`, or ordered rules of these.
         tiers: that what autograd saves may rest in.
         mesh: the axes that inputs may be split over.
+        graphs: what compiles units; None: nothing does.
 
     Attributes:
         places: of the units that have a mode.
 
     Raises:
-        ConfigError: the rules are none, or a mode is unknown.
+        ConfigError: the rules are none, a mode is unknown, or what is to be measured is to be compiled.
         LayoutError: inputs are to be split over an axis that is none of tensor.
         ModelError: a rule matches no module.
     """
 
-    def __init__(self, model: nn.Module, given: Any, tiers: Tiers, mesh: Mesh) -> None:
+    def __init__(
+        self, model: nn.Module, given: Any, tiers: Tiers, mesh: Mesh, graphs: UnitGraphs | None = None
+    ) -> None:
         rules = pairs(given, "activations", (str, Activations), "mode")
-        self._model = model
+        self._model, self._graphs = model, graphs
         self._values = [Activations.named(value) for _, value in rules]
         self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
         self._patterns.check(model)
         self.places: list[ReplacedForward] = []
+        self._regions: list[nn.Module] = []  # what is compiled
         self._elsewhere = False  # stages of other ranks have places, so that this one may have none
         self._movers = Movers(model, tiers)
         self._units: Sequence[Unit] = ()
@@ -110,6 +115,11 @@ class Replacements:
                 raise ConfigError(
                     f"the rules of activations= have {' and '.join(map(repr, budgets.values()))}: a device has one "
                     "budget, so give all of these rules the same."
+                )
+            if graphs is not None:
+                raise ConfigError(
+                    f"activations={next(iter(budgets.values()))!r} measures what runs, which compile= in Runtime "
+                    "compiles: name a mode instead, or leave compile out."
                 )
             self._chooser = ModeChooser(*budgets.popitem(), self._device, self._movers.tally, self._put)
 
@@ -147,11 +157,17 @@ class Replacements:
             for place in self.places:
                 place.plan(self._spot(place) if place.given.tile is None else None)
             self._chooser.follow([place.spot for place in self.places if place.spot], self._movers.stays)
+        self._regions = self._compilable(units, self.places)
         self._put()
 
     def check(self, cuts: Sequence[Any]) -> None:
         """Raises what :meth:`attach` would of units that are made of these cuts, while the model is as it was."""
-        self._find(cuts)
+        places = self._find(cuts)
+        if self._graphs is not None and not self._elsewhere and not self._compilable(cuts, places):
+            raise ModelError(
+                "Runtime(compile=...) applies to no unit of this model, in which nothing but single layers was found: "
+                "name its blocks with Init(units=...), or leave it out."
+            )
 
     def finds(self, cuts: Sequence[Any]) -> bool:
         """Whether there is a place in them; True where :meth:`check` tells what is wrong with one."""
@@ -178,9 +194,14 @@ class Replacements:
     def _put(self) -> None:
         """Puts the forwards of the present modes in place."""
         measuring = self._chooser is not None and self._chooser.measuring
+        regions = {id(module): module for module in self._regions}
+        if self._graphs is not None:
+            self._graphs.begin()
         for place in self.places:
             restore_forward(place.module)
-            own = place.module.forward
+            own, graph = place.module.forward, None
+            if self._graphs is not None and regions.pop(id(place.module), None) is not None:
+                own, graph = self._compiled(self._graphs, place)
             if place.spot is not None:
                 own = without_filling(own)
                 if self._chooser is not None and measuring:
@@ -191,12 +212,38 @@ class Replacements:
                 given = place.current
                 room = self._rooms.setdefault(given, SliceBuffer(given.contiguous)) if given.contiguous else None
                 slicer = self._slicers.get(given.over)
-                again = recomputing(place, own, self._needs, self._movers, whole=measuring, slicer=slicer, room=room)
-                replace_forward(place.module, again)
+                replace_forward(
+                    place.module,
+                    recomputing(
+                        place, own, self._needs, self._movers, whole=measuring, slicer=slicer, room=room, graph=graph
+                    ),
+                )
             elif place.current.tile is not None:
                 replace_forward(place.module, tiling(place, own, place.current.tile, self._needs))
             elif place.spot is not None:
                 replace_forward(place.module, own)
+        for module in regions.values():
+            restore_forward(module)
+            if self._graphs is not None:
+                replace_forward(module, self._graphs.forward(module, module.forward))
+
+    def _compiled(self, graphs: UnitGraphs, place: ReplacedForward) -> tuple[Any, Any]:
+        """The forward of a place that is compiled, and under ``select`` what keeps and makes again in the graph, where
+        nobody else can choose."""
+        own, given = place.module.forward, place.current
+        if given.mode != "select":
+            return graphs.forward(place.module, own), None
+        apart = given.over in self._slicers or given.inputs != "device"
+        if apart or any(isinstance(module, NormBase) for module in place.inner):  # see ``recomputing``
+            return own, None
+        return graphs.forward(place.module, own), graphs.forward(place.module, own, KEPT | set(given.kept))
+
+    def _compilable(self, units: Sequence[Any], places: Sequence[ReplacedForward]) -> list[nn.Module]:
+        """What is compiled of these units, in which there are these places."""
+        if self._graphs is None:
+            return []
+        tops = [module for unit in units if not unit.spec.root for module in unit.modules]
+        return self._graphs.regions([*tops, *(place.module for place in places if not place.unit.spec.root)])
 
     def _spot(self, place: ReplacedForward) -> Spot:
         given = place.given
@@ -224,9 +271,9 @@ class Replacements:
 
     def remove(self) -> None:
         """Gives every module its own forward."""
-        for place in self.places:
-            restore_forward(place.module)
-        self.places = []
+        for module in (*(place.module for place in self.places), *self._regions):
+            restore_forward(module)
+        self.places, self._regions = [], []
         self._rooms.clear()
 
     # -- a budget
@@ -303,7 +350,7 @@ class Replacements:
         left = {n: mode for n, mode in self.described().items() if not lines or "left to" in mode}
         if left:
             lines += ["activations (of all others: keep):", *(f"  {name:<28}  {mode}" for name, mode in left.items())]
-        return lines
+        return [*lines, *(self._graphs.explained() if self._graphs is not None else ())]
 
     def _search(self, units: Sequence[Any]) -> Iterator[ReplacedForward]:
         rule = self._patterns.assign(self._model)

@@ -22,7 +22,7 @@ from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten, version_of
 
-__all__ = ["KEPT", "recomputing", "without_filling"]
+__all__ = ["KEPT", "recomputing", "selective", "without_filling"]
 
 SMALL = 64 * 1024
 """Bytes of the largest buffer that a forward may change, such as running statistics, and be recomputed as it was."""
@@ -61,12 +61,13 @@ def recomputing(
     whole: bool,
     slicer: Slicer | None = None,
     room: SliceBuffer | None = None,
+    graph: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """``whole``: torch.compile does not look into it. ``slicer``: cuts what is kept of inputs, None: it is kept whole.
-    ``room``: where slices lie, None: each for itself."""
+    ``room``: where slices lie, None: each for itself. ``graph``: does the same as one compiled graph."""
     given = place.current
     kept = KEPT | set(place.current.kept) if place.current.mode == "select" else frozenset[Any]()
-    compiled: dict[str, Any] = {"context_fn": partial(_selective, kept), **SELECTS} if kept else {}
+    compiled: dict[str, Any] = {"context_fn": partial(selective, kept), **SELECTS} if kept else {}
     statistics = any(isinstance(module, NormBase) for module in place.inner)
 
     @wraps(forward)
@@ -78,6 +79,8 @@ def recomputing(
         left = place.leave(inside_checkpoint()) or place.leaves
         if left or any(_holds_something(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
+        if graph is not None:
+            return graph(*args, **kwargs)
         again = _RecomputedForward(place, forward, needs, (args, kwargs))
         if slicer is not None:
             again.cut(slicer, room)
@@ -104,7 +107,7 @@ def recomputing(
     return torch.compiler.disable(run) if statistics or whole or apart else run
 
 
-def _selective(kept: frozenset[Any]) -> Any:
+def selective(kept: frozenset[Any]) -> Any:
     """What torch.compile takes for its graphs, in which nothing is changed in place: results of ``kept`` are not made
     again."""
 

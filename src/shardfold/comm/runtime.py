@@ -14,7 +14,8 @@ __all__ = ["Runtime"]
 @known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Where an engine runs and how it watches over its ranks; no number of a training depends on it.
+    """Where an engine runs and how it watches over its ranks; no number of a training depends on it, but for the
+    rounding of what is compiled.
 
     Attributes:
         device: None: this local rank's GPU, or other accelerator, if there is one, else the CPU. One without a number,
@@ -22,6 +23,8 @@ class Runtime:
         timeout: seconds until a collective that does not finish raises.
         desync_timeout: seconds until ranks that run parts of the model in contradicting orders raise.
         debug: freed memory is filled with NaN instead, so that stale aliases show.
+        compile: ``"blocks"``: the forward of each unit that is more than one layer is compiled, and units of one kind
+            share a graph; ``"blocks:aot_eager"`` by another backend of ``torch.compile`` than inductor. None: nothing.
 
     Examples:
         >>> on_the_cpu = sf.Engine(nn.Linear(8, 8), optimizer=adam, runtime=sf.Runtime(device="cpu", timeout=60.0))
@@ -33,3 +36,4 @@ class Runtime:
     timeout: float = 1800.0
     desync_timeout: float = 10.0
     debug: bool = False
+    compile: str | None = None

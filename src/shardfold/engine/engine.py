@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from shardfold import accelerator
 from shardfold.activations.modes import Activations, Replacements, in_table
+from shardfold.activations.unit_graphs import UnitGraphs
 from shardfold.checkpoint.collect import check_slices
 from shardfold.checkpoint.folders import check_place
 from shardfold.checkpoint.load import LoadReport, load
@@ -223,6 +224,7 @@ class Engine:
         place, size = pick_device(runtime.device), self.overlap.bucket_bytes
         table = planned.first if planned else table_of(layout, offload, model, precision, mesh, place, size)
         table, activations = in_table(table, None if planned else activations)
+        graphs = UnitGraphs.named(runtime.compile, place)
         announce(model.parameters(), "an engine of their model")
         waits = runtime.desync_timeout, runtime.timeout
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
@@ -240,7 +242,7 @@ class Engine:
                 rules = self._read_rules(model, precision, table, data_mesh, held)
                 tiers = Tiers(DeviceTier(place, debug=runtime.debug))
                 held.callback(tiers.close)
-                self._replaced = Replacements(model, activations, tiers, data_mesh.sizes)
+                self._replaced = Replacements(model, activations, tiers, data_mesh.sizes, graphs)
                 versions = self._check_stages(choice, sizes, data_mesh, accumulate, parallel.sequence_parallel)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 made = self._share(model, optimizer, lr_schedule, rules, data_mesh, agreement, tiers, staged, held)

@@ -20,6 +20,7 @@ from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.nn.axis_group import OneRank
 from shardfold.parallel.sequence import SequenceAxis, whole_attention
 from shardfold.plan.axes import Role
+from shardfold.torch_internals import untraced_from_call
 
 __all__ = ["Attention", "follow", "open_sequence", "refuse_options"]
 
@@ -211,6 +212,7 @@ def _name_attention(config: Any, name: Any) -> None:
     config._attn_implementation = name
 
 
+@untraced_from_call
 def _attend(
     module: nn.Module,
     query: Tensor,

@@ -27,7 +27,7 @@ from shardfold.parallel.kernels import wide
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import check_heads, ulysses_attention
 from shardfold.plan.checks import described, is_number, known_arguments
-from shardfold.torch_internals import in_backward
+from shardfold.torch_internals import in_backward, untraced_from_call
 
 __all__ = ["CHOICES", "SequenceAxis", "check_choice", "sequence_shard", "whole_attention"]
 
@@ -139,6 +139,7 @@ class SequenceAxis:
 
     # -- passes
 
+    @untraced_from_call
     def attend(
         self,
         query: Tensor,

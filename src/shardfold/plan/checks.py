@@ -153,7 +153,7 @@ call knows the first is meant."""
 
 GROUPS: Mapping[str, tuple[str, Collection[str]]] = {
     "parallel": ("sf.Parallel(", ("mesh", "tensor", "sequence_parallel", "attention", "pipeline", "stages")),
-    "runtime": ("sf.Runtime(", ("device", "timeout", "desync_timeout", "debug")),
+    "runtime": ("sf.Runtime(", ("device", "timeout", "desync_timeout", "debug", "compile")),
     "init": ("sf.Init(", ("weights", "seed", "units")),
     "clip_norm": ("sf.Clip(", ("clip",)),
     "layout": ("sf.PRESETS['zero3'].replace(outer=sf.Outer(", ("outer",)),

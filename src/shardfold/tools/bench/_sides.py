@@ -238,12 +238,13 @@ def _own_optimizer(settings: Settings) -> dict[str, Any]:
 def engine(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
     from shardfold.comm.runtime import Runtime
     from shardfold.engine.engine import Engine
-    from shardfold.plan.program_passes import Overlap
+    from shardfold.plan.rewrites import Overlap
 
     nodes = contender.nodes if settings.link is None else NODES
     mesh = {"inter": nodes, "intra": settings.ranks // nodes}
     where: dict[str, Any] = {"device": device, **({"compile": contender.compiled} if contender.compiled else {})}
-    overlap: Any = contender.overlap
+    alone = {"bucket": None} if settings.job == "units" else {}  # it is about what a unit takes
+    overlap: Any = {**contender.overlap, **alone}
     own = Engine(
         model,
         optimizer=optimizer_of(settings),
@@ -254,7 +255,6 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
         overlap=Overlap(**overlap),
         offload=contender.offload or None,
         clip_norm=settings.clip_norm or None,
-        overlap=Overlap(bucket=None) if settings.job == "units" else None,  # it is about what a unit takes
     )
 
     def compute(batch: Batch) -> Tensor:
