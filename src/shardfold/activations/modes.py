@@ -33,14 +33,13 @@ from shardfold.activations._tiles import tiling
 from shardfold.activations.partitioned_inputs import Along, SliceBuffer, Slicer, tensor_axis
 from shardfold.activations.profile import Spot
 from shardfold.activations.recompute import KEPT, recomputing, without_filling
-from shardfold.activations.replaced import ReplacedForward
+from shardfold.activations.replaced import ReplacedForward, ReplacedProducts
 from shardfold.activations.saved_tensors import Movers, counted, held
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import ENCODED, MODES, Activations, Layout
 from shardfold.plan.report import SavedReport, SavedRow
 from shardfold.plan.rules import EVERYTHING, Patterns, pairs, text_of
-from shardfold.sharding.pickling import replace_forward, restore_forward
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tiers import Tiers
 from shardfold.torch_internals import in_backward
@@ -77,8 +76,10 @@ class Replacements:
         given: the engine's argument: a mode, an :class:`Activations`, or ordered rules of these.
         tiers: that what autograd saves may rest in.
         mesh: the axes that inputs may be split over.
+        products: of linear layers.
 
     Attributes:
+        products: they come and go with the places.
         places: of the units that have a mode.
 
     Raises:
@@ -87,9 +88,9 @@ class Replacements:
         ModelError: a rule matches no module.
     """
 
-    def __init__(self, model: nn.Module, given: Any, tiers: Tiers, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, given: Any, tiers: Tiers, mesh: Mesh, products: ReplacedProducts) -> None:
         rules = pairs(given, "activations", (str, Activations), "mode")
-        self._model = model
+        self._model, self.products = model, products
         self._values = [Activations.named(value) for _, value in rules]
         self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
         self._patterns.check(model)
@@ -139,6 +140,7 @@ class Replacements:
             ModelError: parts of what is recomputed have a mode of their own, or nothing has the mode that is asked for.
         """
         self.remove()
+        self.products.attach()
         self.places = self._find(units)
         self._units, self._needs = units, needs
         self._movers.follow([storage for unit in units for storage in unit.storages()])
@@ -178,24 +180,24 @@ class Replacements:
         """Puts the forwards of the present modes in place."""
         measuring = self._planner is not None and self._planner.measuring
         for place in self.places:
-            restore_forward(place.module)
+            place.restore()
             own = place.module.forward
             if place.spot is not None:
                 own = without_filling(own)
                 if self._planner is not None and measuring:
                     own = _looked_at(place, place.spot, own, self._planner)
             if place.current.mode in MOVED:
-                replace_forward(place.module, _moving(place, own, self._movers))
+                place.replace(_moving(place, own, self._movers))
             elif place.current.mode in RECOMPUTED:
                 given = place.current
                 room = self._rooms.setdefault(given, SliceBuffer(given.contiguous)) if given.contiguous else None
                 slicer = self._slicers.get(given.over)
                 again = recomputing(place, own, self._needs, self._movers, whole=measuring, slicer=slicer, room=room)
-                replace_forward(place.module, again)
+                place.replace(again)
             elif place.current.tile is not None:
-                replace_forward(place.module, tiling(place, own, place.current.tile, self._needs))
+                place.replace(tiling(place, own, place.current.tile, self._needs))
             elif place.spot is not None:
-                replace_forward(place.module, own)
+                place.replace(own)
 
     def _spot(self, place: ReplacedForward) -> Spot:
         given = place.given
@@ -225,7 +227,8 @@ class Replacements:
     def remove(self) -> None:
         """Gives every module its own forward."""
         for place in self.places:
-            restore_forward(place.module)
+            place.restore()
+        self.products.remove()
         self.places = []
         self._rooms.clear()
 
@@ -294,11 +297,11 @@ class Replacements:
 
     def explained(self) -> list[str]:
         """What happens in units, in lines of text."""
-        lines = self._planner.described() if self._planner is not None else []
+        products, lines = self.products.described(), self._planner.described() if self._planner is not None else []
         left = {n: mode for n, mode in self.described().items() if not lines or "left to" in mode}
         if left:
             lines += ["activations (of all others: keep):", *(f"  {name:<28}  {mode}" for name, mode in left.items())]
-        return lines
+        return [*products, *lines]
 
     def _search(self, units: Sequence[Any]) -> Iterator[ReplacedForward]:
         rule = self._patterns.assign(self._model)
