@@ -32,7 +32,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """Of this each side of a weight is one: kernels for fp8 take no others."""
 _EXPONENT = {E4M3: 8, E5M2: 15}  # of the largest number, which is 1.75 times that power of two in both formats
-_UP, _POWERS, _SMALLEST = 0x1FFFFF, 0x7F800000, 1 << 23  # of bits of fp32: from 1.75 to 2, exponents, 2^-126
+_DIGITS, _UP = 23, 0x1FFFFF  # bits of fp32 behind its exponent, and what of them is between 1.75 and 2
 
 
 def rounded(values: Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[Tensor, Tensor]:
@@ -48,8 +48,8 @@ def rounded(values: Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple
     """
     low, high = torch.aminmax(values) if dim is None else torch.aminmax(values, dim=dim, keepdim=True)
     most = torch.maximum(-low, high).float()
-    bits = ((most.view(torch.int32) + _UP) & _POWERS) - (_EXPONENT[dtype] << 23)
-    scale = bits.clamp(min=_SMALLEST).view(torch.float32) + (most - most)  # NaN, where that is not finite
+    exponent = ((most.view(torch.int32) + _UP) >> _DIGITS) - _EXPONENT[dtype]  # as fp32 has it, of which 1 is the least
+    scale = (exponent.clamp(min=1) << _DIGITS).view(torch.float32) + (most - most)  # NaN, where that is not finite
     wide = values if values.dtype is torch.bfloat16 else values.float()  # both have the exponents of every scale
     return (wide * scale.reciprocal().to(wide.dtype)).to(dtype).contiguous(), scale
 
@@ -68,7 +68,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool,
     Returns:
         ``(..., outputs)``, in the dtype of ``x``, or in autocast's.
     """
-    autocast = torch.is_autocast_enabled(x.device.type)
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     if not x.numel() or (x.dtype != weight.dtype and not autocast):
         return F.linear(x, weight, bias)  # nothing to multiply; what PyTorch refuses, it refuses here too
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype

@@ -122,7 +122,7 @@ class Fp8Layers:
 
     def described(self) -> list[str]:
         """What multiplies in fp8 and what does not, in lines of text; none where nothing is asked for."""
-        how = "by kernels of the device" if self._native else "emulated in fp32, as the device has no such products"
+        how = "torch._scaled_mm" if self._native else "emulated in fp32, as the device has no such products"
         lines = [
             f"products in {recipe} ({how}): {_shown(names)}; inputs and weights e4m3, gradients e5m2"
             for recipe, names in self._found.items()
@@ -155,9 +155,8 @@ def _obstacle(layer: nn.Linear, weight: Tensor) -> str:
 
 def _shown(names: Sequence[str]) -> str:
     """Names of layers; of those of blocks that are alike one, and how many there are."""
-    alike: dict[str, int] = {}
+    alike: dict[str, list[str]] = {}
     for name in names:
-        short = _NUMBER.sub("*", name)
-        alike[short] = alike.get(short, 0) + 1
-    said = [f"{name} x {count}" if "*" in name else name for name, count in alike.items()]
+        alike.setdefault(_NUMBER.sub("*", name), []).append(name)
+    said = [f"{short} x {len(each)}" if len(each) > 1 else each[0] for short, each in alike.items()]
     return ", ".join([*said[:SHOWN], *([f"and {len(said) - SHOWN} more"] if len(said) > SHOWN else [])])

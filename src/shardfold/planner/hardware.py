@@ -159,7 +159,9 @@ def _gpu(
 
 
 _A100 = "NVIDIA A100 datasheet (2021): 312 TFLOP/s in 16 bits, 19.5 in fp32, NVLink 300 GB/s each way; 200 Gbit/s a GPU"
-_H100 = "NVIDIA H100 datasheet (2023), SXM, dense: 989 TFLOP/s in 16 bits, 1979 in fp8, NVLink 450 GB/s each way; 400 Gbit/s"
+_H100 = (
+    "NVIDIA H100 datasheet (2023), SXM, dense: 989 TFLOP/s in 16 bits, 1979 in fp8, NVLink 450 GB/s; 400 Gbit/s a GPU"
+)
 _V100 = "NVIDIA V100 datasheet (2018), SXM2: 125 TFLOP/s in fp16, 15.7 in fp32, NVLink 150 GB/s each way; 100 Gbit/s"
 
 #: Devices that have names.
@@ -207,7 +209,18 @@ DEVICES: dict[str, Device] = {
             "NVIDIA Ada whitepaper (2022): fp16 and fp8 with fp32 sums; PCIe 4.0 x16, no NVLink; 10 Gbit/s",
             fp8=330.3,
         ),
-        _gpu("L4", 22.03, 121, 30.3, 300, 25, 3.1, 25, "NVIDIA L4 datasheet (2023), dense; PCIe 4.0 x16; 25 Gbit/s", fp8=242.5),
+        _gpu(
+            "L4",
+            22.03,
+            121,
+            30.3,
+            300,
+            25,
+            3.1,
+            25,
+            "NVIDIA L4 datasheet (2023), dense; PCIe 4.0 x16; 25 Gbit/s",
+            fp8=242.5,
+        ),
         _gpu(
             "MI300X",
             191.69,

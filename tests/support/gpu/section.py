@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[str, float]] = {
     "plans": ("Plans of whole steps", 0.15),
     "requests": ("The caching allocator, simulated and real", 0.05),
     "codes": ("Formats on the device", 0.03),
+    "products": ("Products in fp8", 0.05),
     "races": ("Streams that are delayed", 0.2),
     "marked": ("The tests that need a device", 0.1),
     "compared": ("`shardfold bench`", 0.3),
