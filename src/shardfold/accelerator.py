@@ -33,6 +33,7 @@ __all__ = [
     "indexed",
     "is_known",
     "lacking",
+    "multiplies_fp8",
     "multiplies_groups",
     "new_stream",
     "on",
@@ -334,3 +335,11 @@ def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cuda":
         return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether ``torch._scaled_mm`` has a kernel for e4m3 by e5m2 (AMD's first ones have other formats); on the CPU it
+    multiplies in fp32."""
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cpu"

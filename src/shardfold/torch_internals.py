@@ -97,6 +97,7 @@ __all__ = [
     "register_in_torchscript",
     "replace_backward",
     "replace_data_check",
+    "scaled_mm",
     "set_versions",
     "step_pre_hooks",
     "storage_key",
@@ -198,6 +199,7 @@ INTERNALS: tuple[Internal, ...] = (
     Internal("torch._foreach_copy_", "many small gradients in one call", _NOTHING),
     Internal("torch._foreach_mul_", "many small gradients in one call", _NOTHING),
     Internal("torch._foreach_zero_", "many small gradients in one call", _NOTHING),
+    Internal("torch._scaled_mm", "products in fp8", "precision='fp8'"),
     Internal("torch._fused_adamw_", "the blocked update", "AdamW"),
     Internal("torch._fused_adam_", "the blocked update", "Adam"),
     Internal("torch._fused_sgd_", "the blocked update", "SGD"),
@@ -542,6 +544,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 foreach_copy_: Callable[..., None] = _get("torch._foreach_copy_")
 foreach_mul_: Callable[..., None] = _get("torch._foreach_mul_")
 foreach_zero_: Callable[..., None] = _get("torch._foreach_zero_")
+scaled_mm: Callable[..., Tensor] = _get("torch._scaled_mm")
 fused_adamw_: Callable[..., None] = _get("torch._fused_adamw_")
 fused_adam_: Callable[..., None] = _get("torch._fused_adam_")
 fused_sgd_: Callable[..., None] = _get("torch._fused_sgd_")

@@ -37,7 +37,7 @@ def table() -> dict[str, dict[str, str]]:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.register_buffer("table", torch.ones(8))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.seen: dict[str, torch.dtype] = {}
@@ -68,7 +68,7 @@ def live(layout: str, precision: str, loaded: torch.dtype) -> dict[str, set[torc
 
         unit.gradients.make = record  # type: ignore[method-assign]
         sent.update(flat.dtype for flat in unit.shown.resting_flats())
-    out = engine(torch.ones(2, 8))
+    out = engine(torch.ones(2, 16))
     engine.backward(out.square().mean())
     engine.step()
     segments = [segment for unit in engine.units for segment in unit.trainable]

@@ -33,7 +33,7 @@ from shardfold.activations._tiles import tiling
 from shardfold.activations.partitioned_inputs import SliceBuffer, Slicer, tensor_axis
 from shardfold.activations.profile import Spot
 from shardfold.activations.recompute import KEPT, recomputing, without_filling
-from shardfold.activations.replaced import ReplacedForward
+from shardfold.activations.replaced import ReplacedForward, ReplacedProducts
 from shardfold.activations.saved_tensors import Movers, counted, held
 from shardfold.activations.unit_graphs import UnitGraphs
 from shardfold.errors import ConfigError, ModelError
@@ -79,9 +79,11 @@ class Replacements:
         given: the engine's argument: a mode, an :class:`Activations`, or ordered rules of these.
         tiers: that what autograd saves may rest in.
         mesh: the axes that inputs may be split over.
+        products: of linear layers.
         graphs: what compiles units; None: nothing does.
 
     Attributes:
+        products: they come and go with the places.
         places: of the units that have a mode.
 
     Raises:
@@ -91,15 +93,22 @@ class Replacements:
     """
 
     def __init__(
-        self, model: nn.Module, given: Any, tiers: Tiers, mesh: Mesh, graphs: UnitGraphs | None = None
+        self,
+        model: nn.Module,
+        given: Any,
+        tiers: Tiers,
+        mesh: Mesh,
+        products: ReplacedProducts,
+        graphs: UnitGraphs | None = None,
     ) -> None:
         rules = pairs(given, "activations", (str, Activations), "mode")
-        self._model, self._graphs = model, graphs
+        self._model, self.products, self._graphs = model, products, graphs
         self._values = [Activations.named(value) for _, value in rules]
         self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
         self._patterns.check(model)
         self.places: list[ReplacedForward] = []
         self._regions: list[nn.Module] = []  # what is compiled
+        self._graphed: list[tuple[nn.Module, Callable[..., Any]]] = []  # those that are no places, with their graphs
         self._elsewhere = False  # stages of other ranks have places, so that this one may have none
         self._movers = Movers(model, tiers)
         self._units: Sequence[Unit] = ()
@@ -150,6 +159,7 @@ class Replacements:
             ModelError: parts of what is recomputed have a mode of their own, or nothing has the mode that is asked for.
         """
         self.remove()
+        self.products.attach()
         self.places = self._find(units)
         self._units, self._needs = units, needs
         self._movers.follow([storage for unit in units for storage in unit.storages()])
@@ -195,10 +205,11 @@ class Replacements:
         """Puts the forwards of the present modes in place."""
         measuring = self._chooser is not None and self._chooser.measuring
         regions = {id(module): module for module in self._regions}
+        self._restore_regions()
         if self._graphs is not None:
             self._graphs.begin()
         for place in self.places:
-            restore_forward(place.module)
+            place.restore()
             own, graph = place.module.forward, None
             if self._graphs is not None and regions.pop(id(place.module), None) is not None:
                 own, graph = self._compiled(self._graphs, place)
@@ -207,25 +218,31 @@ class Replacements:
                 if self._chooser is not None and measuring:
                     own = _looked_at(place, place.spot, own, self._chooser)
             if place.current.mode in MOVED:
-                replace_forward(place.module, _moving(place, own, self._movers))
+                place.replace(_moving(place, own, self._movers))
             elif place.current.mode in RECOMPUTED:
                 given = place.current
                 room = self._rooms.setdefault(given, SliceBuffer(given.contiguous)) if given.contiguous else None
                 slicer = self._slicers.get(given.over)
-                replace_forward(
-                    place.module,
+                place.replace(
                     recomputing(
                         place, own, self._needs, self._movers, whole=measuring, slicer=slicer, room=room, graph=graph
-                    ),
+                    )
                 )
             elif place.current.tile is not None:
-                replace_forward(place.module, tiling(place, own, place.current.tile, self._needs))
+                place.replace(tiling(place, own, place.current.tile, self._needs))
             elif place.spot is not None:
-                replace_forward(place.module, own)
-        for module in regions.values():
-            restore_forward(module)
-            if self._graphs is not None:
-                replace_forward(module, self._graphs.forward(module, module.forward))
+                place.replace(own)
+        if self._graphs is not None:
+            for module in regions.values():
+                forward = self._graphs.forward(module, module.forward)
+                replace_forward(module, forward)
+                self._graphed.append((module, forward))
+
+    def _restore_regions(self) -> None:
+        """What is compiled and is no place runs its own forward again."""
+        for module, forward in self._graphed:
+            restore_forward(module, forward)
+        self._graphed = []
 
     def _compiled(self, graphs: UnitGraphs, place: ReplacedForward) -> tuple[Any, Any]:
         """The forward of a place that is compiled, and under ``select`` what keeps and makes again in the graph, where
@@ -271,8 +288,10 @@ class Replacements:
 
     def remove(self) -> None:
         """Gives every module its own forward."""
-        for module in (*(place.module for place in self.places), *self._regions):
-            restore_forward(module)
+        for place in self.places:
+            place.restore()
+        self._restore_regions()
+        self.products.remove()
         self.places, self._regions = [], []
         self._rooms.clear()
 
@@ -350,7 +369,8 @@ class Replacements:
         left = {n: mode for n, mode in self.described().items() if not lines or "left to" in mode}
         if left:
             lines += ["activations (of all others: keep):", *(f"  {name:<28}  {mode}" for name, mode in left.items())]
-        return [*lines, *(self._graphs.explained() if self._graphs is not None else ())]
+        graphs = self._graphs.explained() if self._graphs is not None else ()
+        return [*self.products.described(), *lines, *graphs]
 
     def _search(self, units: Sequence[Any]) -> Iterator[ReplacedForward]:
         rule = self._patterns.assign(self._model)

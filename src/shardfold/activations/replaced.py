@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import nn
 
 from shardfold.activations.profile import Spot
 from shardfold.plan.layout import Activations
+from shardfold.sharding.pickling import replace_forward, restore_forward
 from shardfold.sharding.unit import Unit
 
-__all__ = ["ReplacedForward"]
+__all__ = ["ReplacedForward", "ReplacedProducts"]
+
+
+class ReplacedProducts(Protocol):
+    """What puts products of its own in place of linear layers', below what activations put around modules."""
+
+    def attach(self) -> None: ...
+    def remove(self) -> None: ...
+    def described(self) -> list[str]: ...
 
 
 @dataclass(eq=False)
@@ -26,6 +37,7 @@ class ReplacedForward:
         current: what holds now: the same, or what a budget chose.
         spot: where there is a budget: what is planned for it.
         compared: ranks that its inputs are split over have compared them.
+        put: the forward that runs in place of its own.
     """
 
     path: str
@@ -36,6 +48,7 @@ class ReplacedForward:
     left: bool = False
     spot: Spot | None = None
     compared: bool = False
+    put: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         self.inner = list(self.module.modules())
@@ -43,6 +56,17 @@ class ReplacedForward:
     @property
     def current(self) -> Activations:
         return self.given if self.spot is None else self.given.chosen(self.spot.mode)
+
+    def replace(self, forward: Callable[..., Any]) -> None:
+        """It runs ``forward`` from now on."""
+        self.put = forward
+        replace_forward(self.module, forward)
+
+    def restore(self) -> None:
+        """It runs its own again."""
+        if self.put is not None:
+            restore_forward(self.module, self.put)
+        self.put = None
 
     def plan(self, spot: Spot | None) -> None:
         """What is planned for it."""

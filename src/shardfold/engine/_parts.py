@@ -31,6 +31,7 @@ from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip
+from shardfold.numerics.fp8_layers import Fp8Layers
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.sharded import ShardedOptimizer
@@ -230,6 +231,7 @@ def _open_stages(sharded: ShardedModel, pipelined: Pipelined, options: PartOptio
     sharded.comm.job.same({"Parallel(pipeline=...)": options.order.told})
     staged.settle()
     dress(staged.skeleton.module, sharded.rules, *_casts(sharded))
+    Fp8Layers(staged.skeleton.module, sharded.rules, sharded.rules.precisions).attach()  # which counts what is saved
     staged.attach()
     held.callback(staged.close)
     held.callback(pipelined.attach())

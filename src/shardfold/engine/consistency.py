@@ -88,7 +88,7 @@ def _entries(layout: Layout) -> list[str]:
 
 def _besides(precisions: Sequence[Precision]) -> list[str]:
     """A text for each part of the precision, of every rule, that is no dtype of a table."""
-    names = ("autocast", "buffers", "outputs", "rounding")
+    names = ("autocast", "buffers", "outputs", "rounding", "linear")
     return [f"precision.{name}={', '.join(str(getattr(each, name)) for each in precisions)}" for name in names]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from logging import getLogger
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,6 +75,7 @@ from shardfold.engine.rounds import Rounds
 from shardfold.engine.stats import Stats
 from shardfold.errors import ConfigError, UsageError
 from shardfold.numerics.clipping import Clip, one_clip
+from shardfold.numerics.fp8_layers import Fp8Layers
 from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.optim.fused import num_moments
 from shardfold.optim.requirements import build, check_delayed, check_rounding, check_speculation, check_tier
@@ -126,6 +128,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "engine_of"]
 
+LOG = getLogger("shardfold")
 Kind = TypeVar("Kind")
 
 
@@ -242,7 +245,8 @@ class Engine:
                 rules = self._read_rules(model, precision, table, data_mesh, held)
                 tiers = Tiers(DeviceTier(place, debug=runtime.debug))
                 held.callback(tiers.close)
-                self._replaced = Replacements(model, activations, tiers, data_mesh.sizes, graphs)
+                layers = Fp8Layers(model, rules, rules.precisions, native=accelerator.multiplies_fp8(place))
+                self._replaced = Replacements(model, activations, tiers, data_mesh.sizes, layers, graphs)
                 versions = self._check_stages(choice, sizes, data_mesh, accumulate, parallel.sequence_parallel)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 made = self._share(model, optimizer, lr_schedule, rules, data_mesh, agreement, tiers, staged, held)
@@ -437,6 +441,8 @@ class Engine:
         self._replicated, self._stepper, self._pipelined = parts.replicated, parts.stepper, parts.pipelined
         self._reports, self.alarm, self._clock = parts.reports, parts.alarm, parts.clock
         self.saver, self._base, self._loads = parts.saver, parts.base, 0
+        if self.rank == 0 and (said := self._replaced.products.described()):
+            LOG.info("%s", "\n".join(said))
 
     # -- what there is
 

@@ -56,7 +56,7 @@ def peak_of(given: Any, device: torch.device, policy: Precision) -> PeakFlops:
 
 
 def _dtype(policy: Precision) -> str:
-    return policy.autocast or policy.compute
+    return "fp8" if policy.linear else policy.autocast or policy.compute
 
 
 def _rate(device: Device, policy: Precision) -> PeakFlops:

@@ -136,6 +136,7 @@ class Forward:
         begins: the stream, behind this embedding.
         path: of the module, for messages.
         parts: of the model's tensors, to which columns add what they give.
+        product: of input, weight and bias of a linear layer, in place of its own; None: its own.
     """
 
     module: nn.Module
@@ -150,6 +151,17 @@ class Forward:
     begins: bool = False
     path: str = ""
     parts: Parts = field(default_factory=Parts)
+    product: Callable[..., Tensor] | None = None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Of the matrix that this rank multiplies by."""
+        weight: Any = self.module.weight
+        return (len(self.rows) or weight.shape[0], weight.shape[1])
+
+    def multiply_by(self, product: Callable[..., Tensor] | None) -> None:
+        """A linear layer computes ``product(x, weight, bias)`` from now on; None: what its class does."""
+        self.product = product
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args:  # its first argument is given by name
@@ -191,8 +203,11 @@ class Forward:
         return weight.shape[0 if is_transposed(self.module) else 1]
 
     def _own(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        forward: Any = type(self.module).forward
-        return forward(self.module, x, *args, **kwargs)
+        module: Any = self.module
+        if self.product is not None:
+            return self.product(x, module.weight, module.bias)
+        forward: Any = type(module).forward
+        return forward(module, x, *args, **kwargs)
 
     def _column(self, x: Tensor) -> Tensor:
         return self._own(self._given(x) if x.is_floating_point() else x)  # an embedding gets numbers
@@ -226,7 +241,7 @@ class Forward:
         x, rows = self._given(x), list(self.rows)
         bias = module._parameters.get("bias")
         # Through the values as they are now: an engine may have just gathered them.
-        return F.linear(x, module.weight[rows], None if bias is None else bias[rows])
+        return (self.product or F.linear)(x, module.weight[rows], None if bias is None else bias[rows])
 
     def _row(self, x: Tensor) -> Tensor:
         module: Any = self.module
@@ -234,7 +249,7 @@ class Forward:
         if bias is None:
             return self._leave(self._own(x))
         weight = module.weight.t() if is_transposed(module) else module.weight
-        y = self._leave(F.linear(x, weight))
+        y = self._leave((self.product or F.linear)(x, weight, None))
         return y + bias.to(y.dtype)  # once
 
     def _experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ def regrouped(names: Sequence[str], known: Collection[str]) -> str:
     none, or the ``known`` are no engine's arguments.
 
     Examples:
-        >>> sf.plan.known_arguments.regrouped(["mesh", "seed", "tensor"], ["parallel", "runtime", "init"])
+        >>> sf.plan.checks.regrouped(["mesh", "seed", "tensor"], ["parallel", "runtime", "init"])
         'parallel=sf.Parallel(mesh=..., tensor=...)'
     """
     if not {"parallel", "runtime", "init"} <= {*known}:

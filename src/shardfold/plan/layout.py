@@ -68,6 +68,8 @@ UNTIL = ("backward", "step")
 ROLES = ("compute", "grads", "reduce", "master", "moments")
 """The dtype words of a table; :class:`Precision` says what they mean."""
 
+RECIPES = ("fp8", "fp8-rowwise")
+"""How products of linear layers are rounded; see :class:`Precision`."""
 STATES = ("params", "held", "grads", "master", "moments")
 ENCODED = ("packed", "int8")
 """Those of :data:`MODES` that keep what autograd saves in fewer bits."""
@@ -109,6 +111,9 @@ class Precision:
             is; its gradients enter the model in 16 bits again. ``"compute"``: it stays as the model gives it.
         rounding: of a bf16 master and its moments after each update: ``"nearest"``, or ``"stochastic"``, which moves
             weights also where an update is smaller than half of their last digit (arXiv 2010.06192).
+        linear: what the factors of products of linear layers are rounded to: ``"fp8"``, with a scale for each tensor;
+            ``"fp8-rowwise"``, with one for each row; None: they are in the dtype of ``compute`` or ``autocast``. See
+            ``numerics.fp8``.
         tf32: whether matrix products and convolutions of fp32 tensors may round their inputs to TF32 (10 bits) on
             NVIDIA GPUs, in the whole process while the engine lives; None: as PyTorch is set. On the CPU it does
             nothing.
@@ -129,6 +134,7 @@ class Precision:
     inputs: str = "compute"
     outputs: str = "fp32"
     rounding: str = "nearest"
+    linear: str | None = None
     tf32: bool | None = None
 
     @property
@@ -181,6 +187,15 @@ class Precision:
                 f"Precision.rounding is {self.rounding!r} with a master in {self.master}: it is 'nearest', or "
                 "'stochastic' with master='bf16'."
             )
+        if self.linear not in (None, *RECIPES):
+            raise LayoutError(
+                f"Precision.linear is {self.linear!r}, which is no recipe.{did_you_mean(str(self.linear), RECIPES)}"
+            )
+        if self.linear and self.compute == "fp64":
+            raise LayoutError(
+                f"Precision.linear is {self.linear!r} with compute 'fp64': it takes 'bf16', 'fp16' or 'fp32', of which "
+                "factors are rounded."
+            )
         if self.tf32 not in (None, True, False):
             raise LayoutError(f"Precision.tf32 is {self.tf32!r}: it is True, False, or None for PyTorch's setting.")
         if ITEMSIZE[self.master] < ITEMSIZE[self.compute]:
@@ -209,6 +224,8 @@ PRECISIONS: dict[str, Precision] = {
     "fp16": Precision(compute="fp16"),
     "bf16-autocast": Precision(autocast="bf16"),
     "fp16-autocast": Precision(autocast="fp16"),
+    "fp8": Precision(compute="bf16", linear="fp8"),
+    "fp8-rowwise": Precision(compute="bf16", linear="fp8-rowwise"),
     "bf16-pure": Precision(compute="bf16", grads="bf16", reduce="bf16", master="bf16", moments="bf16"),
 }
 

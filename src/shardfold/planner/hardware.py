@@ -102,8 +102,9 @@ class Device:
         return self.attention.get(dtype) or self.rate(dtype) * self.reached
 
     def rate(self, dtype: str) -> float:
-        """Floating-point operations per second of products of that dtype, as printed."""
-        for name in (dtype, "tf32" if dtype == "fp32" else "fp16", "fp32"):
+        """Floating-point operations per second of products of that dtype, as printed; without ``fp8``, of its
+        emulation in fp32."""
+        for name in (dtype, *(() if dtype == "fp8" else ("tf32" if dtype == "fp32" else "fp16",)), "fp32"):
             if name in self.flops and not (dtype == "fp32" and name == "tf32"):
                 return self.flops[name]
         return next(iter(self.flops.values()))
@@ -136,10 +137,13 @@ def _gpu(
     host: float,
     source: str,
     bf16: float | None = None,
+    fp8: float | None = None,
     **more: Any,
 ) -> Device:
-    """Rates in TFLOP/s and GB/s, memory in GiB."""
+    """Rates in TFLOP/s and GB/s, memory in GiB; ``fp8`` where ``torch._scaled_mm`` has e4m3 and e5m2."""
     flops = {"fp16": fp16 * 1e12, "fp32": fp32 * 1e12, "bf16": (fp16 if bf16 is None else bf16) * 1e12}
+    if fp8 is not None:
+        flops["fp8"] = fp8 * 1e12
     return Device(
         name=name,
         memory=memory * GIB,
@@ -154,7 +158,9 @@ def _gpu(
 
 
 _A100 = "NVIDIA A100 datasheet (2021): 312 TFLOP/s in 16 bits, 19.5 in fp32, NVLink 300 GB/s each way; 200 Gbit/s a GPU"
-_H100 = "NVIDIA H100 datasheet (2023), SXM, dense: 989 TFLOP/s in 16 bits, NVLink 450 GB/s each way; 400 Gbit/s a GPU"
+_H100 = (
+    "NVIDIA H100 datasheet (2023), SXM, dense: 989 TFLOP/s in 16 bits, 1979 in fp8, NVLink 450 GB/s; 400 Gbit/s a GPU"
+)
 _V100 = "NVIDIA V100 datasheet (2018), SXM2: 125 TFLOP/s in fp16, 15.7 in fp32, NVLink 150 GB/s each way; 100 Gbit/s"
 
 #: Devices that have names.
@@ -163,7 +169,7 @@ DEVICES: dict[str, Device] = {
     for device in (
         _gpu("A100-40G", 39.39, 312, 19.5, 1555, 300, 25, 25, _A100),
         _gpu("A100-80G", 79.14, 312, 19.5, 2039, 300, 25, 25, _A100),
-        _gpu("H100", 79.10, 989, 67, 3350, 450, 50, 50, _H100),
+        _gpu("H100", 79.10, 989, 67, 3350, 450, 50, 50, _H100, fp8=1979),
         _gpu(
             "H200",
             139.7,
@@ -174,6 +180,7 @@ DEVICES: dict[str, Device] = {
             50,
             50,
             "NVIDIA H200 datasheet (2024): 141 GB at 4.8 TB/s, rates as the H100's",
+            fp8=1979,
         ),
         _gpu("V100-16G", 15.77, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
         _gpu("V100-32G", 31.73, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
@@ -198,9 +205,21 @@ DEVICES: dict[str, Device] = {
             25,
             1.25,
             25,
-            "NVIDIA Ada whitepaper (2022): fp16 with fp32 sums; PCIe 4.0 x16, no NVLink; 10 Gbit/s",
+            "NVIDIA Ada whitepaper (2022): fp16 and fp8 with fp32 sums; PCIe 4.0 x16, no NVLink; 10 Gbit/s",
+            fp8=330.3,
         ),
-        _gpu("L4", 22.03, 121, 30.3, 300, 25, 3.1, 25, "NVIDIA L4 datasheet (2023), dense; PCIe 4.0 x16; 25 Gbit/s"),
+        _gpu(
+            "L4",
+            22.03,
+            121,
+            30.3,
+            300,
+            25,
+            3.1,
+            25,
+            "NVIDIA L4 datasheet (2023), dense; PCIe 4.0 x16; 25 Gbit/s",
+            fp8=242.5,
+        ),
         _gpu(
             "MI300X",
             191.69,

@@ -392,6 +392,9 @@ class PlannedRank:
         clip: the norm of the gradients is taken.
         behaviour: of the device.
         where: devices whose rates are known; None: they are not.
+
+    Raises:
+        ConfigError: the devices have no products in fp8, which ``precision`` has; of their emulation nothing is known.
     """
 
     mesh: Mapping[str, int] | Sequence[Axis] = ()
@@ -404,6 +407,14 @@ class PlannedRank:
     clip: bool = True
     behaviour: Behaviour = GPU
     where: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        device, precision = self.where and self.where.device, Precision.named(self.precision)
+        if device is not None and device.streams and precision.linear and "fp8" not in device.flops:
+            raise ConfigError(
+                f"a plan with products in {precision.linear} for {device.name}: it has none, and they are emulated in "
+                "fp32 there, which takes time and memory that no plan knows; plan bf16."
+            )
 
     @classmethod
     def on(cls, where: Cluster, division: Division = UNDIVIDED, **what: Any) -> PlannedRank:

@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from shardfold.activations.recompute import KEPT, without_filling
 from shardfold.activations.selective import Selection
 from shardfold.errors import ConfigError, ModelError, ShardfoldError
+from shardfold.numerics.fp8_layers import Fp8Layers
 from shardfold.parallel.pipeline.deferred import DeferredWeightGrads, Splits
 from shardfold.parallel.pipeline.stages import Borders, Stages
 from shardfold.plan.format import dtype_name
 from shardfold.plan.layout import Precision
+from shardfold.plan.rules import EVERYTHING, Patterns
 from shardfold.planner.given import fill, hollow, hollow_values, not_run
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.moved import MOVED, SMALLEST, PaperMovers
@@ -231,6 +233,7 @@ def _trace(
         if connect is not None:
             batch, undo = connect(made, batch, listener.sent)
             held.callback(undo)
+        _multiply_in_fp8(made, precision)
         values = hollow_values(batch, make)
         held.enter_context(fake)
         held.enter_context(listener.hooked(mode, precision, moving))
@@ -279,6 +282,7 @@ def trace_stage(
             borders = _borders(stages, batch, compute, precision, fake, make)
         stage = Stage(stages, lane.stage, borders)
         held.callback(stages.close)
+        _multiply_in_fp8(model, precision)
         values = hollow_values(batch, make)
         held.enter_context(fake)
         held.enter_context(listener.hooked(mode, precision, HERE))
@@ -315,6 +319,11 @@ def _borders(
             return found(hollow_values(batch, make))
     except ModelError:
         return found(hollow_values(batch, zeros))
+
+
+def _multiply_in_fp8(model: nn.Module, precision: Precision) -> None:
+    """Linear layers compute as under an engine of a device that has products in fp8."""
+    Fp8Layers(model, Patterns([EVERYTHING], "precision"), [precision]).attach()
 
 
 def _narrow(precision: Precision) -> torch.dtype | None:
@@ -439,7 +448,7 @@ class _Listener:
         _check_dtypes(name, args)
         flops, attention = _flops(name, args, out)
         first = next((v for v in tree_iter(args) if isinstance(v, Tensor)), None)
-        dtype = (dtype_name(first.dtype) if first is not None else None) or "fp32"
+        dtype = "fp8" if name == "_scaled_mm" else (dtype_name(first.dtype) if first is not None else None) or "fp32"
         self._work[dtype] = self._work.get(dtype, 0.0) + flops
         self._attention += attention
         if self._in_backward and (self._running_again or _is_forward(name)):
@@ -729,7 +738,7 @@ def _check_dtypes(name: str, args: Any) -> None:
 def _flops(name: str, args: Any, out: Any) -> tuple[float, float]:
     """Floating-point operations of a product, and those of them that are between tokens in attention."""
     shapes = [v.shape for v in tree_iter(args) if isinstance(v, Tensor)]
-    if name in ("mm", "_int_mm"):
+    if name in ("mm", "_int_mm", "_scaled_mm"):
         return 2.0 * shapes[0].numel() * shapes[1][-1], 0.0
     if name == "addmm":
         return 2.0 * shapes[1].numel() * shapes[2][-1], 0.0

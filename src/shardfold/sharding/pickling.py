@@ -34,13 +34,14 @@ _OWN_ANSWERS = ("__reduce_ex__", "__deepcopy__")
 
 class _Answers:
     """What a hooked module says when it is to be copied: itself, without the hooks whose ids are in ``hooks`` and
-    without the ``forward`` that was put in place of its own."""
+    without the forwards that were put in place of its own."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.hooks: set[int] = set()
-        self.forward: Any = None
-        self.own: Any = None  # the forward that the module itself, and not its class, had
+        # Forwards that were put there, each with what it stands in place of: None, or what the module itself, and not
+        # its class, had; the last runs, and may call the ones before.
+        self.forwards: list[tuple[Any, Any]] = []
 
     def reduce(self, protocol: Any) -> Any:
         module = _alive(self._module)
@@ -75,26 +76,20 @@ class _Answers:
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """The module runs ``forward`` in place of its own."""
-        self.forward, self.own = forward, module.__dict__.get("forward")
+        self.forwards.append((forward, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
 
-    def restore(self, module: nn.Module) -> None:
-        """It runs its own again, or what was put there since then."""
-        if module.__dict__.get("forward") is self.forward:
-            self.give_back(module)
-        self.forward = self.own = None
+    def restore(self, module: nn.Module, forward: Any) -> None:
+        """It runs what was there before ``forward`` again, or what was put there since then."""
+        own = next(own for each, own in self.forwards if each is forward)
+        if module.__dict__.get("forward") is forward:
+            _put(module, own)
+        self.forwards = [each for each in self.forwards if each[0] is not forward]
         self.leave(module)
-
-    def give_back(self, module: nn.Module) -> None:
-        """The forward of its own is where it was."""
-        if self.own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = self.own
 
     def leave(self, module: nn.Module) -> None:
         """Takes the answers off a module that has nothing left to hide."""
-        if not self.hooks and self.forward is None:
+        if not self.hooks and not self.forwards:
             for name in _OWN_ANSWERS:
                 module.__dict__.pop(name, None)
 
@@ -117,11 +112,17 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     _Answers.of(module).replace(module, forward)
 
 
-def restore_forward(module: nn.Module) -> None:
-    """Takes back :func:`replace_forward`; a forward that was put there since then stays."""
-    answers = _Answers.find(module)
-    if answers is not None and answers.forward is not None:
-        answers.restore(module)
+def restore_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Takes back :func:`replace_forward` by ``forward``; one that was put there since then stays."""
+    _Answers.of(module).restore(module, forward)
+
+
+def _put(module: nn.Module, forward: Any) -> None:
+    """The module itself has this forward; None: that of its class."""
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
 
 
 def copy_alone(parameter: nn.Parameter) -> None:
@@ -156,7 +157,7 @@ def _alive(reference: Callable[[], Any]) -> Any:
 def _without(module: nn.Module, answers: _Answers) -> Iterator[None]:
     """Inside, ``vars(module)`` is what it would be without the engine."""
     state = module.__dict__
-    replaced = answers.forward is not None and state.get("forward") is answers.forward
+    replaced = bool(answers.forwards) and state.get("forward") is answers.forwards[-1][0]
     names = (*_HOOK_DICTS, *_OWN_ANSWERS, *(("forward",) if replaced else ()))
     kept = {name: state[name] for name in names if name in state}
     for name in _OWN_ANSWERS:
@@ -165,7 +166,7 @@ def _without(module: nn.Module, answers: _Answers) -> Iterator[None]:
         if name in kept:
             state[name] = OrderedDict((key, hook) for key, hook in kept[name].items() if key not in answers.hooks)
     if replaced:
-        answers.give_back(module)
+        _put(module, answers.forwards[0][1])
     try:
         yield
     finally:

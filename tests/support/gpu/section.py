@@ -45,6 +45,7 @@ CHECKS: dict[str, Part] = {
     "plans": Part("Plans of whole steps", 0.15),
     "requests": Part("The caching allocator, simulated and real", 0.05),
     "codes": Part("Formats on the device", 0.03),
+    "products": Part("Products in fp8", 0.05),
     "races": Part("Streams that are delayed", 0.2),
     "marked": Part("The tests that need a device", 0.1),
     "compared": Part("`shardfold bench`", 0.3),

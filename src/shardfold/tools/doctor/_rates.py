@@ -35,7 +35,7 @@ from shardfold.errors import ShardfoldError
 from shardfold.plan.auto_wire import LOSSY
 from shardfold.plan.formats import format_named
 from shardfold.plan.program import COLLECTIVES
-from shardfold.plan.program_passes import Overlap
+from shardfold.plan.rewrites import Overlap
 from shardfold.planner.hardware import Device, Interconnect
 from shardfold.planner.memory import plan_memory
 from shardfold.planner.seconds import MEETS, Work, plan_seconds

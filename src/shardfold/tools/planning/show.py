@@ -148,7 +148,8 @@ def ranking(found: Ranking, where: Cluster, precision: str, recipe: str = "", pr
         f"{'micro-batch':>12}{'peak':>11}{'host':>11}"
         f"{'step':>12}{'samples/s':>11}{'tokens/s':>11}{'MFU':>6}{'waits':>7}"
     ]
-    rate = where.device.rate("bf16" if "bf16" in precision else "fp16" if "fp16" in precision else "fp32")
+    policy = Precision.named(precision)
+    rate = where.device.rate("fp8" if policy.linear else policy.autocast or policy.compute)
     shown: set[tuple[str, str, str]] = set()
     for each in found.found:
         candidate, seconds = each.candidate, each.seconds

@@ -319,7 +319,7 @@ class TrainConfig(RecipeSettings):
         description="In which order stages run their micro-batches, of which there are --accumulate: gpipe, 1f1b, "
         "interleaved:2, looped-bfs:2.",
     )
-    precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast"] = Field(
+    precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast", "fp8"] = Field(
         "fp32",
         description="Arithmetic of forward and backward: fp32, bf16, fp16 (under a loss scale), bf16-autocast, "
         "fp16-autocast; bf16-pure: all states in bf16 too.",

@@ -25,20 +25,15 @@ __all__ = ["GPT", "SIZES", "GPTConfig", "generate"]
 INIT_STD = 0.02
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """A linear map without bias, initialised from a normal distribution of width `std`."""
 
     def __init__(self, d_in: int, d_out: int, std: float = INIT_STD) -> None:
-        super().__init__()
-        self.std = std
-        self.weight = nn.Parameter(torch.empty(d_out, d_in))
-        self.reset_parameters()
+        self.std = std  # which the constructor reads by way of the next method
+        super().__init__(d_in, d_out, bias=False)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 class Embedding(nn.Module):
