@@ -292,7 +292,7 @@ class Runner:
     def foresee(self, *, failed: bool | None = None) -> None:
         """Between passes, all ranks at the same place: the others hear what this rank expects to do next, and where a
         step has just been taken in whose updates something may fail, whether this rank's have ``failed``."""
-        if self._pass is not None or self._outer or self.agreement.peers.size == 1:
+        if self._passes.run is not None or self._passes.nested or self.agreement.peers.size == 1:
             return
         what = self.agreement.next
         if what is not None or failed is not None:
@@ -693,7 +693,7 @@ class Runner:
             unit.gradients.end_pass(self.agreement.wait)
         self.comm.memory.forget_spares()
         self.visible.show()
-        if self._met and self._pass is None:
+        if self._met and self._passes.run is None:
             self._met = False
             self.foresee()
 
