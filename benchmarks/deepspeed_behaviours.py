@@ -53,15 +53,6 @@ d.get_float16_config({}).enabled, d.get_float16_config({"fp16": {"enabled": True
 d.get_float16_config({}).initial_scale_power, d.get_float16_config({}).hysteresis
 d.FP16, d.BFLOAT16, d.BFLOAT16_OLD
 """,
-    "utils.torch": """
-d.required_torch_version(min_version=2.0), d.required_torch_version(min_version="99.1")
-d.required_torch_version(max_version=1.0), d.required_torch_version(min_version=1.0, max_version=99)
-d.required_torch_version()
-d.is_functorch_transforming(), torch.func.grad(lambda x: x * d.is_functorch_transforming())(torch.tensor(1.0)).item()
-(lambda p, s: (d.register_grad_hook(p, lambda q: s.append(q.grad.item())), (p * 2).sum().backward(), s)[2])(nn.Parameter(torch.ones(1)), [])
-d.jit_script_compat(lambda x: x)(2)
-""",
-    "utils.exceptions": "issubclass(d.DeprecatedException, Exception)",
     "runtime.zero.leaf_module_config": """
 d.DEFAULT_LEAF_MODULE_CLASSES, d.DEFAULT_LEAF_MODULE_NAMES, d.DEFAULT_LEAF_MODULE_NAME_SUFFIXES
 (lambda c: (c.classes, c.names, c.name_suffixes))(d.DeepSpeedZeroLeafModuleConfig())

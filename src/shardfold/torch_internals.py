@@ -72,7 +72,6 @@ __all__ = [
     "foreach_zero_",
     "free_weak",
     "function_modes_are_on",
-    "functorch_stack",
     "fused_adam_",
     "fused_adamw_",
     "fused_sgd_",
@@ -224,7 +223,6 @@ INTERNALS: tuple[Internal, ...] = (
     ),
     Internal("torch.autograd.profiler._is_profiler_enabled", "names for collectives in traces", "several ranks"),
     Internal("torch._C._profiler._ExperimentalConfig", "all threads in a trace", "shardfold bench --timeline"),
-    Internal("torch._C._functorch.peek_interpreter_stack", "deepspeed.utils' name for it", "that call"),
     Internal("torch.cuda._lazy_call", "deepspeed's accelerator interface", "that call"),
     Internal("torch._has_compatible_shallow_copy_type", "assigning `.data` of a freed parameter", "that assignment"),
     Internal("torch._C._acc.DeviceGuard", "a device written in Python", SIMULATED),
@@ -604,10 +602,6 @@ AUTOCAST_KEYS: Any = _keys("AutocastPrivateUse1")
 def made_of_others(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation by PyTorch's kernel for all devices, which calls others."""
     return op._op_dk(_find("torch._C.DispatchKey.CompositeExplicitAutograd"), *args, **kwargs)
-
-
-functorch_stack: Callable[[], Any] = _get("torch._C._functorch.peek_interpreter_stack")
-"""What ``torch.func``'s transforms are under way; None outside of them."""
 
 
 def cuda_lazy_call(callback: Callable[[], Any]) -> None:

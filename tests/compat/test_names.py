@@ -58,7 +58,7 @@ def texts() -> list[str]:
 def test_the_names_in_the_docs_are_what_there_is():
     """Each name is a word of a file of tests, or among those of which only the signature is compared."""
     assert markdown(texts()) in (ROOT / "docs" / "from-deepspeed.md").read_text(encoding="utf-8"), (
-        "docs/from-deepspeed.md is behind: paste what shardfold.compat.deepspeed.api_text.markdown(texts()) returns"
+        "docs/from-deepspeed.md is behind: paste what tests.support.face_names.markdown(texts()) returns"
     )
 
 

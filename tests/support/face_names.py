@@ -68,11 +68,9 @@ MODULES: tuple[str, ...] = (
     "sequence.layer",
     "utils",
     "utils.comms_logging",
-    "utils.exceptions",
     "utils.groups",
     "utils.logging",
     "utils.timer",
-    "utils.torch",
     "utils.zero_to_fp32",
     "zero",
 )

@@ -62,6 +62,7 @@ __all__ = [
     "with_group",
 ]
 
+# -- groups of ranks that train apart
 
 GLOBAL, MOMENTUM, CHANGE = "outer_global", "outer_momentum", "outer_change"
 WORKER, SERVER = "signs_worker", "signs_server"
@@ -151,6 +152,9 @@ def lost_targets(
         values = segment.regions[region].values().zero_()
         if state in there:
             yield state, at, values
+
+
+# -- what one rank keeps, and what all share
 
 
 def collect(

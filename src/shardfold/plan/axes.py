@@ -43,6 +43,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import combinations, product
 from math import gcd, log, prod
 from typing import Any
@@ -267,7 +268,7 @@ class Mesh(Mapping[str, int]):
         """The axes of data on which ranks have the same values in every step."""
         return (*self.rare, *self.reading) if self.meets else self.reading
 
-    @property
+    @cached_property
     def stages(self) -> Axes:
         """The axes on which ranks have other layers: squares are summed over them too, whatever they are of."""
         return self.of_role(Role.PIPELINE)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import cached_property
 from math import prod
 from os import PathLike
 from typing import Any
@@ -488,7 +489,7 @@ class Layout:
     outer: Outer | None = None
     signs: Signs | None = None
 
-    @property
+    @cached_property
     def rest(self) -> Cell:
         """Where forward's parameters come from: ``params``, or ``master`` when there is no such copy."""
         return self.params or self.master
@@ -503,7 +504,7 @@ class Layout:
         """Whether what the first micro-batch of a step has gathered stays for all of them."""
         return self.held is not None and self.held.until == "step"
 
-    @property
+    @cached_property
     def comes_and_goes(self) -> bool:
         """Whether a unit's gathered parameters have memory of the device only while they are read."""
         return _away(self.rest)

@@ -45,7 +45,7 @@ class DeviceTier:
 
     def side(self) -> AbstractContextManager[object]:
         """What runs inside is queued beside the computation where there are streams; on the CPU it runs as it is."""
-        return accelerator.on(self._side)
+        return _NOTHING if self._side is None else accelerator.on(self._side)
 
     def after_compute(self) -> None:
         """The side stream waits for everything computed so far."""

@@ -11,7 +11,7 @@ One row per key. Reading, errors, the notes at start, ``shardfold explain --conf
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -60,6 +60,11 @@ def _noted(path: str, type: str, default: Any, why: str, **more: Any) -> Key:
 
 def _refused(path: str, type: str, default: Any, why: str, **more: Any) -> Key:
     return Key(path=path, kind=REFUSED, type=type, default=default, why=why, **more)
+
+
+def _within(section: str, *keys: Key) -> tuple[Key, ...]:
+    """Keys of a section, which are named without it."""
+    return tuple(replace(key, path=f"{section}.{key.path}") for key in keys)
 
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -220,66 +225,45 @@ PRECISION = (
     ),
 )
 
-ZERO = (
-    _honoured("zero_optimization.stage", "integer", 0, "the layout: 0 ddp, 1 zero1, 2 zero2, 3 zero3"),
-    _noted(
-        "zero_optimization.contiguous_gradients",
-        "boolean",
-        True,
-        "gradients are always written into flat buffers",
-        off=(None, True),
-    ),
-    _noted(
-        "zero_optimization.reduce_scatter",
-        "boolean",
-        True,
-        "the layout says which collective reduces",
-        off=(None, True),
-    ),
-    _noted("zero_optimization.reduce_bucket_size", "integer", 500_000_000, BUCKETS, low=1),
-    _noted("zero_optimization.use_multi_rank_bucket_allreduce", "boolean", True, BUCKETS, off=(None, True)),
-    _noted(
-        "zero_optimization.allgather_partitions",
-        "boolean",
-        True,
-        "updated parameters are always all-gathered",
-        off=(None, True),
-    ),
-    _noted("zero_optimization.allgather_bucket_size", "integer", 500_000_000, BUCKETS, low=0),
+ZERO = _within(
+    "zero_optimization",
+    _honoured("stage", "integer", 0, "the layout: 0 ddp, 1 zero1, 2 zero2, 3 zero3"),
+    _noted("contiguous_gradients", "boolean", True, "gradients are always written into flat buffers", off=(None, True)),
+    _noted("reduce_scatter", "boolean", True, "the layout says which collective reduces", off=(None, True)),
+    _noted("reduce_bucket_size", "integer", 500_000_000, BUCKETS, low=1),
+    _noted("use_multi_rank_bucket_allreduce", "boolean", True, BUCKETS, off=(None, True)),
+    _noted("allgather_partitions", "boolean", True, "updated parameters are always all-gathered", off=(None, True)),
+    _noted("allgather_bucket_size", "integer", 500_000_000, BUCKETS, low=0),
     _honoured(
-        "zero_optimization.overlap_comm",
+        "overlap_comm",
         "boolean",
         None,
         "false: a gradient is reduced before backward goes on. Absent or true, it may be on its way on a GPU",
     ),
     _honoured(
-        "zero_optimization.compute_grad_norm",
+        "compute_grad_norm",
         "boolean",
         True,
         "false: get_global_grad_norm() is None unless gradients are clipped; at stages 1 and 2 only",
     ),
-    _noted(
-        "zero_optimization.load_from_fp32_weights", "boolean", True, "masters are restored in fp32", off=(None, True)
-    ),
-    _noted("zero_optimization.elastic_checkpoint", "boolean", False, "every checkpoint loads on any number of ranks"),
-    _noted(
-        "zero_optimization.sub_group_size", "integer", 1_000_000_000, "the update goes in blocks of its own size", low=0
-    ),
+    _noted("load_from_fp32_weights", "boolean", True, "masters are restored in fp32", off=(None, True)),
+    _noted("elastic_checkpoint", "boolean", False, "every checkpoint loads on any number of ranks"),
+    _noted("sub_group_size", "integer", 1_000_000_000, "the update goes in blocks of its own size", low=0),
     _honoured(
-        "zero_optimization.offload_param.device",
+        "offload_param.device",
         "string",
         "none",
         "cpu, at stage 3: parameters, gradients and "
         "the optimizer's states rest in host memory; nvme: parameters in a file",
         choices=("none", "cpu", "nvme"),
     ),
-    _honoured("zero_optimization.offload_param.nvme_path", "path", None, "the folder of that file"),
-    _noted("zero_optimization.offload_param.buffer_count", "integer", 5, HOST_BUFFERS, low=0),
-    _noted("zero_optimization.offload_param.buffer_size", "integer", 100_000_000, HOST_BUFFERS, low=0),
-    _noted("zero_optimization.offload_param.max_in_cpu", "integer", 1_000_000_000, HOST_BUFFERS, low=0),
-    _noted("zero_optimization.offload_param.pin_memory", "boolean", True, PINNED, off=(None, True)),
+    _honoured("offload_param.nvme_path", "path", None, "the folder of that file"),
+    _noted("offload_param.buffer_count", "integer", 5, HOST_BUFFERS, low=0),
+    _noted("offload_param.buffer_size", "integer", 100_000_000, HOST_BUFFERS, low=0),
+    _noted("offload_param.max_in_cpu", "integer", 1_000_000_000, HOST_BUFFERS, low=0),
+    _noted("offload_param.pin_memory", "boolean", True, PINNED, off=(None, True)),
     _honoured(
-        "zero_optimization.offload_optimizer.device",
+        "offload_optimizer.device",
         "string",
         "none",
         "cpu: masters, moments and, at stages 2 "
@@ -287,46 +271,40 @@ ZERO = (
         "below as cpu",
         choices=("none", "cpu", "nvme"),
     ),
-    _honoured("zero_optimization.offload_optimizer.nvme_path", "path", None, "the folder of those files"),
-    _noted("zero_optimization.offload_optimizer.buffer_count", "integer", 4, HOST_BUFFERS, low=0),
-    _noted("zero_optimization.offload_optimizer.pin_memory", "boolean", True, PINNED, off=(None, True)),
+    _honoured("offload_optimizer.nvme_path", "path", None, "the folder of those files"),
+    _noted("offload_optimizer.buffer_count", "integer", 4, HOST_BUFFERS, low=0),
+    _noted("offload_optimizer.pin_memory", "boolean", True, PINNED, off=(None, True)),
+    _noted("offload_optimizer.pipeline_read", "boolean", False, "a file is always read ahead", off=(None, True)),
     _noted(
-        "zero_optimization.offload_optimizer.pipeline_read",
-        "boolean",
-        False,
-        "a file is always read ahead",
-        off=(None, True),
-    ),
-    _noted(
-        "zero_optimization.offload_optimizer.pipeline_write",
+        "offload_optimizer.pipeline_write",
         "boolean",
         False,
         "a file is always written behind the update",
         off=(None, True),
     ),
-    _noted("zero_optimization.offload_optimizer.fast_init", "boolean", False, "states are made where they rest"),
+    _noted("offload_optimizer.fast_init", "boolean", False, "states are made where they rest"),
     _honoured(
-        "zero_optimization.offload_optimizer.ratio",
+        "offload_optimizer.ratio",
         "number",
         1.0,
         "the part of the optimizer's states that rests there at least, in whole units; 0: none",
         low=0,
         high=1,
     ),
-    _noted("zero_optimization.offload_optimizer.super_offload", "boolean", False, HOST_UPDATE),
-    _noted("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", 0.8, HOST_UPDATE, low=0, high=1),
-    _honoured("zero_optimization.cpu_offload", "boolean", False, "older word for offload_optimizer.device cpu"),
+    _noted("offload_optimizer.super_offload", "boolean", False, HOST_UPDATE),
+    _noted("offload_optimizer.cpuadam_cores_perc", "number", 0.8, HOST_UPDATE, low=0, high=1),
+    _honoured("cpu_offload", "boolean", False, "older word for offload_optimizer.device cpu"),
     _honoured(
-        "zero_optimization.cpu_offload_param",
+        "cpu_offload_param",
         "boolean",
         False,
         "older word for offload_param.device cpu",
         aliases=("cpu_offload_params",),
     ),
-    _noted("zero_optimization.cpu_offload_use_pin_memory", "boolean", False, PINNED, off=(None, True)),
-    _refused("zero_optimization.zenflow", "object", None, "it delays the update of most gradients"),
+    _noted("cpu_offload_use_pin_memory", "boolean", False, PINNED, off=(None, True)),
+    _refused("zenflow", "object", None, "it delays the update of most gradients"),
     _honoured(
-        "zero_optimization.stage3_prefetch_bucket_size",
+        "stage3_prefetch_bucket_size",
         "integer",
         50_000_000,
         "0: nothing is gathered ahead of its use; else one unit is, of whatever size",
@@ -334,7 +312,7 @@ ZERO = (
         aliases=("prefetch_bucket_size",),
     ),
     _honoured(
-        "zero_optimization.stage3_param_persistence_threshold",
+        "stage3_param_persistence_threshold",
         "integer",
         100_000,
         "parameters of at most so many elements stay whole on every rank; their gradients and masters are split",
@@ -342,7 +320,7 @@ ZERO = (
         aliases=("param_persistence_threshold",),
     ),
     _noted(
-        "zero_optimization.stage3_model_persistence_threshold",
+        "stage3_model_persistence_threshold",
         "integer",
         sys.maxsize,
         "small parameters stay whole however many there are",
@@ -350,7 +328,7 @@ ZERO = (
         aliases=("model_persistence_threshold",),
     ),
     _noted(
-        "zero_optimization.stage3_max_live_parameters",
+        "stage3_max_live_parameters",
         "integer",
         1_000_000_000,
         "two units are full at a time",
@@ -358,7 +336,7 @@ ZERO = (
         aliases=("max_live_parameters",),
     ),
     _noted(
-        "zero_optimization.stage3_max_reuse_distance",
+        "stage3_max_reuse_distance",
         "integer",
         1_000_000_000,
         "two units are full at a time",
@@ -366,14 +344,14 @@ ZERO = (
         aliases=("max_reuse_distance",),
     ),
     _honoured(
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_16bit_weights_on_model_save",
         "boolean",
         False,
         "whether save_16bit_model gathers the parameters of stage 3",
         aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     ),
     _noted(
-        "zero_optimization.stage3_module_granularity_threshold",
+        "stage3_module_granularity_threshold",
         "integer",
         0,
         "units are found by the model's blocks",
@@ -381,99 +359,68 @@ ZERO = (
         aliases=("module_granularity_threshold",),
     ),
     _noted(
-        "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+        "stage3_use_all_reduce_for_fetch_params",
         "boolean",
         False,
         "units are all-gathered in place",
         aliases=("use_all_reduce_for_fetch_params",),
     ),
     _noted(
-        "zero_optimization.stage3_allgather_sequential",
+        "stage3_allgather_sequential",
         "boolean",
         False,
         "units are all-gathered in place",
         aliases=("allgather_sequential",),
     ),
-    _noted(
-        "zero_optimization.ignore_unused_parameters",
-        "boolean",
-        True,
-        "unused parameters are always legal",
-        off=(None, True),
-    ),
-    _noted("zero_optimization.legacy_stage1", "boolean", False, "there is one implementation"),
-    _noted("zero_optimization.round_robin_gradients", "boolean", False, "each rank copies its own shard to the host"),
-    _noted(
-        "zero_optimization.parameter_alignment",
-        "boolean",
-        False,
-        "every parameter begins at a multiple of 256 bytes anyway",
-    ),
+    _noted("ignore_unused_parameters", "boolean", True, "unused parameters are always legal", off=(None, True)),
+    _noted("legacy_stage1", "boolean", False, "there is one implementation"),
+    _noted("round_robin_gradients", "boolean", False, "each rank copies its own shard to the host"),
+    _noted("parameter_alignment", "boolean", False, "every parameter begins at a multiple of 256 bytes anyway"),
     _honoured(
-        "zero_optimization.zero_hpz_partition_size",
+        "zero_hpz_partition_size",
         "integer",
         1,
         "stage 3 keeps a second copy of the parameters, split over so many ranks, for backward: layout hpz",
         low=0,
     ),
     _honoured(
-        "zero_optimization.mics_shard_size",
+        "mics_shard_size",
         "integer",
         -1,
         "stage 3 splits states over so many ranks and replicates them between such groups: layout hsdp",
     ),
-    _noted("zero_optimization.mics_hierarchical_params_gather", "boolean", False, "hsdp gathers within a group only"),
+    _noted("mics_hierarchical_params_gather", "boolean", False, "hsdp gathers within a group only"),
     _honoured(
-        "zero_optimization.zero_quantized_weights",
+        "zero_quantized_weights",
         "boolean",
         False,
         "stage 3 gathers blocks of int8, between nodes and then within them: gather int8x2",
     ),
-    _refused(
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        "boolean",
-        False,
-        "frozen parameters in INT8 change the numbers",
-    ),
+    _refused("zero_quantized_nontrainable_weights", "boolean", False, "frozen parameters in INT8 change the numbers"),
     _honoured(
-        "zero_optimization.zero_quantized_gradients",
+        "zero_quantized_gradients",
         "boolean",
         False,
         "stage 3 sums blocks of int4, within nodes and then between them: reduce int4x2",
     ),
     _honoured(
-        "zero_optimization.zeropp_loco_param",
+        "zeropp_loco_param",
         "object",
         None,
         "with zero_quantized_gradients: what a reduction "
         "loses is added to the next, reduce int4x2+error; all of it, whatever err_beta and reset_T say",
     ),
+    _noted("memory_efficient_linear", "boolean", True, "linear layers are PyTorch's own", off=(None, True, False)),
+    _noted("pipeline_loading_checkpoint", "boolean", False, "checkpoints are read in parallel"),
+    _noted("override_module_apply", "boolean", True, "Module.apply works on sharded models", off=(None, True)),
+    _noted("log_trace_cache_warnings", "boolean", False, "there is no trace cache"),
+    _noted("enable_sanity_checks", "boolean", False, "ranks compare what they do in any case"),
     _noted(
-        "zero_optimization.memory_efficient_linear",
-        "boolean",
-        True,
-        "linear layers are PyTorch's own",
-        off=(None, True, False),
-    ),
-    _noted("zero_optimization.pipeline_loading_checkpoint", "boolean", False, "checkpoints are read in parallel"),
-    _noted(
-        "zero_optimization.override_module_apply",
-        "boolean",
-        True,
-        "Module.apply works on sharded models",
-        off=(None, True),
-    ),
-    _noted("zero_optimization.log_trace_cache_warnings", "boolean", False, "there is no trace cache"),
-    _noted("zero_optimization.enable_sanity_checks", "boolean", False, "ranks compare what they do in any case"),
-    _noted(
-        "zero_optimization.save_muon_momentum_buffer_in_memory",
-        "boolean",
-        False,
-        "momentum rests where the optimizer's other states do",
+        "save_muon_momentum_buffer_in_memory", "boolean", False, "momentum rests where the optimizer's other states do"
     ),
     *(
         _honoured(
-            f"zero_optimization.leaf_module.{name}",
+            f"leaf_module.{name}",
             "list of strings",
             default,
             f"modules of {which} are flagged, as set_z3_leaf_modules() does",

@@ -1,7 +1,0 @@
-"""``deepspeed.utils.exceptions``."""
-
-__all__ = ["DeprecatedException"]
-
-
-class DeprecatedException(Exception):
-    """For what is no more."""
