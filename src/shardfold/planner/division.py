@@ -177,7 +177,7 @@ class Division:
             held.callback(hear_gradients(model))
             for dispatch in dispatches(model):
                 dispatch.even = True
-            axis = open_sequence(model, comm, self.attention, shares=self.tensor, apart=lambda: False, link=PaperGroup)
+            axis = open_sequence(model, comm, self.attention, shares=self.tensor, apart=lambda: False, group=PaperGroup)
             if axis is not None:
                 held.callback(follow(model, axis))
                 batch = axis.shard(whole, True, (), ())
