@@ -12,7 +12,7 @@ import shardfold as sf
 from shardfold.parallel import functions
 from shardfold.parallel.module_group import group_of
 from shardfold.testing import Ranks
-from tests.parallel.test_link import Linked, everyones
+from tests.parallel.test_module_group import Linked, everyones
 
 
 def _expected(name: str, inputs: list[Tensor], slopes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -56,7 +56,7 @@ class Rounds:
         self.steps = 0
         mesh = model.comm.mesh
         self.vote = Vote(mesh.asked, mesh.world, outer.deadline) if outer.deadline is not None else None
-        self._delays = [0] * outer.fragments  # outer steps in a row that were put off
+        self._in_a_row = [0] * outer.fragments  # outer steps in a row that were put off
         self.flights = [Flight.NONE] * outer.fragments
         self._ended: list[int | None] = [None] * outer.fragments  # behind which step all groups had the same of it
         self._told = False  # other groups have been told that this one may not come
@@ -88,10 +88,10 @@ class Rounds:
 
     def _put_off(self, fragment: int) -> bool:
         """Whether some group is late, so that the outer step waits for the next turn; all ranks decide the same."""
-        if self.vote is None or self._delays[fragment] >= self.outer.most_put_off or self.vote.taken():
-            self._delays[fragment] = 0
+        if self.vote is None or self._in_a_row[fragment] >= self.outer.most_put_off or self.vote.taken():
+            self._in_a_row[fragment] = 0
             return False
-        self._delays[fragment] += 1
+        self._in_a_row[fragment] += 1
         self._model.run.count_put_off()
         return True
 
@@ -101,7 +101,7 @@ class Rounds:
         only follow its momentum."""
         outer = self.outer
         for fragment in range(outer.fragments):
-            due = outer.due(self.steps, fragment) and not (outer.delay or outer.stays or self._delays[fragment])
+            due = outer.due(self.steps, fragment) and not (outer.delay or outer.stays or self._in_a_row[fragment])
             if due or self._ended[fragment] == self.steps:
                 continue
             self._ended[fragment] = self.steps

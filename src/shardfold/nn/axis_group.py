@@ -42,7 +42,8 @@ class AxisGroup:
 
     Calls are the same on all of them, in one order. No call changes what it is given, and on one rank each gives that
     back. Sums of 16-bit tensors over Gloo are in fp32 and in the order of ranks; results that all ranks get are equal
-    to the bit on them. A kind of group has those calls that who it is made for asks for.
+    to the bit on them. A kind of group has those calls that who it is made for asks for, or says which other group
+    has them.
     """
 
     def __init__(self, axis: str, size: int, rank: int) -> None:
@@ -66,21 +67,25 @@ class AxisGroup:
         start = self.rank * short + min(self.rank, more)
         return start, start + short + (self.rank < more)
 
+    def _bound(self) -> AxisGroup:
+        """The group that has the calls that this one has not."""
+        raise NotImplementedError
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks."""
-        raise NotImplementedError
+        return self._bound().all_reduce(tensor)
 
     def max(self, tensor: Tensor) -> Tensor:
         """The largest of each element over the ranks."""
-        raise NotImplementedError
+        return self._bound().max(tensor)
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         """The ranks' tensors one behind the other along ``dim``, where the r-th has ``sizes[r]``; None: as this one."""
-        raise NotImplementedError
+        return self._bound().all_gather(tensor, dim, sizes)
 
     def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         """This rank's part along ``dim`` of the sum, where the r-th gets ``sizes[r]``; None: equal parts."""
-        raise NotImplementedError
+        return self._bound().reduce_scatter(tensor, dim, sizes)
 
     def all_to_all(
         self, tensor: Tensor, split: int, concat: int, *, split_sizes: Lengths = None, concat_sizes: Lengths = None
@@ -88,17 +93,17 @@ class AxisGroup:
         """Cuts ``tensor`` along ``split``, the r-th part for rank r, and puts what comes one behind the other along
         ``concat``. ``split_sizes``: of the parts; None: equal ones. ``concat_sizes``: what each rank's tensor has along
         ``concat``; None: as this one's."""
-        raise NotImplementedError
+        return self._bound().all_to_all(tensor, split, concat, split_sizes=split_sizes, concat_sizes=concat_sizes)
 
     def exchange(self, rows: Tensor, to: Sequence[int], by: Sequence[int]) -> Tensor:
         """Sends rank r the next ``to[r]`` of ``rows``, and gives those that come, ``by[r]`` of rank r, in the order of
         ranks."""
-        raise NotImplementedError
+        return self._bound().exchange(rows, to, by)
 
     def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
         """Begins to send to the rank ``to`` further on, as in a ring, what the one as far behind sends here.
         ``tensors`` stay as they are until :meth:`Shift.wait`. ``shapes``: of what comes; None: as of what goes."""
-        raise NotImplementedError
+        return self._bound().shift(tensors, to, shapes)
 
 
 class OneRank(AxisGroup):

@@ -7,15 +7,15 @@ is of one rank and every call gives back what it was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardfold.comm.comm import Comm
 from shardfold.comm.mesh_group import MeshGroup
 from shardfold.errors import UsageError
-from shardfold.nn.axis_group import AxisGroup, Lengths, OneRank, Shift
+from shardfold.nn.axis_group import AxisGroup, OneRank
 from shardfold.plan.axes import Axes, Mesh, Role
 
 __all__ = ["ModuleGroup", "axes_named", "bind_groups", "group_of"]
@@ -63,29 +63,6 @@ class ModuleGroup(AxisGroup):
     @property
     def rank(self) -> int:
         return self._bound().rank
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self._bound().all_reduce(tensor)
-
-    def max(self, tensor: Tensor) -> Tensor:
-        return self._bound().max(tensor)
-
-    def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
-        return self._bound().all_gather(tensor, dim, sizes)
-
-    def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
-        return self._bound().reduce_scatter(tensor, dim, sizes)
-
-    def all_to_all(
-        self, tensor: Tensor, split: int, concat: int, *, split_sizes: Lengths = None, concat_sizes: Lengths = None
-    ) -> Tensor:
-        return self._bound().all_to_all(tensor, split, concat, split_sizes=split_sizes, concat_sizes=concat_sizes)
-
-    def exchange(self, rows: Tensor, to: Sequence[int], by: Sequence[int]) -> Tensor:
-        return self._bound().exchange(rows, to, by)
-
-    def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
-        return self._bound().shift(tensors, to, shapes)
 
 
 def group_of(module: nn.Module, axis: str) -> ModuleGroup:

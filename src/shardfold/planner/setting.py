@@ -268,22 +268,17 @@ class Subject:
         _, cuts = self.cuts(presets.ddp, policy, self.mesh)
         why = {"zeros": "its layers have workspaces that are seen in no other run"} if self._own_kernels else {}
         try:
-            return trace_model(
-                self.hollow,
-                cuts,
-                self.rows(samples),
-                precision=policy,
-                mode=mode,
-                compute=self.compute,
-                real=self._real,
-                connect=self._connect if self.division.axes else None,
-                moving=self._moving,
-                **why,
-            )
+            return self._traced(self.hollow, cuts, samples, precision=policy, mode=mode, real=self._real, **why)
         except ModelError:
             if samples != self.samples:  # where it does not train on the user's own either, that one is named
                 _ = self._found(policy, mode, self.samples)
             raise
+
+    def _traced(self, model: nn.Module, cuts: Sequence[Cut], samples: int, **how: Any) -> Trace:
+        connect = self._connect if self.division.axes else None
+        return trace_model(
+            model, cuts, self.rows(samples), compute=self.compute, connect=connect, moving=self._moving, **how
+        )
 
     def _connect(self, model: nn.Module, batch: Any, sent: list[Sends]) -> tuple[Any, Callable[[], None]]:
         return self.division.connect(model, self.mesh, batch, sent)
@@ -303,17 +298,8 @@ class Subject:
         groups = {id(p): 0 for p in folded.model.parameters() if p.requires_grad}
         kept = [name for unit in units if (name := folded.kept(unit)) is not None]
         try:
-            few = trace_model(
-                folded.model,
-                cut(folded.model, kept, groups, rules, self.mesh),
-                self.rows(samples),
-                precision=policy,
-                mode=mode,
-                compute=self.compute,
-                real=False,
-                connect=self._connect if self.division.axes else None,
-                moving=self._moving,
-            )
+            cuts = cut(folded.model, kept, groups, rules, self.mesh)
+            few = self._traced(folded.model, cuts, samples, precision=policy, mode=mode, real=False)
         except Exception:  # a model that goes by the number of its blocks: all of them are traced
             few = None
         found = few and folded.unfolded(few)

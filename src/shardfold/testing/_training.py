@@ -332,14 +332,22 @@ def _compare_parameters(title: str, plain: _Trained, sharded: _Trained, tol: flo
         apart = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
         size = expected.double().abs().max().item() if expected.numel() else 0.0
         differences[name] = apart / size if size else apart
+    said = "final parameters differ from plain PyTorch by more than {:g} of their largest element"
+    return _worst(title, differences, tol, said)
+
+
+def _worst(title: str, differences: dict[str, float], tol: float, said: str) -> float:
+    """The greatest of the differences.
+
+    Raises:
+        AssertionError: some are above ``tol``, which is ``said`` of them.
+    """
     wrong = {name: value for name, value in differences.items() if not value <= tol}
     if wrong:
         worst = sorted(wrong, key=lambda name: -wrong[name])[:5]
         lines = "\n".join(f"  {name}: {wrong[name]:.3g}" for name in worst)
-        raise AssertionError(
-            f"{title}: {len(wrong)} of {len(differences)} final parameters differ from plain PyTorch by more than "
-            f"{tol:g} of their largest element, the worst:\n{lines}"
-        )
+        what = said.format(tol)
+        raise AssertionError(f"{title}: {len(wrong)} of {len(differences)} {what}, the worst:\n{lines}")
     return max(differences.values(), default=0.0)
 
 
@@ -354,15 +362,8 @@ def _compare_ways(title: str, plain: _Trained, sharded: _Trained, tol: float) ->
         apart = (sharded.parameters[name].double() - expected.double()).norm().item()
         way = (expected.double() - plain.start[name].double()).norm().item()
         differences[name] = apart / way if way else (math.inf if apart else 0.0)
-    wrong = {name: value for name, value in differences.items() if not value <= tol}
-    if wrong:
-        worst = sorted(wrong, key=lambda name: -wrong[name])[:5]
-        lines = "\n".join(f"  {name}: {wrong[name]:.3g}" for name in worst)
-        raise AssertionError(
-            f"{title}: {len(wrong)} of {len(differences)} parameters have gone another way than in plain PyTorch, by "
-            f"more than {tol:g} of its length, the worst:\n{lines}"
-        )
-    return max(differences.values(), default=0.0)
+    said = "parameters have gone another way than in plain PyTorch, by more than {:g} of its length"
+    return _worst(title, differences, tol, said)
 
 
 def _relative(actual: float, expected: float) -> float:
