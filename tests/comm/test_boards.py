@@ -24,6 +24,7 @@ from shardfold.comm.transport import GlooTransport
 from shardfold.testing import Ranks
 
 LIMIT = timedelta(seconds=30)
+ALLOWED = _neighbours.allowed
 ROUNDS, SLOTS = 3, 2
 
 
@@ -245,12 +246,9 @@ def _looks(cores: list[list[int]]) -> tuple[bool, int, int]:
         store.wait(["slept"], LIMIT)
         wire.all_reduce(tensor, mesh.everyone).wait(lambda work: work.wait(LIMIT))
     spins = wire._near[id(mesh.everyone)]._board.spins
-    _neighbours.allowed = boards_allowed
+    _neighbours.allowed = ALLOWED
     mesh.close()
     return spins, looks, sleeps
-
-
-boards_allowed = _neighbours.allowed
 
 
 def _crossed() -> list[float]:
@@ -271,6 +269,30 @@ def _crossed() -> list[float]:
 @needs_near
 def test_who_waits_goes_on_with_what_else_it_has_begun(ranks: Ranks) -> None:
     assert ranks.run(_crossed, world_size=2) == [[1.0, 3.0]] * 2
+
+
+def _unasked(cores: list[list[int]]) -> float:
+    """Rank 0 waits, and asks nobody, for what rank 1 has begun and does not wait for."""
+    _neighbours.allowed = lambda: cores[dist.get_rank()]
+    look, boards.Mark.look = boards.Mark.look, lambda mark: None  # type: ignore[method-assign]
+    try:
+        wire, mesh = _wires()
+        tensor = torch.full((10,), 1.0 + mesh.rank)
+        pending = wire.all_reduce(tensor, mesh.everyone)
+        if mesh.rank == 0:
+            pending.wait(lambda work: work.wait(LIMIT))
+        dist.barrier()
+        pending.wait(lambda work: work.wait(LIMIT))
+    finally:
+        boards.Mark.look = look  # type: ignore[method-assign]
+        _neighbours.allowed = ALLOWED
+    mesh.close()
+    return float(tensor[0])
+
+
+@needs_near
+def test_a_rank_with_cores_to_spare_goes_on_by_itself(ranks: Ranks) -> None:
+    assert ranks.run(_unasked, [[0, 1], [2, 3]], world_size=2) == [3.0, 3.0]
 
 
 @needs_near

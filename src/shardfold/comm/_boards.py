@@ -156,9 +156,9 @@ class Door:
         self.pages.cells[0] = 1
         _futex.wake(self.pages.address)
 
-    def listen(self, seconds: float | None) -> None:
-        """Returns when somebody has knocked since the last time, or so many seconds are over."""
-        _futex.sleep_while(self.pages.address, 0, seconds)
+    def listen(self) -> None:
+        """Returns when somebody has knocked since the last time."""
+        _futex.sleep_while(self.pages.address, 0, None)
         self.pages.cells[0] = 0
         _futex.fence()  # what a knock is for was written before it
 
@@ -220,7 +220,6 @@ class Board:
         self._start, self._slots, self._kinds, self._room = start, slots, kinds, room
         self._width = self.bytes_of(self.size, 1, kinds, room)
         self._row = struct.Struct(f"{self.size}q")
-        self._process = os.getpid()
 
     @staticmethod
     def bytes_of(ranks: int, slots: int, kinds: int, room: int) -> int:
@@ -264,8 +263,7 @@ class Board:
 
     def close(self) -> None:
         """This rank's engine is closed: after all else that it writes."""
-        if os.getpid() == self._process:  # a fork's copy of an engine is not the engine
-            self.pages.cells[self.me] = 1
+        self.pages.cells[self.me] = 1
 
     def has_closed(self, other: int) -> bool:
         return bool(self.pages.cells[other])

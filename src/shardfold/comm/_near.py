@@ -316,15 +316,16 @@ class _Carrier:
 
     def _run(self, door: Door) -> None:
         while True:
-            door.listen(PAUSE if self._eager and self._readings else None)
+            if self._eager and self._readings:
+                sleep(PAUSE)  # most are waited for at once
+            else:
+                door.listen()
             with self._lock:
                 if not self._users or self._over:
                     self._thread = None
                     self._unregister()
                     self._readings.clear()
                     return
-            if self._eager:
-                sleep(PAUSE)  # most are waited for at once
             self.advance()
 
     def advance(self) -> bool:
@@ -346,7 +347,9 @@ class _Carrier:
 _carrier = _Carrier()
 
 
-def _leave(groups: Sequence[Group]) -> None:
+def _leave(groups: Sequence[Group], process: int) -> None:
+    if os.getpid() != process:  # a fork's copy of an engine is not the engine
+        return
     for group in groups:
         group.close()
     _carrier.leave()
@@ -384,7 +387,7 @@ class NearTransport(Transport):
         if door is not None:
             self._near = {group: one for group, one in zip(every, found, strict=True) if one is not None}
             _carrier.join(cores)
-            self._leave = weakref.finalize(self, _leave, list(self._near.values()))
+            self._leave = weakref.finalize(self, _leave, list(self._near.values()), os.getpid())
         self.kind = "near" if all(self.near(group) for group, _ in groups) else gloo.kind
 
     def near(self, group: Any) -> bool:

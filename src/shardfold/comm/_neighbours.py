@@ -160,7 +160,7 @@ def neighbours(
     seen: list[tuple[set[int], set[int]]] = [(set(ranks), set(theirs)) for ranks, theirs in map(json.loads, heard)]
     for board in made.values():
         board.close_file()  # all have opened it, and only they may
-    cores = share(allowed(), users) if users else 1.0
+    cores = share(mine["cores"], users) if users else 1.0
     kept: list[Group | None] = [
         Group([found[r] for r in ranks], me, boards[i], waiter, progress, spins=cores >= 1)
         if all(set(ranks) <= seen[r][0] and i in seen[r][1] for r in ranks)
