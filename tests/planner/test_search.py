@@ -24,7 +24,7 @@ from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import plan_memory
 from shardfold.planner.ranking import LAYOUTS, layouts_for, rank
-from shardfold.planner.seconds import Work, plan_seconds
+from shardfold.planner.seconds import HOST_UPDATE, Work, plan_seconds
 from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
@@ -206,6 +206,24 @@ def test_a_host_without_streams_does_one_thing_after_the_other(subject: Subject)
         if op.verb in COLLECTIVES
     )
     assert more(codecs={"int8/256": list(codec)}) == pytest.approx(encoded) and encoded > SHAPE.num_parameters
+
+
+def test_an_update_in_host_memory_goes_at_the_hosts_rate(subject: Subject) -> None:
+    """28 bytes of each parameter, wherever the model computes; one on the device goes at the rate of its memory."""
+    trace = subject.trace("bf16", "keep", 2)
+
+    def update(layout: str, **given: Any) -> float:
+        setting = subject.setting(trace, layout=layout, precision="bf16", mesh={"intra": 1}, behaviour=GPU)
+        device = replace(DEVICES["H100"], host=float("inf"), **given)
+        return plan_seconds(setting, plan_memory(setting, trace), device).update
+
+    states = 28 * SHAPE.num_parameters
+    assert update("offload", update=1e9) == pytest.approx(states / 1e9, rel=1e-2)
+    assert update("offload") == pytest.approx(states / HOST_UPDATE, rel=1e-2)
+    assert update("zero1", update=1e9) == pytest.approx(states / DEVICES["H100"].bandwidth, rel=1e-2)
+    assert update("offload", streams=False, update=1e9) == pytest.approx(states / 1e9, rel=1e-2)
+    assert update("zero1", streams=False, update=1e9) == pytest.approx(states / 1e9, rel=1e-2)
+    assert update("zero1", streams=False) == pytest.approx(states / DEVICES["H100"].bandwidth, rel=1e-2)
 
 
 def test_a_device_computes_what_the_host_has_begun(subject: Subject) -> None:

@@ -54,6 +54,7 @@ def test_the_machine_is_measured_into_a_profile_that_plans_read(tmp_path: Path) 
     two = cluster(f"2x{path}")
     assert two.size == 2 and two.device.flops["fp32"] > 0 and two.device.near.rate > 0 and two.device.disk > 0
     assert two.device.attention["bf16"] > 0 and two.device.others > 0 and set(two.device.codecs) >= {"int8/256"}
+    assert two.device.update > 0
 
 
 @pytest.mark.soak

@@ -72,6 +72,9 @@ class Device:
         operation: seconds of the host for each operation of a program; of a device with streams it runs ahead.
         collective: those of an operation that sends, besides what its link takes and ``operation``.
         meeting: those in which ranks ask each other whether all of them go on, at the ends of passes and at a step.
+        update: bytes of states and gradients per second that an optimizer goes through in host memory, on a rank's
+            share of the cores; 0: as :data:`~shardfold.planner.seconds.HOST_UPDATE` has it, or of a device that is
+            the host ``bandwidth``.
         codecs: seconds of formats by name, as :class:`~shardfold.plan.cost.Codec` has them: for each element
             that is encoded, decoded, decoded and added, and for a call.
     """
@@ -95,6 +98,7 @@ class Device:
     operation: float = 0.0
     collective: float = 0.0
     meeting: float = 0.0
+    update: float = 0.0
     codecs: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
     def attending(self, dtype: str) -> float:

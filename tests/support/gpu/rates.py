@@ -15,6 +15,7 @@ from shardfold.comm.mesh import pick_device
 from shardfold.plan.formats import FORMATS
 from shardfold.planner.hardware import known_device
 from tests.support.gpu.section import Asked, Notes, Skip
+from tests.support.gpu.setting import SIM
 
 __all__ = ["FORMATS_MEASURED", "run"]
 
@@ -30,6 +31,9 @@ FP8 = 448.0  # the largest number of its 8 bits
 
 
 def run(asked: Asked, notes: Notes) -> None:
+    if asked.device == SIM:
+        notes.not_run("all cases", "times of the simulated device say nothing")
+        return
     device = pick_device(asked.device)
     accelerator.use(device)
     length, side = ELEMENTS[asked.small], SIDE[asked.small]

@@ -176,7 +176,8 @@ def figures(row: ContenderRow, measured: MeasuredRounds, asked: Asked) -> dict[s
     found: dict[str, Any] = {
         "step, ms": round(1e3 * row.step, 2), "ratio": round(row.ratio, 3), "tokens/s": round(rate * settings.ranks),
     }  # fmt: skip
-    peak = peak_of(None, pick_device(asked.device), PRECISIONS["bf16"]).flops
+    # The simulated device is known in the ranks alone.
+    peak = None if asked.device == SIM else peak_of(None, pick_device(asked.device), PRECISIONS["bf16"]).flops
     if peak is not None:
         products = 6 * shape.num_parameters
         attention = 12 * shape.layers * shape.d_model * settings.context

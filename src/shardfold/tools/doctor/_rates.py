@@ -30,6 +30,7 @@ from torch.nn import functional
 from shardfold import accelerator
 from shardfold.comm.backend import device_backend
 from shardfold.comm.links import measured
+from shardfold.comm.runtime import Runtime
 from shardfold.engine.engine import Engine
 from shardfold.errors import ShardfoldError
 from shardfold.plan.auto_wire import LOSSY
@@ -53,6 +54,7 @@ SENT = (2**12, 2**18, 2**22, 2**24)  # bytes of a collective
 ROUNDS = 7
 LEAST = 0.5  # seconds of what is short
 RANKS = 2
+UPDATED, UPDATE_BYTES = (64, 3072), 2 * 3 * 4 + 4  # sides of what is updated; master and moments read and written
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VERBS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -75,6 +77,9 @@ def measure(folder: Path) -> MeasuredMachine:
     found = {verb: {int(size): t for size, t in row.items()} for verb, row in ranks["collectives"].items()}
     computes = ranks["computes"] or computed(device)
     memory = accelerator.total_memory(device) or (memory_limit() or 0) / RANKS
+    update = ranks["update"]
+    if accelerator.has_streams(device):  # its host has these cores for each of its devices
+        update *= RANKS / max(accelerator.count(device), 1)
     link = Interconnect(*ranks["link"]) if ranks["link"] else _link(found)
     profile = Device(
         name=f"{os.uname().nodename}-{device.type}",
@@ -87,6 +92,9 @@ def measure(folder: Path) -> MeasuredMachine:
         source="measured by shardfold doctor --measure",
         streams=accelerator.has_streams(device),
         codecs=ranks["codecs"],
+        update=ranks["update"]
+        * RANKS
+        / max(accelerator.count(device), 1 if accelerator.has_streams(device) else RANKS),
         **ranks["host"],
         **computes,
     )
@@ -249,6 +257,7 @@ def rank(folder: str, number: int, kind: str) -> None:
         for verb, call in calls.items():
             collectives[verb][size] = _seconds(call, device)
     found: dict[str, Any] = {"collectives": collectives, "computes": None, "link": None, "codecs": {}, "host": {}}
+    found["update"] = _updating()
     if two or not accelerator.has_streams(here):
         dist.barrier()
         found["computes"] = computed(device)
@@ -270,6 +279,31 @@ def _transport() -> dict[str, Any]:
     engine.close()
     codecs = {name: list(codec) for name, codec in found.codecs.items()}
     return {"link": [rate, latency], "codecs": codecs, "host": _hosting(Interconnect(rate, latency))}
+
+
+def _updating() -> float:
+    """Bytes of states and gradients per second that AdamW goes through in host memory, while the other ranks do: by a
+    large and a small step, whose gradients are there already."""
+    adam = partial(torch.optim.AdamW, lr=0.0)
+    took: list[float] = []
+    for side in UPDATED:
+        engine = Engine(nn.Linear(side, side, bias=False), optimizer=adam, layout="ddp", runtime=Runtime(device="cpu"))
+        took.append(_stepping(engine, torch.ones(1, side)))
+        engine.close()
+    small, large = UPDATED
+    return UPDATE_BYTES * (large**2 - small**2) / max(took[1] - took[0], took[1] / 2)
+
+
+def _stepping(engine: Engine, x: torch.Tensor) -> float:
+    """Seconds of the second half of a step, the median of a few."""
+    times: list[float] = []
+    for _ in range(ROUNDS + 1):  # in the first one states are made
+        engine.backward(engine(x).sum())
+        dist.barrier()
+        began = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
 
 
 FEW_LAYERS, MANY_LAYERS = 2, 6
