@@ -284,20 +284,36 @@ def test_an_update_in_host_memory_that_fails_is_told_by_the_next_pass(ranks: Ran
         assert "no memory" in first and "half-way" in again
 
 
-def _evaluates(layout: str) -> list[str]:
-    """Between steady steps rank 1 evaluates one batch more than rank 0, and then trains on as rank 0 does."""
+def _evaluates(layout: str, alone: bool) -> list[int]:
+    """Between steady steps and inside of them rank 1 evaluates one batch more than rank 0, which evaluates one (or,
+    ``alone``, none), and then trains on as rank 0 does."""
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            for _ in range(engine.rank if alone else 1 + engine.rank):
+                engine(torch.ones(1, WIDTH))
+
     with engine_of(layout) as engine:
         train(engine)
+        found: list[int] = []
         for _ in range(3):
-            with torch.no_grad():
-                for _ in range(1 + engine.rank):
-                    engine(torch.ones(1, WIDTH))
+            evaluate()
+            loss = engine(torch.ones(2, WIDTH)).square().mean()
+            evaluate()
+            engine.backward(loss)
+            evaluate()
+            engine.step()
             train(engine, 2)
-        return [str(engine.stats().blocking_messages)]
+            found.append(engine.stats().blocking_messages)
+        return found
 
 
-def test_ranks_may_evaluate_different_numbers_of_batches_between_steady_steps(ranks: Ranks) -> None:
-    assert ranks.run(_evaluates, "zero3", world_size=2, timeout=LIMIT) == [["0"]] * 2
+@pytest.mark.parametrize(("layout", "alone"), [("zero3", False), ("ddp", False), ("ddp", True)])
+def test_ranks_may_evaluate_different_numbers_of_batches_in_steady_steps(
+    ranks: Ranks, layout: str, alone: bool
+) -> None:
+    """Where parameters are whole, a rank alone too. A step without evaluations waits for nothing again."""
+    assert ranks.run(_evaluates, layout, alone, world_size=2, timeout=LIMIT) == [[0, 0, 0]] * 2
 
 
 def _closes_first() -> bool:

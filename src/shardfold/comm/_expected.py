@@ -93,10 +93,6 @@ class Sequel:
             self._next[tuple(self._last)] = what if expected else None
         self._last.append(what)
 
-    def forget(self) -> None:
-        """Meetings come in between that not all ranks have been at."""
-        self._last.clear()
-
     @property
     def next(self) -> str | None:
         """What followed the last time; None: nothing, or what no rank begins without a meeting."""

@@ -403,7 +403,7 @@ class Agreement:
             agreed = self._take_expected()
             if agreed is not None and agreed.what == what and agreed != mine:
                 why = why or "with other settings or gradients than behind its last backward"
-            if expected and agreed == mine and not (evaluated or any(flags)):
+            if expected and agreed == mine and not any(flags):
                 return self._start(mine, place)
             said = self._until_met(partial(self._say, kind, what, flags, bits, alike))
             if said[EXPECTS] and not said[ASKS]:
@@ -411,16 +411,13 @@ class Agreement:
         if said[MEETS] and said[ASKS]:
             raise self._disagree(what, why)
         if _alike(said):
-            if evaluating:
-                self._sequel.forget()
-            else:
+            if not evaluating:  # of which ranks may do different numbers
                 # What comes with flags does so the next time, too: they would be told in a meeting again.
                 self._sequel.note(what, expected=expected and not any(said[FLAGS:HEADER]))
             return Meeting(True, said[FLAGS:HEADER], apart=not _alike(said, ALSO), bits=said[BITS : BITS + len(bits)])
         if said[MORE]:
             return Meeting(more is not None, said[FLAGS:HEADER], said[MORE] - 1)
         if said[EVALUATES] and not said[NOT_EVALUATED]:
-            self._sequel.forget()
             return Meeting(evaluating, said[FLAGS:HEADER])
         raise self._disagree(what, why)
 
@@ -445,11 +442,15 @@ class Agreement:
         method = WeakMethod(hear)
         self._hear_failure = lambda: alive() if (alive := method()) is not None else None
 
-    def expect(self, mine: Expectation, flags: Sequence[bool] = (), *, failed: bool = False) -> None:
+    def expect(
+        self, mine: Expectation, flags: Sequence[bool] = (), *, evaluated: bool = False, failed: bool = False
+    ) -> None:
         """Tells the others what this rank is to do next, without waiting; all ranks do it at the same place. ``flags``
-        as of :meth:`meet`: what is to be told by one is told in a meeting. ``failed``: what it did last."""
+        and ``evaluated`` as of :meth:`meet`: what is to be told by one is told in a meeting, and where all have
+        evaluated, some may do so once more. ``failed``: what it did last."""
         with self.uninterrupted():
-            values = self._message([1, 0, 0, 0, 1, 1, failed], mine.what, flags, mine.bits, mine.alike)
+            kind = [1, 0, 0, 0, not evaluated, 1, failed]
+            values = self._message(kind, mine.what, flags, mine.bits, mine.alike)
             work = self._begin(values, mine.what, meets=True)
             self.count(blocking=False)
             self._expected = Coming(mine, values, work)
@@ -994,8 +995,10 @@ def _different(last: int, asked: str) -> str:
 
 
 def _settled(said: Sequence[int]) -> bool:
-    """Whether all ranks said the same, and nothing that any of them has to hear more of."""
-    return all(_alike(said, at) for at in (HEADER, ALSO, SAME)) and not any(said[FAILED:HEADER])
+    """Whether all ranks said the same, and nothing that any of them has to hear more of, or may still ask for."""
+    if not said[NOT_EVALUATED] or any(said[FAILED:HEADER]):
+        return False
+    return all(_alike(said, at) for at in (HEADER, ALSO, SAME))
 
 
 def _by_text(texts: Mapping[int, str]) -> str:

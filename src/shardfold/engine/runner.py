@@ -297,7 +297,7 @@ class Runner:
         what = self.agreement.next
         if what is not None or failed is not None:
             mine, flags = self._step() if what == STEP else (Expectation(what or "whatever follows a step"), ())
-            self.agreement.expect(mine, flags, failed=bool(failed))
+            self.agreement.expect(mine, flags, evaluated=self._evaluated, failed=bool(failed))
 
     def _take_part(self) -> bool:
         """This rank waits in another engine, and a rank needs more of a pass that this one has ended here."""
