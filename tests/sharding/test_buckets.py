@@ -29,10 +29,10 @@ ALL = 1 << 20
 class Block(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.layer = nn.Linear(width, width)
+        self.layer, self.skipped = nn.Linear(width, width), False
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.gelu(self.layer(x))
+        return x if self.skipped else x + F.gelu(self.layer(x))
 
 
 class Tower(nn.Module):
@@ -169,16 +169,13 @@ def lopsided() -> tuple[list[Tensor], list[str]]:
     engine = sf.Engine(model, optimizer=ADAMW)
     blocks = [*model.blocks]
     for step, (x,) in enumerate(batches(6)):
-        out = engine.rank == 1 and step >= 2
-        if out:
-            forwards = [(block, block.forward) for block in (blocks[1], blocks[2], blocks[3])]
-            for block, _ in forwards:
-                block.forward = lambda x: x  # type: ignore[method-assign]
+        left_out = blocks[1:4] if engine.rank == 1 and step >= 2 else []
+        for block in left_out:
+            block.skipped = True
         engine.backward(engine(x))
         engine.step()
-        if out:
-            for block, forward in forwards:
-                block.forward = forward  # type: ignore[method-assign]
+        for block in left_out:
+            block.skipped = False
     del model.blocks[4]
     engine.backward(engine(batches(1)[0][0]))
     engine.step()

@@ -2,13 +2,13 @@
 
 glibc's ``malloc`` keeps what is freed below a threshold that grows to 32 MiB, in the hope of a similar request. For
 flats that come and go that hope costs up to a quarter of the resident set: kept ranges fit neither the next unit nor
-its gradients. Inside :func:`exact` blocks of 512 KiB and more are mapped one by one and unmapped when freed, whoever
+its gradients. Inside :func:`exact` blocks of 2 MiB and more are mapped one by one and unmapped when freed, whoever
 frees them; outside, the threshold stands at its largest, as it would after the first few steps anyway. Where states
-rest in files, memory is what there is too little of: :func:`spare` lets it stand at the smallest outside, too.
+rest in files, memory is what there is too little of: :func:`spare` lets it stand at 512 KiB everywhere.
 
 Fresh memory costs a page fault for every 4 KiB that is written, more than the writing itself. :func:`huge` asks for
 pages of 2 MiB, of which a thousand times fewer are needed (filling 14 MiB: 1.1 ms when the pages are there, 5.8 ms when
-they are fresh, 2.5 ms when they are huge).
+they are fresh, 2.5 ms when they are huge). Blocks that have no room for one are not mapped by :func:`exact`.
 
 Elsewhere than on Linux with glibc this does nothing.
 """
@@ -28,7 +28,7 @@ from shardfold.tiers.collection import AtCollection
 __all__ = ["exact", "huge", "keep", "let_go", "spare", "trim", "vacate"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-SMALL, LARGE, TRIM = 2 * 1024 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
+SMALL, LARGE, TRIM = 512 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # mman.h
 KEPT = 1024 * 1024 * 1024
 HUGE = 2 * 1024 * 1024  # bytes of a huge page
@@ -125,7 +125,7 @@ class _Exact:
 
     def __enter__(self) -> None:
         if _mallopt is not None:
-            _mallopt(M_MMAP_THRESHOLD, SMALL)
+            _mallopt(M_MMAP_THRESHOLD, min(HUGE, _outside[M_MMAP_THRESHOLD]))
 
     def __exit__(self, *_: object) -> None:
         if _mallopt is not None:
