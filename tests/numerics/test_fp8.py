@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.activations.modes import MODES
 from shardfold.errors import ConfigError, LayoutError, ModelError
-from shardfold.numerics.fp8 import E4M3, E5M2, fp8_linear, rounded
+from shardfold.numerics._fp8_products import E4M3, E5M2, fp8_linear, rounded
 from shardfold.numerics.fp8_layers import Fp8Layers
 from shardfold.plan.layout import Precision
 from shardfold.plan.rules import Patterns
@@ -174,12 +174,11 @@ def test_no_tokens_are_no_error() -> None:
 
 
 def test_under_autocast_outputs_have_its_dtype_and_sums_do_not() -> None:
-    """The emulation multiplies in fp32 there as well."""
-    x, w = some(8, 64), some(16, 64)
-    plain = fp8_linear(x, w, None, rowwise=False, native=False)
-    with torch.autocast("cpu", torch.bfloat16):
+    """The emulation multiplies in fp32 there as well: of codes of 256, sums are beyond fp16."""
+    x, w = torch.ones(8, 64), torch.ones(16, 64)
+    with torch.autocast("cpu", torch.float16):
         found = [fp8_linear(x, w, None, rowwise=False, native=native) for native in (True, False)]
-    assert all(torch.equal(each, plain.bfloat16()) for each in found)
+    assert all(torch.equal(each, torch.full((8, 16), 64.0).half()) for each in found)
 
 
 def log_uniform(*shape: int, seed: int) -> Tensor:
@@ -346,14 +345,26 @@ def gpt() -> GPT:
     return GPT(GPTConfig(vocab=64, d_model=64, layers=2, heads=2, context=16))
 
 
-def gpt_losses(precision: Any, tensor: str | None, mesh: dict[str, int]) -> Any:
+class Pair(nn.Module):
+    """Two layers that ranks share, by columns and by rows; and a bias, which is added once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.down(F.silu(self.up(x))))
+
+
+def pair_losses(precision: Any, tensor: Any, mesh: dict[str, int]) -> tuple[list[float], str]:
+    torch.manual_seed(0)
     engine = sf.Engine(
-        gpt(), optimizer=SGD, layout="ddp", precision=precision, parallel=sf.Parallel(mesh=mesh, tensor=tensor)
+        Pair(), optimizer=SGD, layout="ddp", precision=precision, parallel=sf.Parallel(mesh=mesh, tensor=tensor)
     )
-    losses, draw = [], torch.Generator().manual_seed(0)
-    for _ in range(3):
-        tokens = torch.randint(0, 64, (4, 16), generator=draw)
-        loss = engine(tokens, tokens).mean()
+    losses = []
+    for step in range(3):
+        x, y = batch(step)
+        loss = (engine(x) - y).square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -362,14 +373,16 @@ def gpt_losses(precision: Any, tensor: str | None, mesh: dict[str, int]) -> Any:
     return losses, said
 
 
-def test_ranks_that_share_layers_multiply_their_parts_in_fp8(ranks: Ranks) -> None:
-    """As one rank does, where the scale of a part is another than that of the whole, too."""
-    alone, _ = gpt_losses(NARROW, None, {"intra": 1})
-    wide, _ = gpt_losses("fp32", None, {"intra": 1})
-    for losses, said in ranks.run(gpt_losses, NARROW, "auto", {"intra": 1, "tensor": 2}, world_size=2):
+@pytest.mark.parametrize("layer", ["up", "down"])
+def test_ranks_that_share_layers_multiply_their_parts_in_fp8(ranks: Ranks, layer: str) -> None:
+    """As one rank does, also where the scale of a part is another than that of the whole; the others in fp32."""
+    precision, plan = {layer: NARROW, "*": "fp32"}, {"up": "column", "down": "row"}
+    alone, _ = pair_losses(precision, None, {"intra": 1})
+    wide, _ = pair_losses("fp32", None, {"intra": 1})
+    assert abs(alone[0] - wide[0]) > 1e-5 * wide[0]
+    for losses, said in ranks.run(pair_losses, precision, plan, {"intra": 1, "tensor": 2}, world_size=2):
         assert losses == pytest.approx(alone, rel=2e-6)
-        assert abs(losses[0] - wide[0]) > 4e-6 * wide[0]
-        assert "blocks.*.attention.out x 2" in said
+        assert f"products in fp8 (torch._scaled_mm): {layer};" in said
 
 
 def staged(order: str) -> list[float]:
@@ -422,6 +435,15 @@ def test_names_and_dtypes_are_those_of_bf16_and_copies_are_plain() -> None:
         assert type(twin.blocks[0].inner) is nn.Linear
         engine.close()
     assert made["bf16"] == made["fp8"]
+
+
+def test_copies_under_two_forwards_are_plain() -> None:
+    """A mode of activations stands around a product in fp8; the module itself has neither once the engine is closed."""
+    engine = sf.Engine(Net(), optimizer=SGD, precision="fp8", activations={"*.inner": "host", "*": "keep"})
+    for model in (copy.deepcopy(engine.module), engine.module):
+        assert ("forward" in vars(model.blocks[0].inner)) == (model is engine.module)
+    engine.close()
+    assert "forward" not in vars(engine.module.blocks[0].inner)
 
 
 def test_an_evaluation_multiplies_as_training_does() -> None:
@@ -479,12 +501,14 @@ class Mixed(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(32, 16)
         self.gate, self.up, self.odd = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 10)
-        self.other, self.tied, self.head = Doubling(16, 16), nn.Linear(16, 32), nn.Linear(16, 16)
+        self.other, self.normed, self.tied = Doubling(16, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+        self.head = nn.Linear(16, 16)
         self.tied.weight = self.embedding.weight
+        nn.utils.parametrizations.weight_norm(self.normed)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        x = self.other(self.gate(x))
+        x = self.normed(self.other(self.gate(x)))
         return self.head(self.tied(x)[..., :16]).sum() + self.odd(self.up(x)).sum()
 
 
@@ -506,6 +530,7 @@ def test_what_is_not_in_fp8_is_said(caplog: pytest.LogCaptureFixture) -> None:
         "  not in fp8 (a router): gate",
         "  not in fp8 (sides are no multiples of 16): odd",
         "  not in fp8 (computes in its own way): other",
+        "  not in fp8 (its weight is computed): normed",
         "  not in fp8 (an embedding's weight): tied",
         "  not in fp8 (the last linear layer): head",
         "  not in fp8: what is no nn.Linear",
@@ -568,7 +593,7 @@ def test_a_plan_knows_the_rate_of_fp8() -> None:
 # -- long
 
 
-def curve(precision: str, seed: int, steps: int = 300) -> list[float]:
+def curve(precision: str, seed: int, steps: int = 150) -> list[float]:
     """Losses on what no step was trained on: letters of a text that repeats words with gaps."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(vocab=32, d_model=64, layers=2, heads=2, context=32))
@@ -582,13 +607,13 @@ def curve(precision: str, seed: int, steps: int = 300) -> list[float]:
         noise = torch.rand(text.shape, generator=draw) < 0.05
         return torch.where(noise, torch.randint(0, 32, text.shape, generator=draw), text)
 
-    held = [some() for _ in range(16)]
+    held = [some() for _ in range(8)]
     losses = []
     for step in range(steps):
         text = some()
         engine.backward(engine(text[:, :-1], text[:, 1:]).mean())
         engine.step()
-        if step % 50 == 49:
+        if step % 30 == 29:
             with torch.no_grad():
                 losses.append(engine.mean(sum(engine(t[:, :-1], t[:, 1:]).mean().item() for t in held) / len(held)))
     engine.close()
@@ -601,7 +626,9 @@ def test_losses_are_within_half_a_percent_of_those_of_bf16(ranks: Ranks, recipe:
     """The mean over three seeds, at each point of the curve and at its end."""
     seeds = (0, 1, 2)
     every = {
-        precision: torch.tensor([ranks.run(curve, precision, seed, world_size=2)[0] for seed in seeds]).mean(0)
+        precision: torch.tensor(
+            [ranks.run(curve, precision, seed, world_size=2, timeout=900)[0] for seed in seeds]
+        ).mean(0)
         for precision in ("bf16", recipe)
     }
     off = (every[recipe] / every["bf16"] - 1).abs()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardfold.errors import ModelError
-from shardfold.numerics.fp8 import MULTIPLE, fp8_linear
+from shardfold.numerics._fp8_products import MULTIPLE, fp8_linear
 from shardfold.plan.layout import Precision
 from shardfold.plan.rules import EVERYTHING, Patterns
 from shardfold.sharding.pickling import replace_forward, restore_forward
@@ -79,18 +79,21 @@ class Fp8Layers:
         last = next(reversed(layers), None)
         for path, layer in layers.items():
             number = rule[id(layer)]
-            recipe, weight = self._recipes[number], layer._parameters["weight"]
-            hidden = hidden or weight is None  # another rank has it
-            if recipe is None or weight is None:
+            recipe, foreign = (
+                self._recipes[number],
+                "weight" in layer._parameters and layer._parameters["weight"] is None,
+            )
+            hidden = hidden or foreign  # another rank has it
+            if recipe is None or foreign:
                 continue
-            why = _obstacle(layer, weight)
+            why = _obstacle(layer)
             if not why and self._patterns.patterns[number] == EVERYTHING:
-                why = (
-                    "the last linear layer" if path == last
-                    else "an embedding's weight" if id(weight) in embedded
-                    else "a router" if path.rpartition(".")[2] in ROUTERS
-                    else ""
-                )  # fmt: skip
+                delicate = {
+                    "the last linear layer": path == last,
+                    "an embedding's weight": id(layer.weight) in embedded,
+                    "a router": path.rpartition(".")[2] in ROUTERS,
+                }
+                why = next((why for why, holds in delicate.items() if holds), "")
             (self._left if why else self._found).setdefault(why or recipe, []).append(path)
             if not why:
                 self._put(layer, partial(fp8_linear, rowwise=recipe == "fp8-rowwise", native=self._native))
@@ -138,13 +141,15 @@ def _forward(layer: nn.Linear, product: Any) -> Any:
     return forward
 
 
-def _obstacle(layer: nn.Linear, weight: Tensor) -> str:
+def _obstacle(layer: nn.Linear) -> str:
     """Why a layer cannot multiply in fp8; empty: it can."""
-    own = vars(layer).get("forward")
+    own, weight = vars(layer).get("forward"), layer._parameters.get("weight")
     if type(layer).forward is not nn.Linear.forward or isinstance(layer, NonDynamicallyQuantizableLinear):
         return "computes in its own way"
     if own is not None and not isinstance(own, Multiplies):
         return "its forward was replaced"
+    if weight is None:
+        return "its weight is computed"
     if weight.dtype not in WIDTHS:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     sides = own.sides if own is not None else tuple(weight.shape)

@@ -114,7 +114,7 @@ class Precision:
             weights also where an update is smaller than half of their last digit (arXiv 2010.06192).
         linear: what the factors of products of linear layers are rounded to: ``"fp8"``, with a scale for each tensor;
             ``"fp8-rowwise"``, with one for each row; None: they are in the dtype of ``compute`` or ``autocast``. See
-            ``numerics.fp8``.
+            ``numerics.fp8_layers``.
         tf32: whether matrix products and convolutions of fp32 tensors may round their inputs to TF32 (10 bits) on
             NVIDIA GPUs, in the whole process while the engine lives; None: as PyTorch is set. On the CPU it does
             nothing.

@@ -17,7 +17,7 @@ from torch import Tensor
 import shardfold as sf
 from shardfold import accelerator
 from shardfold.comm.mesh import pick_device
-from shardfold.numerics.fp8 import E4M3, E5M2, fp8_linear, rounded
+from shardfold.numerics._fp8_products import E4M3, E5M2, fp8_linear, rounded
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from tests.support.gpu.section import Asked, Notes, Outcome
 from tests.support.gpu.setting import SIM

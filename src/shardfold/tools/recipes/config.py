@@ -322,7 +322,7 @@ class TrainConfig(RecipeSettings):
     precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast", "fp8"] = Field(
         "fp32",
         description="Arithmetic of forward and backward: fp32, bf16, fp16 (under a loss scale), bf16-autocast, "
-        "fp16-autocast; bf16-pure: all states in bf16 too.",
+        "fp16-autocast; bf16-pure: all states in bf16 too; fp8: bf16, with products of linear layers in fp8.",
     )
     steps: int = Field(600, ge=1, description="Optimizer steps.")
     micro_batch: Annotated[int, BeforeValidator(_samples)] = Field(

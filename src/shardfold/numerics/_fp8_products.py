@@ -72,40 +72,61 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool,
     if not x.numel() or (x.dtype != weight.dtype and not autocast):
         return F.linear(x, weight, bias)  # nothing to multiply; what PyTorch refuses, it refuses here too
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    y: Any = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, rowwise, native, dtype)
+    y: Any = (_Native if native else _Emulated).apply(x.reshape(-1, x.shape[-1]), weight, rowwise, dtype)
     y = y.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.to(dtype)
 
 
-class _Fp8Linear(torch.autograd.Function):
-    """``(m, inputs)`` by ``(outputs, inputs)``, to ``(m, outputs)``."""
+class _Native(torch.autograd.Function):
+    """``(m, inputs)`` by ``(outputs, inputs)``, to ``(m, outputs)``, where the device has such products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool, native: bool, dtype: torch.dtype) -> Tensor:
-        along = 1 if rowwise else None
-        a, a_scale = rounded(x, E4M3, along)
-        b, b_scale = rounded(weight, E4M3, along)
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(*((a, a_scale) if needs_weight else (None, None)), weight if needs_x else None)
-        ctx.rowwise, ctx.native, ctx.dtypes = rowwise, native, (x.dtype, weight.dtype)
-        return _product(a, b.t(), a_scale, _turned(b_scale), dtype, native, fast=True)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
+        return _forward(ctx, x, weight, rowwise, dtype, native=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,), (a, a_scale, weight), (x_dtype, weight_dtype) = grads, ctx.saved_tensors, ctx.dtypes
-        rows, columns = (1, 0) if ctx.rowwise else (None, None)
-        of_x = of_weight = None
-        g, g_scale = rounded(grad, E5M2, rows)
-        if weight is not None:
-            b, b_scale = rounded(weight, E4M3, columns)
-            of_x = _product(g, _across(b).t(), g_scale, b_scale, x_dtype, ctx.native)
-        if a is not None:
-            if ctx.rowwise:  # what is summed over is along the rows now
-                g, g_scale = rounded(grad, E5M2, columns)
-                a, a_scale = rounded(a.to(torch.bfloat16) * a_scale.to(torch.bfloat16), E4M3, columns)
-            of_weight = _product(_across(g), _across(a).t(), _turned(g_scale), a_scale, weight_dtype, ctx.native)
-        return of_x, of_weight, None, None, None
+        return _backward(ctx, grads[0], native=True)
+
+
+class _Emulated(torch.autograd.Function):
+    """The same, where it has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
+        return _forward(ctx, x, weight, rowwise, dtype, native=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _backward(ctx, grads[0], native=False)
+
+
+def _forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool, dtype: torch.dtype, *, native: bool) -> Tensor:
+    along = 1 if rowwise else None
+    a, a_scale = rounded(x, E4M3, along)
+    b, b_scale = rounded(weight, E4M3, along)
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_weight else None, a_scale, weight if needs_x else None)
+    return _product(a, b.t(), a_scale, _turned(b_scale), dtype, native, fast=True)
+
+
+def _backward(ctx: Any, grad: Tensor, *, native: bool) -> Any:
+    a, a_scale, weight = ctx.saved_tensors
+    rowwise = a_scale.dim() > 0
+    rows, columns = (1, 0) if rowwise else (None, None)
+    of_x = of_weight = None
+    g, g_scale = rounded(grad, E5M2, rows)
+    if weight is not None:
+        b, b_scale = rounded(weight, E4M3, columns)
+        of_x = _product(g, _across(b).t(), g_scale, b_scale, grad.dtype, native)
+    if a is not None:
+        if rowwise:  # what is summed over is along the rows now
+            g, g_scale = rounded(grad, E5M2, columns)
+            a, a_scale = rounded(a.to(torch.bfloat16) * a_scale.to(torch.bfloat16), E4M3, columns)
+        of_weight = _product(_across(g), _across(a).t(), _turned(g_scale), a_scale, grad.dtype, native)
+    return of_x, of_weight, None, None
 
 
 def _across(codes: Tensor) -> Tensor:
