@@ -23,8 +23,7 @@ from shardfold.numerics.fp8_layers import Fp8Layers
 from shardfold.plan.layout import Precision
 from shardfold.plan.rules import Patterns
 from shardfold.planner.hardware import DEVICES, Cluster
-from shardfold.planner.planned_rank import PlannedRank
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.testing import Ranks
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from tests.support.options import grouped

@@ -370,9 +370,9 @@ def test_blocks_are_compiled_and_single_layers_are_not(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("block", r"compile='block' is unknown\. Did you mean 'blocks'\?"),
-        ("model", r"compile='model' is unknown\. It is 'blocks' or"),
-        (True, r"compile= is True: it is 'blocks'"),
+        ("block", r"compile='block'\) is unknown\. Did you mean 'blocks'\?"),
+        ("model", r"compile='model'\) is unknown\. It is 'blocks' or"),
+        (True, r"compile=\.\.\.\) is True: it is 'blocks'"),
         ("blocks:aot_eagre", r"no such backend\. Did you mean 'aot_eager'\?"),
     ],
 )

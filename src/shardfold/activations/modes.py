@@ -127,8 +127,8 @@ class Replacements:
                 )
             if graphs is not None:
                 raise ConfigError(
-                    f"activations={next(iter(budgets.values()))!r} measures what runs, which compile= in Runtime "
-                    "compiles: name a mode instead, or leave compile out."
+                    f"activations={next(iter(budgets.values()))!r} measures what runs, which "
+                    "Runtime(compile=...) compiles: name a mode instead, or leave compile out."
                 )
             self._chooser = ModeChooser(*budgets.popitem(), self._device, self._movers.tally, self._put)
 

@@ -68,7 +68,9 @@ class UnitKind:
             said = str(error)
         self._compiled = self._compile()
         self.pieces = _told(said)
-        LOG.warning("compile='blocks': %s is no one graph and is compiled in pieces: %s", self.name, self.pieces)
+        LOG.warning(
+            "Runtime(compile='blocks'): %s is no one graph and is compiled in pieces: %s", self.name, self.pieces
+        )
         return self._compiled(module, *args, **kwargs)
 
 
@@ -93,18 +95,20 @@ class UnitGraphs:
         if given is None:
             return None
         if not isinstance(given, str):
-            raise ConfigError(f"compile= is {described(given)}: it is 'blocks', 'blocks:BACKEND', or None.")
+            raise ConfigError(f"Runtime(compile=...) is {described(given)}: it is 'blocks', 'blocks:BACKEND', or None.")
         what, _, backend = given.partition(":")
         if what != BLOCKS:
             near = nearest(what, [BLOCKS])
             raise ConfigError(
-                f"compile={given!r} is unknown.{f' Did you mean {near!r}?' if near else ''} It is 'blocks' or "
+                f"Runtime(compile={given!r}) is unknown.{f' Did you mean {near!r}?' if near else ''} It is 'blocks' or "
                 "'blocks:BACKEND'; a whole model is compiled by its own compile()."
             )
         backend = backend or "inductor"
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
-            raise ConfigError(f"compile={given!r}: torch.compile has no such backend.{did_you_mean(backend, known)}")
+            raise ConfigError(
+                f"Runtime(compile={given!r}): torch.compile has no such backend.{did_you_mean(backend, known)}"
+            )
         if backend == "inductor":
             _check_compiler(given, device)
         return cls(backend)
@@ -163,7 +167,7 @@ def _runs(
 ) -> Callable[..., Any]:
     """The forward of a kind, as a function of the module: the class's, or where a module has one of its own, that."""
     forward: Callable[..., Any] = shared or (lambda module, *args, **kwargs: own(*args, **kwargs))
-    contexts = partial(selective, kept) if kept is not None else None
+    contexts = partial(selective, kept or frozenset[Any]())
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
@@ -219,14 +223,14 @@ def _check_compiler(given: str, device: torch.device) -> None:
     if device.type != "cpu":
         if find_spec("triton") is None:
             raise ConfigError(
-                f"compile={given!r}: inductor needs Triton on {device.type}, which is not installed: pip install "
-                "triton, or leave compile out."
+                f"Runtime(compile={given!r}): inductor needs Triton on {device.type}, which is not installed: pip "
+                "install triton, or leave compile out."
             )
         return
     try:
         cpp_compiler()
     except Exception as error:
         raise ConfigError(
-            f"compile={given!r}: inductor needs a C++ compiler on the CPU and finds none: install one, such as g++ "
-            "(CXX names another), or leave compile out."
+            f"Runtime(compile={given!r}): inductor needs a C++ compiler on the CPU and finds none: install one, such as "
+            "g++ (CXX names another), or leave compile out."
         ) from error

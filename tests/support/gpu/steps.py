@@ -13,8 +13,8 @@ import shardfold as sf
 from shardfold.comm.mesh import pick_device
 from shardfold.engine.peak_rate import peak_of
 from shardfold.launch import num_cores
+from shardfold.plan.checks import human
 from shardfold.plan.layout import PRECISIONS
-from shardfold.plan.sizes import human
 from shardfold.tools.bench.contenders import Contender, find
 from shardfold.tools.bench.results import ContenderRow, MeasuredRounds, loss_difference, rows
 from shardfold.tools.bench.settings import Settings, gpt_shape
