@@ -231,6 +231,6 @@ def _check_compiler(given: str, device: torch.device) -> None:
         cpp_compiler()
     except Exception as error:
         raise ConfigError(
-            f"Runtime(compile={given!r}): inductor needs a C++ compiler on the CPU and finds none: install one, such as "
-            "g++ (CXX names another), or leave compile out."
+            f"Runtime(compile={given!r}): inductor needs a C++ compiler on the CPU and finds none: install one, such "
+            "as g++ (CXX names another), or leave compile out."
         ) from error
