@@ -14,8 +14,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import reduce, wraps
 from inspect import signature
 from typing import Any, NamedTuple
@@ -84,7 +83,6 @@ __all__ = [
     "negative_view",
     "no_functions",
     "no_subclass_functions",
-    "packs_seen",
     "pop_saved_hooks",
     "profiler_config",
     "profiler_is_on",
@@ -380,19 +378,6 @@ def in_backward() -> bool:
 def push_saved_hooks(pack: Pack, unpack: Callable[[Any], Tensor]) -> None:
     """From now on both apply to what autograd saves on this thread."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # pyright: ignore
-
-
-@contextmanager
-def packs_seen(through: Callable[[Pack], Pack]) -> Iterator[None]:
-    """Inside, each ``pack`` that anyone pushes, PyTorch's checkpoints too, is replaced with what ``through`` makes of
-    it."""
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    push = autograd._push_saved_tensors_default_hooks
-    autograd._push_saved_tensors_default_hooks = lambda pack, unpack: push(through(pack), unpack)
-    try:
-        yield
-    finally:
-        autograd._push_saved_tensors_default_hooks = push
 
 
 def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

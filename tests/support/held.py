@@ -5,7 +5,7 @@ Nothing here knows of modes or plans, so that what an engine says of itself can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -18,13 +18,25 @@ from shardfold.torch_internals import (
     Pack,
     expired,
     free_weak,
-    packs_seen,
     storage_key,
     tree_iter,
     weak_storage,
 )
 
 __all__ = ["HeldBytes"]
+
+
+@contextmanager
+def _packs_seen(through: Callable[[Pack], Pack]) -> Iterator[None]:
+    """Inside, each ``pack`` that anyone pushes, PyTorch's checkpoints too, is replaced with what ``through`` makes of
+    it."""
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    push = autograd._push_saved_tensors_default_hooks
+    autograd._push_saved_tensors_default_hooks = lambda pack, unpack: push(through(pack), unpack)
+    try:
+        yield
+    finally:
+        autograd._push_saved_tensors_default_hooks = push
 
 
 class HeldBytes(DispatchMode):
@@ -67,7 +79,7 @@ class HeldBytes(DispatchMode):
             return pack if pack.__qualname__.startswith("_checkpoint_hook.") else self._noting(pack)
 
         with (
-            packs_seen(seen),
+            _packs_seen(seen),
             torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
             self,
         ):
