@@ -102,7 +102,7 @@ def test_what_counts(tmp_path: Path) -> None:
         "engine/__init__.py": "",
         "engine/engine.py": ENGINE,
         "engine/part.py": PART,
-        "plan/walk.py": "",
+        "plan/part.py": "",
     }
     for name, text in files.items():
         (tmp_path / "tiny" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def test_what_counts(tmp_path: Path) -> None:
     found = structure().Package(tmp_path / "tiny").figures()
     assert found["foreign_writes"] == {"all": 3, "by_room": {"engine": 3}}
     assert found["class_names"] == {"Engine": ["engine/engine.py:4", "engine/part.py:14"]}
-    assert found["file_names"] == {"part": ["engine/part.py", "plan/walk.py"]}
+    assert found["file_names"] == {"part": ["engine/part.py", "plan/part.py"]}
     assert found["single_modules"] == ["engine/part.py (engine/engine.py)"]
     assert found["skipped"] == {"all": 1, "by_room": {"engine": 1}} and found["arguments"] == 2
     assert found["sizes"]["engine"] == {"files": 3, "lines": 24, "code": 15}
