@@ -26,6 +26,19 @@ from shardfold.torch_internals import (
 __all__ = ["HeldBytes"]
 
 
+@contextmanager
+def _packs_seen(through: Callable[[Pack], Pack]) -> Iterator[None]:
+    """Inside, each ``pack`` that anyone pushes, PyTorch's checkpoints too, is replaced with what ``through`` makes of
+    it."""
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    push = autograd._push_saved_tensors_default_hooks
+    autograd._push_saved_tensors_default_hooks = lambda pack, unpack: push(through(pack), unpack)
+    try:
+        yield
+    finally:
+        autograd._push_saved_tensors_default_hooks = push
+
+
 class HeldBytes(DispatchMode):
     """Inside, the most bytes of activations at once: of storages that an operation made and that
 
@@ -103,16 +116,3 @@ class HeldBytes(DispatchMode):
                 self._held.discard(key)
         self.live = max(self.live, sum(size for _, size in self._known.values()))
         self.peak = max(self.peak, sum(size for key, (_, size) in self._known.items() if key in self._held))
-
-
-@contextmanager
-def _packs_seen(through: Callable[[Pack], Pack]) -> Iterator[None]:
-    """Inside, each ``pack`` that anyone pushes, PyTorch's checkpoints too, is replaced with what ``through`` makes of
-    it."""
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    push = autograd._push_saved_tensors_default_hooks
-    autograd._push_saved_tensors_default_hooks = lambda pack, unpack: push(through(pack), unpack)
-    try:
-        yield
-    finally:
-        autograd._push_saved_tensors_default_hooks = push
