@@ -42,7 +42,7 @@ def _held(engine: sf.Engine, batch: dict[str, Any], loss: Any) -> int:
 
 
 def _planned(engine: sf.Engine) -> Any:
-    planner = engine._replaced._planner
+    planner = engine._replaced._chooser
     assert planner is not None
     return planner
 

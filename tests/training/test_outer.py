@@ -410,14 +410,14 @@ def test_an_outer_step_is_put_off_where_a_group_is_late(ranks: Ranks, tmp_path: 
 
 
 def test_the_first_decision_of_a_vote_is_that_of_all() -> None:
-    """Who comes behind it reads it; with all there the round is held, whatever the deadline."""
+    """Who comes behind it reads it; with all there the outer step is taken, whatever the deadline."""
     store = HashStore()
     first, second = (Vote(store, 2, deadline) for deadline in (0.01, 100.0))
-    assert not first.held() and not second.held()  # the second comes later, and does not wait
+    assert not first.taken() and not second.taken()  # the second comes later, and does not wait
     with ThreadPoolExecutor(1) as other:
-        theirs = other.submit(second.held)
+        theirs = other.submit(second.taken)
         first._deadline = 100.0
-        assert first.held() and theirs.result()
+        assert first.taken() and theirs.result()
 
 
 @pytest.mark.parametrize(
