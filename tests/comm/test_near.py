@@ -455,24 +455,27 @@ def test_a_rank_that_ends_inside_of_a_pass_raises_the_same_as_over_gloo(ranks: R
     assert "another rank has probably died" in (tmp_path / "said").read_text()
 
 
-def _ends_after(folder: str) -> None:
-    """Rank 1 reads what is resident, and its process ends before rank 0 looks whether it has."""
+def _ends_after(folder: str, reads: bool) -> None:
+    """Rank 1 reads what is resident or does not, and its process ends before rank 0 looks whether it has."""
     _, wire, group, mesh = _wires()
     full = torch.full((2 * 1000,), float(mesh.rank))
     resident = full.chunk(2)[mesh.rank].clone()
     process = _exchange("process", str(os.getpid()))[1]
-    wire.all_gather(full, group, resident=resident).wait(_wait)
+    pending = wire.all_gather(full, group, resident=resident)
+    if reads or mesh.rank == 0:
+        pending.wait(_wait)
+    dist.barrier()
     if mesh.rank == 1:
-        wire.fence(_wait)  # rank 0 has read too: what every pass ends with
         os._exit(0)
     _until_ended(process)
     wire.fence(_wait)
     Path(folder, "sum").write_text(str(full.sum().item()))
 
 
-def test_a_rank_that_has_ended_reads_no_more(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_rank_that_has_ended_reads_no_more(ranks: Ranks, tmp_path: Path, reads: bool) -> None:
     with pytest.raises(RanksFailed):
-        ranks.run(_ends_after, str(tmp_path), world_size=2, timeout=60)
+        ranks.run(_ends_after, str(tmp_path), reads, world_size=2, timeout=60)
     assert (tmp_path / "sum").read_text() == "1000.0"
 
 

@@ -27,10 +27,10 @@ def share_of_cores(exchange: Callable[[str, str], list[str]]) -> int:
     return max(1, int(share(cores, [theirs for other, theirs in said if other == machine])))
 
 
-def share(cores: Sequence[int], users: Sequence[Sequence[int]]) -> float:
-    """How many of these cores one of the ``users`` has for itself, all of whom may run on the cores that they list."""
-    each = [set(theirs) for theirs in users]
-    return sum(1 / sum(core in theirs for theirs in each) for core in cores) + 1e-6
+def share(cores: Sequence[int], listed: Sequence[Sequence[int]]) -> float:
+    """How many of these cores one rank has to itself, of ranks of which each lists the cores that it may run on."""
+    users = [set(theirs) for theirs in listed]
+    return sum(1 / sum(core in theirs for theirs in users) for core in cores) + 1e-6
 
 
 def allowed() -> list[int]:
