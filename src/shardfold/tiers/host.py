@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 from threading import Lock
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfold import accelerator
+from shardfold.tiers._slabs import Slabs
 from shardfold.tiers.pages import exact, huge
 from shardfold.tiers.tier import is_same
 from shardfold.tiers.waits import Waits
@@ -33,6 +35,7 @@ class HostTier:
         self.side = accelerator.new_stream(device)
         self.waits = Waits()
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._slabs = Slabs(lambda nbytes: accelerator.host_memory((nbytes,), torch.uint8, device))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host for a short while, ``(numel,)``, for what comes from files and is on its way back there or
@@ -56,8 +59,13 @@ class HostTier:
         """What waits for a taker is given back."""
         self._spare.clear()
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> HostRegion:
-        return HostRegion(self, accelerator.host_memory(shape, dtype, self.device, zero=zero))
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False, rests: bool = False
+    ) -> HostRegion:
+        if self.side is None or not rests or not prod(shape):
+            return HostRegion(self, accelerator.host_memory(shape, dtype, self.device, zero=zero))
+        memory = self._slabs.take(prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
+        return HostRegion(self, memory.zero_() if zero else memory)
 
     def adopt(self, memory: Tensor) -> HostRegion:
         """A region over memory of the host that is there already, with its values."""
@@ -65,6 +73,7 @@ class HostTier:
 
     def close(self) -> None:
         """Regions keep their memory as long as somebody keeps them."""
+        self._slabs.close()
 
 
 class HostRegion:
