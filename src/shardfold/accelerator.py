@@ -207,9 +207,9 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     """Memory of the host whose copies to and from ``device`` run beside both: pinned, where the device has streams.
 
     PyTorch's allocator rounds pinned memory up to a power of 2, and keeps what is given back for the next of that size,
-    so up to twice the bytes of tensors are pinned. That is its setting (``pinned_max_round_threshold_mb``, 2.13), of
-    the whole process, and the user's: memory that is pinned by other means is not kept by PyTorch until the copies
-    under way are over, which regions that are dropped rely on.
+    so up to twice the bytes of tensors are pinned; states that rest there share slabs. That is its setting
+    (``pinned_max_round_threshold_mb``, 2.13), of the whole process, and the user's: memory that is pinned by other
+    means is not kept by PyTorch until the copies under way are over, which regions that are dropped rely on.
 
     Args:
         shape, dtype: of the tensor.

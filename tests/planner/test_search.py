@@ -226,6 +226,22 @@ def test_an_update_in_host_memory_goes_at_the_hosts_rate(subject: Subject) -> No
     assert update("zero1", streams=False) == pytest.approx(states / DEVICES["H100"].bandwidth, rel=1e-2)
 
 
+def test_copies_to_the_host_and_back_go_on_at_once(subject: Subject) -> None:
+    """Where copies are slow a step takes as long as its gradients take down and its parameters up: of 4 + 2 + 2 bytes
+    half go each way. What is updated comes back behind its update."""
+    trace = subject.trace("bf16", "keep", 2)
+
+    def seconds(layout: str, **given: Any) -> float:
+        setting = subject.setting(trace, layout=layout, precision="bf16", mesh={"intra": 1}, behaviour=GPU)
+        device = replace(DEVICES["H100"], launch=0.0, update=1e15, **given)
+        return plan_seconds(setting, plan_memory(setting, trace), device).step
+
+    each, params = 1e6, SHAPE.num_parameters
+    took = seconds("infinity", host=each)
+    assert 6 * params / each < took < 7.5 * params / each  # forward's, backward's beside gradients, new ones
+    assert seconds("offload", host=each) == pytest.approx((4 + 2) * params / each, rel=2e-2)
+
+
 def test_a_device_computes_what_the_host_has_begun(subject: Subject) -> None:
     """Where operations are many and small a step takes what they take the host, where they are large what they take
     the device; never less than either, nor more than both."""

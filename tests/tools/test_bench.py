@@ -273,14 +273,15 @@ def test_time_with_slower_tiers_goes_to_the_operations_of_the_program():
 
 
 def test_time_of_a_device_goes_to_its_kernels_and_copies():
-    """Copies run beside products, so only what is left of the step is idle; the host's events are in no lane."""
+    """Copies run beside products, so only what is left of the step is idle; the host's events are in no lane, nor the
+    device's in one of the host, whatever number their thread has."""
     events = [
         ("forward and backward", 1, 0, 90, False), ("aten::mm", 1, 10, 40, False),
         ("optimizer step", 1, 90, 100, False),
-        ("sm90_xmma_gemm_bf16", 7, 10, 40, True), ("nvjet_hsh_128x256", 7, 35, 50, True),
-        ("pytorch_flash::flash_fwd_kernel", 7, 50, 60, True), ("Memcpy DtoH (Device -> Pinned)", 9, 20, 80, True),
-        ("Memcpy HtoD (Pinned -> Device)", 9, 95, 120, True), ("triton_poi_fused_add_0", 7, 60, 62, True),
-        ("FusedAdamMathFunctor", 7, 85, 90, True), ("ncclDevKernel_AllGather", 8, 5, 12, True),
+        ("sm90_xmma_gemm_bf16", 1, 10, 40, True), ("nvjet_hsh_128x256", 1, 35, 50, True),
+        ("pytorch_flash::flash_fwd_kernel", 1, 50, 60, True), ("Memcpy DtoH (Device -> Pinned)", 9, 20, 80, True),
+        ("Memcpy HtoD (Pinned -> Device)", 9, 95, 120, True), ("triton_poi_fused_add_0", 1, 60, 62, True),
+        ("FusedAdamMathFunctor", 1, 85, 90, True), ("ncclDevKernel_AllGather", 8, 5, 12, True),
     ]  # fmt: skip
     trace = {"events": events, "length": 100, "thread": 1}
     assert traces.lanes_of(trace, "gpt") is traces.DEVICE

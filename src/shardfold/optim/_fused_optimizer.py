@@ -116,7 +116,7 @@ class FusedOptimizer(ShardedOptimizer):
     def _no_moments(self, segment: Segment) -> dict[str, Region]:
         tier = self._tiers.named(self._tier_of(segment), segment.table.moments.folder)
         dtype, shape = segment.dtypes["moments"], (segment.shard_numel,)
-        return {name: tier.allocate(shape, dtype, zero=True) for name in self._names}
+        return {name: tier.allocate(shape, dtype, zero=True, rests=True) for name in self._names}
 
     def _move(self, before: Tier, tier: Tier) -> None:
         for shard in self._fused.values():

@@ -1,7 +1,7 @@
 """Seconds of a step: a roofline for what is computed, links for what is sent, and the program for what goes on beside.
 
-The walk that gives bytes over time gives the operations in the order in which they begin. Three clocks follow it: that
-of the computation, that of the links, and that of the copies between the device and slower tiers. A collective begins
+The walk that gives bytes over time gives the operations in the order in which they begin. Four clocks follow it: that
+of the computation, that of the links, and those of the copies to slower tiers and back. A collective begins
 when it is issued and the link is free; the computation waits for a unit's gather at its marker and for its sums at
 their WAIT. Where the device has no streams, all of it is one clock.
 
@@ -298,7 +298,7 @@ class _Clocks:
         self._setting, self._device, self._until = setting, device, work.until
         self._known = known  # seconds of what is sent
         self._now = np.zeros(work.sizes)
-        self._link, self._copy = self._now, self._now
+        self._link, self._down, self._up = self._now, self._now, self._now
         self._reached = start
         self._done: dict[tuple[str, str], np.ndarray] = {}
 
@@ -310,7 +310,7 @@ class _Clocks:
 
     def end(self) -> np.ndarray:
         """When all clocks have stopped."""
-        return np.maximum(np.maximum(self._now, self._link), self._copy)
+        return np.maximum(np.maximum(self._now, self._link), np.maximum(self._down, self._up))
 
     def do(self, op: Op) -> None:
         """An operation of the program."""
@@ -369,8 +369,11 @@ class _Clocks:
         if not device.streams:
             self._now = self._now + seconds
             return
-        self._copy = (np.maximum(self._copy, self._now) if op.verb == "STORE" else self._copy) + seconds
-        self._done[op.unit, op.target or op.source] = self._copy
+        if op.verb == "STORE":
+            self._down = done = np.maximum(self._down, self._now) + seconds
+        else:  # what was updated there comes behind its update, anything else as soon as it is asked for
+            self._up = done = (np.maximum(self._up, self._now) if op.source == "master" else self._up) + seconds
+        self._done[op.unit, op.target or op.source] = done
 
     def _update(self, op: Op, unit: UnitSpec) -> float:
         setting, most = self._setting, 0.0

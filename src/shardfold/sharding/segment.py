@@ -253,7 +253,7 @@ class Segment:
             self._master = self._rest_in(tiers, "master", layout.master, exact[a:b])
         size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
         tier = tiers.named(layout.grads.tier, layout.grads.folder)
-        grads = tier.allocate((size,), self.dtypes["grads"], zero=True)
+        grads = tier.allocate((size,), self.dtypes["grads"], zero=True, rests=True)
         self.regions["grads"] = grads
         self._gradient_flat = grads.resting
         if layout.outer is not None:
@@ -275,7 +275,8 @@ class Segment:
 
     def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor | None:
         """A state with these values, in its tier; the memory itself, or None of a file."""
-        region = self.regions[state] = tiers.named(cell.tier, cell.folder).allocate(values.shape, values.dtype)
+        tier = tiers.named(cell.tier, cell.folder)
+        region = self.regions[state] = tier.allocate(values.shape, values.dtype, rests=True)
         region.store(values)
         region.values(slice(0, 0))  # ``values`` may be written to from now on
         return region.resting

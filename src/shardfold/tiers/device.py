@@ -35,7 +35,9 @@ class DeviceTier:
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._side = accelerator.new_stream(device, urgent=True)  # the computation waits for what is done there
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DeviceRegion:
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False, rests: bool = False
+    ) -> DeviceRegion:
         make = torch.zeros if zero else torch.empty  # zeros that nobody has written to take no memory of the host
         return DeviceRegion(make(tuple(shape), dtype=dtype, device=self.device))
 

@@ -129,7 +129,9 @@ class DiskTier:
         for drive, size in zip(self.drives, needed, strict=True):
             drive.reserve(size)
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DiskRegion:
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False, rests: bool = False
+    ) -> DiskRegion:
         return DiskRegion(self, shape, dtype, zero=zero)
 
     def take(self, nbytes: int) -> Room:

@@ -107,8 +107,13 @@ class Region(Protocol):
 class MemoryTier(Protocol):
     """Memory of one kind, of one device."""
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> Region:
-        """Room for a tensor, ``zero``: of zeros.
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False, rests: bool = False) -> Region:
+        """Room for a tensor.
+
+        Args:
+            shape, dtype: of it.
+            zero: of zeros; else its values are undefined.
+            rests: it is needed as long as the tier.
 
         Raises:
             OSError, torch.OutOfMemoryError: there is none.
