@@ -94,6 +94,11 @@ class Sequel:
         self._last.append(what)
 
     @property
+    def last(self) -> str:
+        """What ranks have met for last, this one at least."""
+        return self._last[-1] if self._last else "nothing"
+
+    @property
     def next(self) -> str | None:
         """What followed the last time; None: nothing, or what no rank begins without a meeting."""
         return self._next.get(tuple(self._last))

@@ -608,12 +608,15 @@ class Agreement:
 
     def _disagree(self, what: str, why: str = "") -> OrderError:
         number, what = self.sequence, f"{what} ({why})" if why else what
-        said = [json.loads(text) for text in self.exchange(f"meeting/{number}", json.dumps([number, what]))]
-        apart = any(theirs != number for theirs, _ in said)
+        mine = json.dumps([number, what, self._sequel.last])
+        said = [json.loads(text) for text in self.exchange(f"meeting/{number}", mine)]
+        apart = any(theirs != number for theirs, _, _ in said)
+        if len({text for _, text, _ in said}) == 1:  # what came before is not the same: one began what all had expected
+            said = [(n, f"{text} behind {before}", before) for n, text, before in said]
         asked = _by_text(
-            {r: f"{text} (operation {n} there)" if apart else text for r, (n, text) in self._by_rank(said)}
+            {r: f"{text} (operation {n} there)" if apart else text for r, (n, text, _) in self._by_rank(said)}
         )
-        last = min(theirs for theirs, _ in said) - 1
+        last = min(theirs for theirs, _, _ in said) - 1
         return self._give_up(_different(last, asked))
 
     def compare(self, what: str, place: Place) -> None:

@@ -360,10 +360,11 @@ class DataMesh:
 
     def _make_groups(self) -> None:
         # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
-        # collectives of the user's own, because Gloo pairs collectives by their number within a group.
+        # collectives of the user's own, nor with data, which one rank may have sent when another meets: Gloo pairs
+        # collectives by their number within a group.
         self.control = self._new_group(None, GLOO)
         if self.data_ranks == self.world:
-            self._groups[self.data] = dist.group.WORLD if self.on_streams else self.control
+            self._groups[self.data] = dist.group.WORLD if self.on_streams else self._new_group(None, GLOO)
         data = (*self.sizes.rare, *self.data)
         parts = [axes for n in range(1, len(data) + 1) for axes in combinations(reversed(data), n)]
         for axes in (*(part[::-1] for part in parts), *((axis,) for axis in self.sizes if axis not in data)):
