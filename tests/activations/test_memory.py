@@ -20,6 +20,7 @@ from tests.training import test_peak
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 ROWS, LAYERS = 2048, 4
+ALONE = sf.Overlap(bucket=None)  # a unit for each layer
 CONFIG = GPTConfig(vocab=64, d_model=64, layers=LAYERS, heads=2, context=128)
 SEQUENCES = 8
 HIDDEN = SEQUENCES * CONFIG.context * CONFIG.d_model * 4  # bytes of one value per token and channel
@@ -48,7 +49,7 @@ def _job(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 def _bytes(layout: str, mode: str, name: str = "wide") -> dict[str, Any]:
     """What is counted, and what tensors take in one forward and backward beyond what rests, gradients among it."""
     model, inputs = _job(name)
-    engine = sf.Engine(model, optimizer=SGD, layout=layout, activations=mode, accumulate=2)
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, activations=mode, accumulate=2, overlap=ALONE)
 
     def loss() -> Tensor:
         return engine(*inputs).mean()
@@ -135,7 +136,7 @@ def test_two_units_at_a_time_are_on_the_device(ranks: Ranks, layout: str, mode: 
 
 def _held(layout: str, mode: str) -> dict[str, Any]:
     """What memory() says of activations between forward and backward, and behind it."""
-    engine = sf.Engine(Wide(), optimizer=SGD, layout=layout, activations=mode)
+    engine = sf.Engine(Wide(), optimizer=SGD, layout=layout, activations=mode, overlap=ALONE)
     x = torch.randn(ROWS, 64)
     found: dict[str, Any] = {}
     loss = engine(x).mean()
