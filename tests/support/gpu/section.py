@@ -48,7 +48,7 @@ CHECKS: dict[str, Part] = {
     "products": Part("Products in fp8", 0.05),
     "races": Part("Streams that are delayed", 0.2),
     "marked": Part("The tests that need a device", 0.1),
-    "compared": Part("`shardfold bench`", 0.3),
+    "compared": Part("`shardfold bench`", 0.25),
 }
 #: How fast it is: what `make gpu-bench` runs.
 SPEED: dict[str, Part] = {
