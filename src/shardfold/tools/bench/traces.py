@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-
 __all__ = [
     "DEVICE",
     "LANES",
@@ -113,14 +111,12 @@ def profiled(compute: Callable[[], object], update: Callable[[], object], kind: 
         with record_function(UPDATE):
             update()
     found = list(profiler.events() or ())
-    host = {e.name for e in found if e.device_type == torch.autograd.DeviceType.CPU}
+    host = {e.name for e in found if e.device_type.name == "CPU"}
+    # A device repeats the names of ranges that the host is in.
     events = [
-        ProfiledEvent(
-            e.name, e.thread, e.time_range.start, e.time_range.end, e.device_type != torch.autograd.DeviceType.CPU
-        )
+        ProfiledEvent(e.name, e.thread, e.time_range.start, e.time_range.end, e.device_type.name != "CPU")
         for e in found
-        # A device repeats the names of ranges that the host is in.
-        if e.device_type == torch.autograd.DeviceType.CPU or e.name not in host
+        if e.device_type.name == "CPU" or e.name not in host
     ]
     first = next(event for event in events if event.name == COMPUTE)
     last = next(event for event in events if event.name == UPDATE)
