@@ -10,8 +10,8 @@
     tier        one protocol for memory of every kind
     tiers       the tiers of one rank, each made when it is first asked for
     waits       how long threads of the host have waited for values on their way to or from a tier
-    _slabs      pinned memory for what rests there as long as an engine
     _drive      one file in one folder, read and written by parallel threads, past the system's page cache
+    _slabs      pinned memory for what rests there as long as an engine
 
 It imports ``plan`` and what knows PyTorch's devices.
 """

@@ -110,12 +110,13 @@ def profiled(compute: Callable[[], object], update: Callable[[], object], kind: 
             compute()
         with record_function(UPDATE):
             update()
-    found = [(e, e.device_type.name != "CPU") for e in profiler.events() or ()]
-    host = {e.name for e, elsewhere in found if not elsewhere}
+    found = list(profiler.events() or ())
+    host = {e.name for e in found if e.device_type.name == "CPU"}
+    # A device repeats the names of ranges that the host is in.
     events = [
-        ProfiledEvent(e.name, e.thread, e.time_range.start, e.time_range.end, elsewhere)
-        for e, elsewhere in found
-        if not elsewhere or e.name not in host  # a device repeats the names of ranges that the host is in
+        ProfiledEvent(e.name, e.thread, e.time_range.start, e.time_range.end, e.device_type.name != "CPU")
+        for e in found
+        if e.device_type.name == "CPU" or e.name not in host
     ]
     first = next(event for event in events if event.name == COMPUTE)
     last = next(event for event in events if event.name == UPDATE)
