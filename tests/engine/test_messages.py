@@ -286,23 +286,23 @@ def test_an_update_in_host_memory_that_fails_is_told_by_the_next_pass(ranks: Ran
 
 
 def _evaluates(layout: str, alone: bool) -> list[int]:
-    """Between steady steps and inside of them rank 1 evaluates one batch more than rank 0, which evaluates one (or,
-    ``alone``, none), and then trains on as rank 0 does."""
+    """Between steady steps rank 1 evaluates one batch more than rank 0, which evaluates one (or, ``alone``, none), and
+    one more in each place of the step behind."""
 
-    def evaluate() -> None:
+    def evaluate(batches: int) -> None:
         with torch.no_grad():
-            for _ in range(engine.rank if alone else 1 + engine.rank):
+            for _ in range(batches):
                 engine(torch.ones(1, WIDTH))
 
     with engine_of(layout) as engine:
         train(engine)
         found: list[int] = []
         for _ in range(3):
-            evaluate()
+            evaluate(engine.rank + (not alone))
             loss = engine(torch.ones(2, WIDTH)).square().mean()
-            evaluate()
+            evaluate(engine.rank)
             engine.backward(loss)
-            evaluate()
+            evaluate(engine.rank)
             engine.step()
             train(engine, 2)
             found.append(engine.stats().blocking_messages)
