@@ -167,7 +167,7 @@ def lopsided() -> tuple[list[Tensor], list[str]]:
     """Rank 1 leaves out some blocks, of one unit and of two, from the third step on; then a block is taken away."""
     model = Tower()
     engine = sf.Engine(model, optimizer=ADAMW)
-    blocks = [*model.blocks]
+    blocks: list[Any] = [*model.blocks]
     for step, (x,) in enumerate(batches(6)):
         left_out = blocks[1:4] if engine.rank == 1 and step >= 2 else []
         for block in left_out:
