@@ -86,7 +86,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _backward(ctx, grads[0], native=True)
 
 
@@ -99,7 +99,7 @@ class _Emulated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _backward(ctx, grads[0], native=False)
 
 
