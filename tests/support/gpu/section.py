@@ -31,9 +31,9 @@ SECTIONS: dict[str, tuple[str, float]] = {
     "requests": ("The caching allocator, simulated and real", 0.05),
     "codes": ("Formats on the device", 0.03),
     "products": ("Products in fp8", 0.05),
-    "races": ("Streams that are delayed", 0.2),
+    "races": ("Streams that are delayed", 0.18),
     "marked": ("The tests that need a device", 0.1),
-    "compared": ("`shardfold bench`", 0.3),
+    "compared": ("`shardfold bench`", 0.27),
 }
 
 
