@@ -91,7 +91,7 @@ def _multiplied(device: torch.device, rowwise: bool, small: bool) -> tuple[str, 
     made = [
         _three(partial(fp8_linear, bias=None, rowwise=rowwise, native=native), given) for native in (True, False)
     ]  # fmt: skip
-    figures = {
+    figures: dict[str, Any] = {
         name: ((mine.float() - other.float()).norm() / other.float().norm()).item()
         for name, mine, other in zip(("output", "gradient of input", "gradient of weight"), *made, strict=True)
     }
@@ -124,7 +124,7 @@ def _losses(device: str, precision: str, small: bool) -> list[float]:
 def _trained(device: str, recipe: str, small: bool) -> tuple[str, dict[str, Any]]:
     mine, other = _losses(device, recipe, small), _losses(device, "bf16", small)
     off = max(abs(a / b - 1) for a, b in zip(mine, other, strict=True))
-    figures = {"largest difference": off, "last loss": mine[-1], "of bf16": other[-1]}
+    figures: dict[str, Any] = {"largest difference": off, "last loss": mine[-1], "of bf16": other[-1]}
     if not off <= NEAR:
         raise Outcome(f"losses differ by {off:.1e}, beyond {NEAR}", **figures)
     return "", figures

@@ -46,9 +46,9 @@ CHECKS: dict[str, Part] = {
     "requests": Part("The caching allocator, simulated and real", 0.05),
     "codes": Part("Formats on the device", 0.03),
     "products": Part("Products in fp8", 0.05),
-    "races": Part("Streams that are delayed", 0.2),
+    "races": Part("Streams that are delayed", 0.18),
     "marked": Part("The tests that need a device", 0.1),
-    "compared": Part("`shardfold bench`", 0.25),
+    "compared": Part("`shardfold bench`", 0.27),
 }
 #: How fast it is: what `make gpu-bench` runs.
 SPEED: dict[str, Part] = {

@@ -44,6 +44,7 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from shardfold.torch_internals import scaled_mm
 
 __all__ = ["MeasuredMachine", "measure"]
 
@@ -107,6 +108,8 @@ def computed(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"bandwidth": bandwidth, "launch": 0.0, "flops": {}, "attention": {}}
     if accelerator.has_streams(device):
         found["flops"] = {name: 2 * SIZE**3 / _product(device, dtype, SIZE) for name, dtype in DTYPES.items()}
+        if accelerator.multiplies_fp8(device):
+            found["flops"]["fp8"] = 2 * SIZE**3 / _fp8_product(device, SIZE)
     else:
         small, large = ON_CPU
         found |= {"call": {}, "host": bandwidth}
@@ -157,6 +160,11 @@ def _now(device: torch.device) -> float:
 def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     return _seconds(lambda: a @ b, device, LEAST)
+
+
+def _fp8_product(device: torch.device, size: int) -> float:
+    codes, scale = torch.ones(size, size, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
+    return _seconds(lambda: scaled_mm(codes, codes.t(), scale, scale, out_dtype=torch.bfloat16), device, LEAST)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> float:
