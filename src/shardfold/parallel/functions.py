@@ -16,24 +16,84 @@ backward, which sends half as much. What ranks exchanged is no view, so a model 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from shardfold.parallel.adjoint import paired
-from shardfold.parallel.link import Link
+from shardfold.parallel.link import Link, numbered
 from shardfold.torch_internals import storage_key, untraced_from_call
 
 __all__ = ["collect", "copy", "gather", "reduce", "scatter", "spread"]
+
+
+@torch.library.custom_op("shardfold::over_ranks", mutates_args=())
+def over_ranks(x: Tensor, verb: str, link: int, dim: int) -> Tensor:
+    """What ``verb`` makes of ``x``, as an operation that a graph has as a whole."""
+    way = numbered(link)
+    if verb == "reduce":
+        return way.all_reduce(x)
+    if verb == "spread":
+        return way.reduce_scatter(x, dim)
+    if verb == "scatter":
+        return _part(x, way, dim, None).clone()
+    return way.all_gather(x, dim)
+
+
+@over_ranks.register_fake
+def _(x: Tensor, verb: str, link: int, dim: int) -> Tensor:
+    shape, size = list(x.shape), numbered(link).size
+    if verb in ("spread", "scatter"):
+        shape[dim] = shape[dim] // size
+    elif verb != "reduce":
+        shape[dim] = shape[dim] * size
+    return x.new_empty(shape)
+
+
+class _InGraph(torch.autograd.Function):
+    """Two verbs, as ``torch.compile`` can look into them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: str, back: str, link: int, dim: int) -> Tensor:
+        ctx.back = back, link, dim
+        return _do(x, there, link, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _do(grads[0], *ctx.back), None, None, None, None
+
+
+def _do(x: Tensor, verb: str, link: int, dim: int) -> Tensor:
+    return x.view_as(x) if verb == "copy" else over_ranks(x, verb, link, dim)
+
+
+def _traced(back: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """For a function of ``x`` and a link, whose name is its verb in a graph: ``back`` is that of its backward. Where
+    parts are not equal, it is hidden from the compiler."""
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        verb, hidden = function.__name__, untraced_from_call(function)
+
+        @wraps(function)
+        def run(x: Tensor, link: Link, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+            if torch.compiler.is_compiling() and sizes is None:
+                return x if link.size == 1 else _InGraph.apply(x, verb, back, link.number, dim)  # pyright: ignore
+            more = () if verb in ("copy", "reduce") else (dim,) if sizes is None else (dim, sizes)
+            return hidden(x, link, *more)
+
+        return run
+
+    return decorate
 
 
 def _place(x: Tensor) -> Any:
     return storage_key(x.untyped_storage()), x.storage_offset(), x.shape, x.stride()
 
 
-@untraced_from_call
+@_traced("reduce")
 def copy(x: Tensor, link: Link) -> Tensor:
     """``x``, which is the same on all ranks and goes on into parts of a layer: its gradients are summed."""
     if link.size == 1:
@@ -45,13 +105,13 @@ def copy(x: Tensor, link: Link) -> Tensor:
     return paired(gathered.part, lambda part: _same(whole), partial(spread, link=link, dim=gathered.dim))
 
 
-@untraced_from_call
+@_traced("copy")
 def reduce(x: Tensor, link: Link) -> Tensor:
     """The sum of ``x``, of which each rank has a summand; the sum's gradient is each summand's."""
     return x if link.size == 1 else paired(x, link.all_reduce, lambda grad: grad)
 
 
-@untraced_from_call
+@_traced("gather")
 def scatter(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """This rank's part along ``dim`` of what is the same on all ranks; ``sizes`` of the parts, None: equal ones."""
     if link.size == 1:
@@ -59,7 +119,7 @@ def scatter(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None)
     return paired(x, partial(_part, link=link, dim=dim, sizes=sizes), partial(gather, link=link, dim=dim, sizes=sizes))
 
 
-@untraced_from_call
+@_traced("scatter")
 def gather(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """The ranks' parts side by side along ``dim``, used alike on all ranks: the gradient is this rank's part of it."""
     if link.size == 1:
@@ -68,7 +128,7 @@ def gather(x: Tensor, link: Link, dim: int, sizes: Sequence[int] | None = None) 
     return back.of(paired(x, lambda x: link.all_gather(x, dim, sizes).data, back))
 
 
-@untraced_from_call
+@_traced("collect")
 def spread(x: Tensor, link: Link, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of ``x``, of which each rank has a summand."""
     if link.size == 1:
@@ -76,7 +136,7 @@ def spread(x: Tensor, link: Link, dim: int) -> Tensor:
     return paired(x, lambda x: link.reduce_scatter(x, dim).data, partial(collect, link=link, dim=dim))
 
 
-@untraced_from_call
+@_traced("spread")
 def collect(x: Tensor, link: Link, dim: int) -> Tensor:
     """The ranks' parts side by side along ``dim``, which go on into parts of a layer: their gradients are summed."""
     if link.size == 1:

@@ -10,8 +10,10 @@ as gathers and reductions do, and is counted under its axis. Autograd does not s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from math import prod
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,9 +30,11 @@ from shardfold.plan.placement import shard_index
 from shardfold.sharding.freed import apart
 from shardfold.torch_internals import storage_key
 
-__all__ = ["AxisLink", "Link", "MeshLink", "OneRank", "Shift", "axes_named", "bind_links", "link_of"]
+__all__ = ["AxisLink", "Link", "MeshLink", "OneRank", "Shift", "axes_named", "bind_links", "link_of", "numbered"]
 
 _LINKS = "_shardfold_links"
+_NUMBERED: WeakValueDictionary[int, Link] = WeakValueDictionary()
+_NUMBERS = count(1)
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -65,6 +69,11 @@ class Link(AxisRanks, Protocol):
 
     @property
     def axis(self) -> str: ...
+
+    @property
+    def number(self) -> int:
+        """By which a compiled graph finds it (see :func:`numbered`)."""
+        ...
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         """The ranks' tensors one behind the other along ``dim``, where the r-th has ``sizes[r]``; None: as this one."""
@@ -102,6 +111,10 @@ class OneRank(Link):
     @property
     def axis(self) -> str:
         return self._axis
+
+    @property
+    def number(self) -> int:
+        return 0
 
     @property
     def size(self) -> int:
@@ -149,10 +162,16 @@ class MeshLink(Link):
         self._axis, self._comm, self._apart = "+".join(self._axes), comm, apart
         self._size = comm.mesh.sizes.parts(self._axes)
         self._rank = shard_index(self._axes, comm.mesh.sizes, comm.mesh.coords)
+        self._number = next(_NUMBERS)
+        _NUMBERED[self._number] = self
 
     @property
     def axis(self) -> str:
         return self._axis
+
+    @property
+    def number(self) -> int:
+        return self._number
 
     @property
     def size(self) -> int:
@@ -345,6 +364,10 @@ class AxisLink(Link):
         return self._name
 
     @property
+    def number(self) -> int:
+        return self._bound().number
+
+    @property
     def size(self) -> int:
         return self._bound().size
 
@@ -374,6 +397,11 @@ class AxisLink(Link):
 
     def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
         return self._bound().shift(tensors, to, shapes)
+
+
+def numbered(number: int) -> Link:
+    """The link of that number, while an engine has it."""
+    return _NUMBERED[number]
 
 
 def link_of(module: nn.Module, axis: str) -> AxisLink:
