@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._dynamo.backends import registry
 
 import shardfold as sf
 from shardfold.errors import ConfigError, ModelError
@@ -57,8 +58,8 @@ class Graphs:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         made = cls(backend)
-        torch._dynamo.backends.registry._BACKENDS.pop("graphs", None)
-        torch._dynamo.backends.registry._COMPILER_FNS.pop("graphs", None)
+        registry._BACKENDS.pop("graphs", None)
+        registry._COMPILER_FNS.pop("graphs", None)
         torch._dynamo.register_backend(made, name="graphs")
         return made
 

@@ -171,7 +171,7 @@ def _runs(
 ) -> Callable[..., Any]:
     """The forward of a kind, as a function of the module: the class's, or where a module has one of its own, that."""
     forward: Callable[..., Any] = shared or (lambda module, *args, **kwargs: own(*args, **kwargs))
-    contexts = partial(selective, kept) if kept is not None else None
+    contexts: Any = partial(selective, kept or frozenset())
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
