@@ -22,7 +22,7 @@ from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten, version_of
 
-__all__ = ["KEPT", "recomputing", "selective", "without_filling"]
+__all__ = ["KEPT", "holds_something", "is_cache", "recomputing", "selective", "without_filling"]
 
 SMALL = 64 * 1024
 """Bytes of the largest buffer that a forward may change, such as running statistics, and be recomputed as it was."""
@@ -77,7 +77,7 @@ def recomputing(
         if torch.compiler.is_compiling():  # torch.compile recomputes in the graph
             return checkpoint(forward, *args, use_reentrant=False, **compiled, **kwargs)
         left = place.leave(inside_checkpoint()) or place.leaves
-        if left or any(_holds_something(value) for value in (*args, *kwargs.values())):
+        if left or any(holds_something(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
         if graph is not None:
             return graph(*args, **kwargs)
@@ -234,14 +234,14 @@ def _as_they_were(buffers: Sequence[_Buffer]) -> Iterator[None]:
             buffer.owner[buffer.name] = value
 
 
-def _holds_something(value: Any) -> bool:
+def holds_something(value: Any) -> bool:
     """Whether it is a cache of keys and values (transformers') from before, which forward has to see and to fill."""
-    return _is_cache(value) and bool(int(value.get_seq_length()))
+    return is_cache(value) and bool(int(value.get_seq_length()))
 
 
 def _own(value: Any) -> Any:
     """A copy of an empty cache; anything else as it is."""
-    return deepcopy(value) if _is_cache(value) and not _holds_something(value) else value
+    return deepcopy(value) if is_cache(value) and not holds_something(value) else value
 
 
 def without_filling(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,5 +257,6 @@ def without_filling(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
+    """Whether it is a cache of keys and values, as models of transformers fill."""
     return not isinstance(value, (Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardfold.activations.recompute import selective
+from shardfold.activations.recompute import holds_something, is_cache, selective
 from shardfold.errors import ConfigError, did_you_mean, nearest
 from shardfold.plan.checks import described
 from shardfold.torch_internals import SELECTS, cpp_compiler, graph_errors
@@ -123,7 +123,8 @@ class UnitGraphs:
     def forward(
         self, module: nn.Module, own: Callable[..., Any], kept: frozenset[Any] | None = None
     ) -> Callable[..., Any]:
-        """``own``, the module's forward, as it is compiled for its kind.
+        """``own``, the module's forward, as it is compiled for its kind. In training it leaves a cache of keys empty;
+        with one that is to be filled or read it runs as it is.
 
         Args:
             module: a region.
@@ -133,7 +134,9 @@ class UnitGraphs:
         shared = getattr(own, "__func__", None) if getattr(own, "__self__", None) is module else None
         tensors = chain(module.named_parameters(), module.named_buffers())
         shapes = tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors)
-        key = (type(module), shared or own, shapes, kept)
+        # PyTorch looks whose an object is that stands in place of a forward, as in blocks that ranks share.
+        alone = id(module) if any("forward" in vars(part) for part in module.modules()) else None
+        key = (type(module), shared or own, shapes, kept, alone)
         if key not in self._kinds:
             name = f"{type(module).__name__}_{len(self._kinds)}"
             self._kinds[key] = UnitKind(name, _runs(shared, own, kept), self._backend)
@@ -142,6 +145,11 @@ class UnitGraphs:
 
         @wraps(own)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if any(map(is_cache, (*args, *kwargs.values()))):
+                if not torch.is_grad_enabled() or any(map(holds_something, (*args, *kwargs.values()))):
+                    return own(*args, **kwargs)  # it grows with each token, and each block has a place of its own in it
+                args = tuple(None if is_cache(value) else value for value in args)
+                kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
             return kind(module, *args, **kwargs)
 
         return run
@@ -167,7 +175,7 @@ def _runs(
 ) -> Callable[..., Any]:
     """The forward of a kind, as a function of the module: the class's, or where a module has one of its own, that."""
     forward: Callable[..., Any] = shared or (lambda module, *args, **kwargs: own(*args, **kwargs))
-    contexts = partial(selective, kept or frozenset[Any]())
+    contexts: Any = partial(selective, kept or frozenset())
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
@@ -180,9 +188,9 @@ def _runs(
 
 
 def _regions(module: nn.Module, borders: set[int]) -> Iterator[nn.Module]:
-    if _is_shared(module):  # random numbers in it are looked at, in what runs
+    if _is_apart(module):
         return
-    inner = any(id(each) in borders or _is_shared(each) for each in module.modules() if each is not module)
+    inner = any(id(each) in borders or _is_apart(each) for each in module.modules() if each is not module)
     if not inner and _works(module):
         yield module
         return
@@ -198,11 +206,12 @@ def _works(module: nn.Module) -> bool:
     return not single and (kind.forward is not nn.Module.forward or "forward" in vars(module))
 
 
-def _is_shared(module: nn.Module) -> bool:
-    """Whether ranks share its work, so that its forward talks to other ranks, which no graph holds: the package has put
-    one in place of its own."""
+def _is_apart(module: nn.Module) -> bool:
+    """Whether ranks share its work by a forward that the package has put in place of its own, and that no graph can
+    hold."""
     forward = vars(module).get("forward")
-    return str(getattr(getattr(forward, "func", forward), "__module__", "")).startswith("shardfold.")
+    own = str(getattr(getattr(forward, "func", forward), "__module__", "")).startswith("shardfold.")
+    return own and not getattr(forward, "in_graphs", False)
 
 
 def _told(said: str) -> str:

@@ -7,12 +7,17 @@ Here is what can be asked, and an axis of one rank. Those along the axes of an e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-__all__ = ["AxisGroup", "Everyone", "Lengths", "OneRank", "Shift"]
+__all__ = ["AxisGroup", "Everyone", "Lengths", "OneRank", "Shift", "numbered"]
+
+_NUMBERED: WeakValueDictionary[int, AxisGroup] = WeakValueDictionary()
+_NUMBERS = count(1)
 
 
 class Shift:
@@ -48,6 +53,8 @@ class AxisGroup:
 
     def __init__(self, axis: str, size: int, rank: int) -> None:
         self._axis, self._size, self._rank = axis, size, rank
+        self._number = next(_NUMBERS)
+        _NUMBERED[self._number] = self
 
     @property
     def axis(self) -> str:
@@ -60,6 +67,11 @@ class AxisGroup:
     @property
     def rank(self) -> int:
         return self._rank
+
+    @property
+    def number(self) -> int:
+        """By which a compiled graph finds it (see :func:`numbered`)."""
+        return self._number
 
     def range(self, length: int) -> tuple[int, int]:
         """``(start, stop)`` of this rank's part of so many rows; the first ranks have one more where need be."""
@@ -134,6 +146,11 @@ class OneRank(AxisGroup):
 
     def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
         return Shift(tensors)
+
+
+def numbered(number: int) -> AxisGroup:
+    """The group of that number, while somebody has it."""
+    return _NUMBERED[number]
 
 
 class Everyone:

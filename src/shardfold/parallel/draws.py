@@ -147,15 +147,30 @@ class Looked:
     group: ModuleGroup
 
     @property
+    def in_graphs(self) -> bool:
+        """Whether torch.compile may look into it: nothing in it seems to draw numbers, which a graph draws alike on all
+        ranks."""
+        named = (item for part in self.module.modules() for item in (*vars(part).items(), ("drop", _rate(part))))
+        return not any("drop" in name and isinstance(value, float) and value > 0 for name, value in named)
+
+    @property
     def __wrapped__(self) -> Callable[..., Any]:
         forward: Any = type(self.module).forward
         return self.forward or MethodType(forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.module.training or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            forward: Any = type(self.module).forward
+            return self.forward(*args, **kwargs) if self.forward else forward(self.module, *args, **kwargs)
+        if not self.module.training:
             return self.__wrapped__(*args, **kwargs)
         with _Looking(self.parts, self.group):
             return self.__wrapped__(*args, **kwargs)
+
+
+def _rate(module: nn.Module) -> Any:
+    """Of a dropout layer."""
+    return getattr(module, "p", 0.0) if "Drop" in type(module).__name__ else 0.0
 
 
 def look_at_draws(module: nn.Module, parts: Parts, group: ModuleGroup) -> None:

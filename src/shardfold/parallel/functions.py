@@ -16,24 +16,84 @@ backward, which sends half as much. What ranks exchanged is no view, so a model 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
-from shardfold.nn.axis_group import AxisGroup
+from shardfold.nn.axis_group import AxisGroup, numbered
 from shardfold.parallel.adjoint import paired
 from shardfold.torch_internals import storage_key, untraced_from_call
 
 __all__ = ["collect", "copy", "gather", "reduce", "scatter", "spread"]
 
 
+@torch.library.custom_op("shardfold::over_ranks", mutates_args=())
+def over_ranks(x: Tensor, verb: str, group: int, dim: int) -> Tensor:
+    """What ``verb`` makes of ``x``, as an operation that a graph has as a whole."""
+    ranks = numbered(group)
+    if verb == "reduce":
+        return ranks.all_reduce(x)
+    if verb == "spread":
+        return ranks.reduce_scatter(x, dim)
+    if verb == "scatter":
+        return _part(x, ranks, dim, None).clone()
+    return ranks.all_gather(x, dim)
+
+
+@over_ranks.register_fake
+def _(x: Tensor, verb: str, group: int, dim: int) -> Tensor:
+    shape, size = list(x.shape), numbered(group).size
+    if verb in ("spread", "scatter"):
+        shape[dim] = shape[dim] // size
+    elif verb != "reduce":
+        shape[dim] = shape[dim] * size
+    return x.new_empty(shape)
+
+
+class _InGraph(torch.autograd.Function):
+    """Two verbs, as ``torch.compile`` can look into them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: str, back: str, group: int, dim: int) -> Tensor:
+        ctx.back = back, group, dim
+        return _do(x, there, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _do(grads[0], *ctx.back), None, None, None, None
+
+
+def _do(x: Tensor, verb: str, group: int, dim: int) -> Tensor:
+    return x.view_as(x) if verb == "copy" else over_ranks(x, verb, group, dim)
+
+
+def _traced(back: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """For a function of ``x`` and a group, whose name is its verb in a graph: ``back`` is that of its backward. Where
+    parts are not equal, it is hidden from the compiler."""
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        verb, hidden = function.__name__, untraced_from_call(function)
+
+        @wraps(function)
+        def run(x: Tensor, group: AxisGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+            if torch.compiler.is_compiling() and sizes is None:
+                return x if group.size == 1 else _InGraph.apply(x, verb, back, group.number, dim)  # pyright: ignore
+            more = () if verb in ("copy", "reduce") else (dim,) if sizes is None else (dim, sizes)
+            return hidden(x, group, *more)
+
+        return run
+
+    return decorate
+
+
 def _place(x: Tensor) -> Any:
     return storage_key(x.untyped_storage()), x.storage_offset(), x.shape, x.stride()
 
 
-@untraced_from_call
+@_traced("reduce")
 def copy(x: Tensor, group: AxisGroup) -> Tensor:
     """``x``, which is the same on all ranks and goes on into parts of a layer: its gradients are summed."""
     if group.size == 1:
@@ -45,13 +105,13 @@ def copy(x: Tensor, group: AxisGroup) -> Tensor:
     return paired(gathered.part, lambda part: _same(whole), partial(spread, group=group, dim=gathered.dim))
 
 
-@untraced_from_call
+@_traced("copy")
 def reduce(x: Tensor, group: AxisGroup) -> Tensor:
     """The sum of ``x``, of which each rank has a summand; the sum's gradient is each summand's."""
     return x if group.size == 1 else paired(x, group.all_reduce, lambda grad: grad)
 
 
-@untraced_from_call
+@_traced("gather")
 def scatter(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """This rank's part along ``dim`` of what is the same on all ranks; ``sizes`` of the parts, None: equal ones."""
     if group.size == 1:
@@ -60,7 +120,7 @@ def scatter(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None =
     return paired(x, there, partial(gather, group=group, dim=dim, sizes=sizes))
 
 
-@untraced_from_call
+@_traced("scatter")
 def gather(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """The ranks' parts side by side along ``dim``, used alike on all ranks: the gradient is this rank's part of it."""
     if group.size == 1:
@@ -69,7 +129,7 @@ def gather(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None = 
     return back.of(paired(x, lambda x: group.all_gather(x, dim, sizes).data, back))
 
 
-@untraced_from_call
+@_traced("collect")
 def spread(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of ``x``, of which each rank has a summand."""
     if group.size == 1:
@@ -77,7 +137,7 @@ def spread(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     return paired(x, lambda x: group.reduce_scatter(x, dim).data, partial(collect, group=group, dim=dim))
 
 
-@untraced_from_call
+@_traced("spread")
 def collect(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     """The ranks' parts side by side along ``dim``, which go on into parts of a layer: their gradients are summed."""
     if group.size == 1:

@@ -64,6 +64,10 @@ class ModuleGroup(AxisGroup):
     def rank(self) -> int:
         return self._bound().rank
 
+    @property
+    def number(self) -> int:
+        return self._bound().number
+
 
 def group_of(module: nn.Module, axis: str) -> ModuleGroup:
     """The group of ``module`` along ``axis``, which an engine of a model with this module binds; made when it is first

@@ -104,6 +104,10 @@ class SharedInput:
 
     def copy(self, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """What ``make`` gives of ``x``, or gave of it before."""
+        if torch.compiler.is_compiling():  # a change in place shows in the copy, which is a view
+            if self.copied is None or self.given is not x:
+                self.given, self.copied = x, make(x)
+            return self.copied
         version = version_of(x)  # None: it may have been changed, and nobody would know
         if self.copied is None or self.given is not x or self.version != version or version is None:
             copied = make(x)
@@ -174,6 +178,8 @@ class Forward:
             )
         if self.word in (*WORKS, "draws"):  # what it does between columns and rows is looked at
             return getattr(self, f"_{self.word}")(*args, **kwargs)
+        if torch.compiler.is_compiling():  # random numbers are not looked at in a graph
+            return getattr(self, f"_{self.word}")(*args, **kwargs)
         self.parts.enter()
         try:
             y = getattr(self, f"_{self.word}")(*args, **kwargs)
@@ -182,6 +188,11 @@ class Forward:
         if self.word in ("column", "kv"):
             self.parts.add(y)
         return y
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether torch.compile can look into it."""
+        return self.word in ("column", "row", "kv", "partial", "sequence", "scattered", "collected", "joined")
 
     @property
     def _cut(self) -> bool:
