@@ -55,9 +55,9 @@ WORD = 8
 
 SPIN = 5e-5
 """Seconds for which a rank that has a core to itself looks before it sleeps: waking it takes as long."""
-FIRST, MOST = 2e-3, 5e-2
-"""Seconds of sleep until a rank looks whether the others are still there, and asks them to carry on; then twice as many
-each time, and no more than that."""
+FIRST, CROWDED, MOST = 2e-3, 1e-2, 5e-2
+"""Seconds of sleep until a rank looks whether the others are still there, and asks them to carry on (where ranks share
+cores: each may just be waiting for its turn); then twice as many each time, and no more than that."""
 
 
 class _Vector(ctypes.Structure):
@@ -382,7 +382,7 @@ def look_until(work: Awaited, timeout: timedelta) -> None:
 
 
 def _look_until(work: Awaited, timeout: timedelta) -> None:
-    deadline, pause, first = 0.0, FIRST, True
+    deadline, pause, first = 0.0, 0.0, True
     while not work.is_completed():
         mark = work.mark
         if mark is None or mark.board.progress():
@@ -391,6 +391,7 @@ def _look_until(work: Awaited, timeout: timedelta) -> None:
         deadline = deadline or now + timeout.total_seconds()
         if now >= deadline:
             raise RuntimeError("timed out")
+        pause = pause or (FIRST if mark.board.spins else CROWDED)
         mark.sleep(min(pause, deadline - now), spins=first and mark.board.spins)
         if monotonic() - now >= pause:
             mark.look()
