@@ -62,7 +62,6 @@ __all__ = [
     "check",
     "copies_shallowly",
     "counted_together",
-    "cpp_compiler",
     "cuda_lazy_call",
     "default_store",
     "expired",
@@ -272,7 +271,6 @@ ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch.nn.RNNBase._flat_weight_refs", "recurrent modules built without memory", "recurrent modules"),
     Internal("torch._dynamo.list_backends", "deepspeed's accelerator interface", "that call"),
     Internal("torch._dynamo.exc", "units that cannot be one graph are compiled in pieces", "Runtime(compile='blocks')"),
-    Internal("torch._inductor.cpp_builder", "whether there is a C++ compiler", "Runtime(compile='blocks') on the CPU"),
     Internal("torch.compiler.disable._torchdynamo_disable", "what is hidden from the compiler", "it is hidden twice"),
     Internal(
         "torch.optim.lr_scheduler.LRScheduler._update_lr",
@@ -485,13 +483,6 @@ def graph_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
-
-
-def cpp_compiler() -> str:
-    """The C++ compiler that ``torch.compile`` takes; raises where there is none."""
-    from torch._inductor import cpp_builder
-
-    return cpp_builder.get_cpp_compiler()
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -12,12 +12,15 @@ and the sizes that it has seen change, by that.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from importlib.util import find_spec
 from itertools import chain
 from logging import getLogger
+from os import environ
 from pathlib import Path
+from shutil import which
 from types import FunctionType
 from typing import Any
 
@@ -28,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from shardfold.activations.recompute import holds_something, is_cache, selective
 from shardfold.errors import ConfigError, did_you_mean, nearest
 from shardfold.plan.checks import described
-from shardfold.torch_internals import SELECTS, cpp_compiler, graph_errors
+from shardfold.torch_internals import SELECTS, graph_errors
 
 __all__ = ["UnitGraphs"]
 
@@ -58,6 +61,10 @@ class UnitKind:
         own = FunctionType(made.__code__.replace(co_name=name), made.__globals__, name, None, made.__closure__)
         self._compile = partial(torch.compile, own, backend=backend)
         self._compiled = self._compile(fullgraph=True)
+
+    def add(self, module: nn.Module) -> None:
+        """It is of this kind."""
+        self.modules[id(module)] = module
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.pieces:
@@ -141,7 +148,7 @@ class UnitGraphs:
             name = f"{type(module).__name__}_{len(self._kinds)}"
             self._kinds[key] = UnitKind(name, _runs(shared, own, kept), self._backend)
         kind = self._kinds[key]
-        kind.modules[id(module)] = module
+        kind.add(module)
 
         @wraps(own)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -236,10 +243,9 @@ def _check_compiler(given: str, device: torch.device) -> None:
                 "install triton, or leave compile out."
             )
         return
-    try:
-        cpp_compiler()
-    except Exception as error:
+    compiler = environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    if which(compiler) is None:
         raise ConfigError(
-            f"Runtime(compile={given!r}): inductor needs a C++ compiler on the CPU and finds none: install one, such "
-            "as g++ (CXX names another), or leave compile out."
-        ) from error
+            f"Runtime(compile={given!r}): inductor needs a C++ compiler on the CPU and finds no {compiler!r}: install "
+            "one, such as g++ (CXX names another), or leave compile out."
+        )

@@ -25,12 +25,12 @@ def paired(x: Tensor, there: Change, back: Change, with_: Sequence[Tensor] = ())
 class _Paired(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Change, back: Change, *with_: Tensor) -> Tensor:
-        ctx.back = back
-        ctx.with_ = [(each.shape, each.dtype, each.device) if each.requires_grad else None for each in with_]
+        ctx.back = back, [(each.shape, each.dtype, each.device) if each.requires_grad else None for each in with_]
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        of_x = ctx.back(grads[0])
-        zeros = (None if each is None else torch.zeros(each[0], dtype=each[1], device=each[2]) for each in ctx.with_)
+        back, with_ = ctx.back
+        of_x = back(grads[0])
+        zeros = (None if each is None else torch.zeros(each[0], dtype=each[1], device=each[2]) for each in with_)
         return of_x, None, None, *zeros

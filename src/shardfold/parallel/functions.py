@@ -180,7 +180,7 @@ def _gathered(x: Tensor, group: AxisGroup) -> _Cutting | None:
     node: Any = x.grad_fn
     while type(node).__name__ in _VIEWS:
         node = node.next_functions[0][0]
-    back = getattr(node, "back", None)
+    back = getattr(node, "back", (None,))[0]
     if not isinstance(back, _Cutting) or back.group.axis != group.axis:
         return None
     whole = back.whole()
