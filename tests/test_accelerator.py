@@ -16,10 +16,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ("mps", "'mps': PyTorch's module for it has no Stream, current_stream, stream, .* 'cpu' here"),
-        ("hpu", "'hpu': models are trained on 'cpu' here"),
-        ("meta", "'meta': models are trained on 'cpu' here"),
-        ("xpu:1", "'xpu:1': PyTorch finds none of the type xpu here"),
+        ("mps", "'mps'\\): PyTorch's module for it has no Stream, current_stream, stream, .* 'cpu' here"),
+        ("hpu", "'hpu'\\): models are trained on 'cpu' here"),
+        ("meta", "'meta'\\): models are trained on 'cpu' here"),
+        ("xpu:1", "'xpu:1'\\): PyTorch finds none of the type xpu here"),
     ],
 )
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="says what a machine without an accelerator does")

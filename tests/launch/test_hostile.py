@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import signal
 import stat
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from shardfold.comm import _boards as boards
+from shardfold.comm import _neighbours as neighbours
 from shardfold.errors import ConfigError
 from shardfold.launch._agent import pid_file
 from shardfold.launch._remote import RemoteAgent, answer, check_hosts, scheduler_command
@@ -266,7 +268,7 @@ def test_the_file_of_the_process_id_follows_no_link(tmp_path: Path, monkeypatch:
 )
 def test_memory_of_another_user_is_not_read() -> None:
     """Also where this user might: a rank of the job runs under the same one."""
-    board = boards.mmap.mmap(-1, 4096)
+    board = mmap.mmap(-1, mmap.PAGESIZE)
     word = ctypes.c_int64.from_buffer(board)
     word.value = 77
     process = os.fork()
@@ -277,12 +279,14 @@ def test_memory_of_another_user_is_not_read() -> None:
     try:
         while os.stat(f"/proc/{process}").st_uid == 0:
             pass
-        entry = {"place": "x", "process": process, "board": ctypes.addressof(word), "size": 8, "token": 77}
+        entry = {"place": "x", "process": process, "probe": ctypes.addressof(word), "token": 77, "door": None}
         into = ctypes.c_int64()
-        boards.read(process, entry["board"], ctypes.addressof(into), 8)
+        boards.read(process, entry["probe"], ctypes.addressof(into), 8)
         assert into.value == 77, "root may read it"
-        assert not boards._readable({"place": "x"}, entry)
-        assert boards._readable({"place": "x"}, {**entry, "process": os.getpid()})
+        for mine in (process, os.getpid()):  # whose door is its own is not asked for one
+            assert neighbours._found({"place": "x", "process": mine}, entry) is None
+        mine = {"place": "x", "process": os.getpid()}
+        assert neighbours._found(mine, {**entry, "process": os.getpid()}) is not None
     finally:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
