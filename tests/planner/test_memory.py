@@ -72,7 +72,7 @@ def test_planned_peaks_are_measured_ones(
 
 
 def _deep(layout: str, more: dict[str, Any]) -> tuple[float, float]:
-    shape = replace(SHAPE, layers=9)
+    shape = replace(SHAPE, layers=16)
     found = compare(partial(GPT, shape), gpt_batch(), layout=layout, precision="bf16", **more)
     return found.planned, found.measured
 
