@@ -114,7 +114,7 @@ def test_a_device_updates_its_part(sim_ranks: Ranks) -> None:
     )
     assert some[0] == pytest.approx(all_here[0], rel=2.0**-6)
     assert none_here[1]["device"] < some[1]["device"] < all_here[1]["device"]
-    assert 0 < some[1]["host"] < none_here[1]["host"]
+    assert 0 < some[1]["host"] <= none_here[1]["host"]  # so few that all of it is in one slab
 
 
 def test_explain_says_what_stays() -> None:
