@@ -317,9 +317,9 @@ def test_ranks_may_evaluate_different_numbers_of_batches_in_steady_steps(
     assert ranks.run(_evaluates, layout, alone, world_size=2, timeout=LIMIT) == [[0, 0, 0]] * 2
 
 
-def _closes_first() -> bool:
+def _closes_first(near: bool) -> bool:
     """Rank 1 leaves a steady step out; rank 0 takes it, closes its engine, and comes to where rank 1 waits for it."""
-    with engine_of("zero3") as engine:
+    with engine_of("zero3", near=near) as engine:
         train(engine)
         backward(engine)
         if engine.rank == 0:
@@ -329,5 +329,6 @@ def _closes_first() -> bool:
         return True
 
 
-def test_who_expects_something_and_closes_its_engine_waits_for_nobody(ranks: Ranks) -> None:
-    assert ranks.run(_closes_first, world_size=2, timeout=60.0) == [True] * 2
+@GLOO
+def test_who_expects_something_and_closes_its_engine_waits_for_nobody(ranks: Ranks, near: bool) -> None:
+    assert ranks.run(_closes_first, near, world_size=2, timeout=60.0) == [True] * 2
