@@ -199,7 +199,8 @@ def test_gradients_that_come_late_are_counted_too(ranks: Ranks) -> None:
     for wrong, found in ranks.run(_late_both, world_size=2):
         assert not wrong
         assert [adds for adds, _, _ in found] == [0, 0, 0, 64 * 64 * 4 / 2]
-        assert all(counted == read for _, counted, read in found[1:]), found
+        # What a late one is added to may still be on its way to the file, and comes from memory then.
+        assert all(counted - read in (0, adds) for adds, counted, read in found[1:]), found
 
 
 def _save(folder: str, offload: Any) -> None:
