@@ -60,7 +60,7 @@ def loader(dataset: Any = None, **more: Any) -> sf.Loader:
 ENGINE: dict[str, set[str]] = {
     "layout": set(), "precision": set(), "accumulate": set(), "units": {"None"}, "overlap": {"None"},
     "device": {"None"},
-    "activations": {"None"}, "clip_norm": {"None", "1e300"}, "clip": {"None"}, "loss_scale": {"None"}, "seed": {"-1"},
+    "activations": {"None"}, "clip_norm": {"None", "1e300"}, "loss_scale": {"None"}, "seed": {"-1"},
     "lr_schedule": {"None"}, "mesh": {"None"}, "weights": {"None"}, "desync_timeout": set(), "timeout": set(),
     "debug": set(),
     "optimizer": {"None"}, "runtime": {"None"}, "init": {"None"},

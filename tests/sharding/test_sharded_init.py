@@ -116,7 +116,7 @@ def _peak() -> tuple[float, float, float]:
 
     early.gather = looked
     try:
-        engine = sf.Engine(model, layout="zero3")
+        engine = sf.Engine(model, layout="zero3", overlap=sf.Overlap(bucket=None))
     finally:
         early.gather = gather
     gc.collect()
