@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.product,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
 ]
 
 LAYOUTS = list(sf.PRESETS)

@@ -18,7 +18,7 @@ from itertools import combinations
 from logging import getLogger
 from math import prod
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and w
 LOOK, SETTLE, ABORT = 0.1, 2.0, 30.0  # seconds: between looks, that a lost collective may still end, and to end all
 REFUSAL = 30.0  # seconds that it may take to tell others why no mesh is made
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
+ABOUT_TO_COME = 1.0  # seconds that a rank which closes its engine leaves others to come to its last message
 
 
 Given = Mapping[str, int] | Sequence[Axis]
@@ -507,10 +508,18 @@ class DataMesh:
         default = self._default
         if default is not None and self._first_said("keep" if failed else "end") == "keep":
             default.keep()
+        self._await_others()
         self._give_back()
         if default is not None:
             default.meshes.discard(self)
             _PROCESS.end_if_unused()
+
+    def _await_others(self) -> None:
+        """Ranks that close at the same place are about to come to what this one has told them, and would find the
+        connections cut; those that will not come are not waited for."""
+        begun = monotonic()
+        while self.meets and not self.gave_up and monotonic() - begun < ABOUT_TO_COME:
+            sleep(0.001)
 
     def _first_said(self, what: str) -> str:
         """What the rank that was first to close this mesh said of the default group: it holds for all of them, as one
