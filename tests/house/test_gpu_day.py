@@ -354,4 +354,5 @@ def test_a_rehearsal_on_the_simulated_device(tmp_path: Path, ranks: int) -> None
     found = _rehearsed(tmp_path, "sim", ranks, "--minutes", "12")
     failed = [(each["name"], case["name"], case["says"]) for each in found["sections"] for case in each["cases"]
               if case["verdict"] == FAILED]  # fmt: skip
-    assert not failed and {each["verdict"] for each in found["sections"]} == {PASSED}
+    skipped = {each["name"] for each in found["sections"] if each["verdict"] != PASSED}
+    assert not failed and skipped == {"codes"}  # which the processor would compute on both sides
