@@ -482,6 +482,8 @@ class DataMesh:
         if not self._hosts:
             for name in (name for name, size in self.sizes.items() if size > 1):
                 self._hosts[name] = self._own_group(self.sizes.rows((name,)), GLOO)
+            for group in self._hosts.values():  # a rank that closes its engine now would cut off who still connects
+                dist.all_reduce(torch.zeros(1), group=group)
         return self._hosts[axis]
 
     def groups(self) -> list[tuple[Any, list[int]]]:
