@@ -18,7 +18,7 @@ from itertools import combinations
 from logging import getLogger
 from math import prod
 from threading import Thread
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and w
 LOOK, SETTLE, ABORT = 0.1, 2.0, 30.0  # seconds: between looks, that a lost collective may still end, and to end all
 REFUSAL = 30.0  # seconds that it may take to tell others why no mesh is made
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
-ABOUT_TO_COME = 1.0  # seconds that a rank which closes its engine leaves others to come to its last message
+ABOUT_TO_COME = timedelta(seconds=1)  # which a rank that closes its engine leaves others to come to its last message
 
 
 Given = Mapping[str, int] | Sequence[Axis]
@@ -422,10 +422,18 @@ class DataMesh:
         """
         timeout = timeout or self._timeout
         make = partial(dist.new_group, ranks, timeout=timeout + MARGIN, backend=backend)
+        mine = ranks is None or self.rank in ranks
+
+        def connected() -> Any:
+            group = make()
+            if mine:  # who gives it back at once would cut off those that still connect
+                dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+            return group
+
         try:
             # Ranks look for each other in the store; what is on streams, later and on a device of this thread's.
             waits = backend == GLOO or not self.on_streams
-            group = answered(make, timeout.total_seconds()) if waits else make()
+            group = answered(connected, timeout.total_seconds()) if waits else make()
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank}: a process group of rank {', '.join(map(str, ranks or range(self.world)))} was not "
@@ -433,7 +441,7 @@ class DataMesh:
                 "died, or the link to the host of rank 0 is cut; look at their output, and at the network between the "
                 "hosts."
             ) from error
-        if ranks is None or self.rank in ranks:
+        if mine:
             self._made.append(group)
         return group
 
@@ -482,8 +490,6 @@ class DataMesh:
         if not self._hosts:
             for name in (name for name, size in self.sizes.items() if size > 1):
                 self._hosts[name] = self._own_group(self.sizes.rows((name,)), GLOO)
-            for group in self._hosts.values():  # a rank that closes its engine now would cut off who still connects
-                dist.all_reduce(torch.zeros(1), group=group)
         return self._hosts[axis]
 
     def groups(self) -> list[tuple[Any, list[int]]]:
@@ -519,9 +525,9 @@ class DataMesh:
     def _await_others(self) -> None:
         """Ranks that close at the same place are about to come to what this one has told them, and would find the
         connections cut; those that will not come are not waited for."""
-        begun = monotonic()
-        while self.meets and not self.gave_up and monotonic() - begun < ABOUT_TO_COME:
-            sleep(0.001)
+        if self._meeting is not None and not self.gave_up:
+            with suppress(RuntimeError):  # they have left, or come later
+                self._meeting.wait(ABOUT_TO_COME)
 
     def _first_said(self, what: str) -> str:
         """What the rank that was first to close this mesh said of the default group: it holds for all of them, as one
