@@ -560,6 +560,8 @@ def test_what_cannot_work_is_refused() -> None:
         sf.Precision(compute="fp64", master="fp64", linear="fp8")
     with pytest.raises(ModelError, match=r"no linear layer of Sequential can have them \(0: sides are no multiples"):
         sf.Engine(nn.Sequential(nn.Linear(8, 8)), precision="fp8")
+    with pytest.raises(ModelError, match=r"no linear layer of Linear can have them \(Linear: sides are no multiples"):
+        sf.Engine(nn.Linear(8, 8), precision="fp8")
     with pytest.raises(ConfigError, match="a plan with products in fp8 for A100-80G: it has none"):
         PlannedRank.on(Cluster(DEVICES["A100-80G"]), precision="fp8")
 

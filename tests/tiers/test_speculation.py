@@ -456,8 +456,8 @@ def test_a_unit_is_updated_while_backward_still_computes(ranks: Ranks) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no bytes": ({"overlap": lambda: sf.Overlap(speculate="2 gigs")}, "it is a number of bytes, as '2GiB'"),
-    "a number": ({"overlap": lambda: sf.Overlap(speculate=5)}, "it is a number of bytes"),  # type: ignore[arg-type]
+    "no bytes": ({"overlap": lambda: sf.Overlap(speculate="2 gigs")}, "it is bytes as a text, such as '2GiB'"),
+    "a number": ({"overlap": lambda: sf.Overlap(speculate=5)}, "it is bytes as a text"),  # type: ignore[arg-type]
     "on the device": ({"offload": None}, "but grads rest in the device tier: give offload='host'"),
     "gradients on the device": ({"offload": {"optimizer": "host"}}, "but grads rest in the device tier"),
     "a part": ({"offload": "host:0.5"}, "with share=0.5 some units' states stay on the device"),

@@ -375,6 +375,27 @@ def test_blocks_are_compiled_and_single_layers_are_not(ranks: Ranks) -> None:
     assert during == [False, True, True, False, False, False] and not any(behind)
 
 
+def _in_fp8(layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Blocks whose layers multiply in fp8, but for the last one's, compiled and not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+    batches = [[torch.randn(8, 32)] for _ in range(STEPS)]
+
+    def loss(output: Tensor, _: Any) -> Tensor:
+        return output.square().mean()
+
+    options: dict[str, Any] = {"layout": layout, "precision": "fp8", "loss": loss}
+    return tuple(trained(copy.deepcopy(model), batches, backend, **options) for backend in ("eager", None))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layout", ["zero3", pytest.param("ddp", marks=pytest.mark.soak)])
+def test_products_in_fp8_are_in_graphs(ranks: Ranks, layout: str) -> None:
+    """A graph for each block, and the numbers of those that are not compiled."""
+    for compiled, plain in ranks.run(_in_fp8, layout, world_size=2):
+        assert compiled["losses"] == plain["losses"] and compiled["breaks"] == {}
+        assert compiled["made"] == [3] * STEPS
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

@@ -6,8 +6,9 @@
     coalesced          many tensors in one collective
     comm               one rank's way to the others: everything that is sent goes through it
     cores              cores of the machine that a rank computes on
-    device_mesh        ``torch.distributed.DeviceMesh``: read as ``mesh=``, and made
+    device_mesh        ``torch.distributed.DeviceMesh``: read as ``parallel=``, and made
     dtypes             dtypes of a table as PyTorch's
+    expected           what ranks expect to do next, from what followed the last times
     hops               collectives in two hops: over nodes, and over the ranks of each
     links              seconds that collectives and formats take, measured
     mesh               the ranks by axis, and every process group
@@ -19,7 +20,6 @@
     transport          plain collectives of ``torch.distributed``
     _boards            what ranks of one host tell each other in memory, and waiting for it
     _encoded           collectives of values that are encoded on the link
-    _expected          what ranks expect to do next, from what followed the last times
     _futex             sleeping on a word of memory that processes share
     _near              ranks of one host read each other's memory
     _neighbours        the ranks whose memory this one can read

@@ -6,7 +6,7 @@ number, and ranks can only disagree at two places, each of which asks before it 
 
     meet       before each pass, step or gathered(): one small reduction tells whether all ranks are about to do the
                same. (A pass that sends nothing at first is announced: the answer is looked at before it sends. What all
-               ranks have told before that they expect to do needs no meeting, see ``_expected``.) Ranks that still
+               ranks have told before that they expect to do needs no meeting, see ``expected``.) Ranks that still
                evaluate, or that need units which their last pass has given back already, are helped by the others; else
                all raise, each naming what every rank asked for.
     ask        while the order of units is not known: a small reduction tells who needs which unit next.
@@ -44,9 +44,9 @@ import torch
 import torch.distributed as dist
 
 from shardfold import accelerator
-from shardfold.comm._expected import Coming, Expectation, Place, Sequel, Started
 from shardfold.comm._watchdog import Watchdog, Whereabouts
 from shardfold.comm.answered import Answered
+from shardfold.comm.expected import Coming, Expectation, Place, Sequel, Started
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank

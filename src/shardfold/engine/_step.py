@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardfold.activations.modes import Replacements
-from shardfold.comm._expected import Expectation
 from shardfold.comm.agreement import Meeting
+from shardfold.comm.expected import Expectation
 from shardfold.engine._delayed import Delayed
 from shardfold.engine.consistency import same_settings, settings
 from shardfold.engine.damage import StepFailure

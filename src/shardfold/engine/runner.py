@@ -27,8 +27,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from shardfold.comm._expected import Expectation, Place
 from shardfold.comm.agreement import CAUGHT, Meeting
+from shardfold.comm.expected import Expectation, Place
 from shardfold.engine._away import Away
 from shardfold.engine._orders import Orders, mode_of
 from shardfold.engine._pass_stack import PassStack

@@ -94,7 +94,7 @@ class Fp8Layers:
                     "a router": path.rpartition(".")[2] in ROUTERS,
                 }
                 why = next((why for why, holds in delicate.items() if holds), "")
-            (self._left if why else self._found).setdefault(why or recipe, []).append(path)
+            (self._left if why else self._found).setdefault(why or recipe, []).append(path or type(layer).__name__)
             if not why:
                 self._put(layer, partial(fp8_linear, rowwise=recipe == "fp8-rowwise", native=self._native))
         if not self._found and not hidden:
@@ -138,6 +138,7 @@ def _forward(layer: nn.Linear, product: Any) -> Any:
     def forward(input: Tensor) -> Tensor:
         return product(input, layer.weight, layer.bias)
 
+    vars(forward)["in_graphs"] = True  # torch.compile can look into it
     return forward
 
 

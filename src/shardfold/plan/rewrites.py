@@ -101,8 +101,7 @@ class Overlap:
         for name, example in (("speculate", "2GiB"), ("bucket", "8MiB")):
             if (value := getattr(self, name)) is not None and not _bytes(value):
                 raise ConfigError(
-                    f"Overlap.{name} is {described(value)}: it is a number of bytes, as {example!r} or '500MB', or "
-                    "None."
+                    f"Overlap.{name} is {described(value)}: it is bytes as a text, such as {example!r}, or None."
                 )
 
     @property
