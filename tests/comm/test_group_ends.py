@@ -1,13 +1,17 @@
-"""``destroy_process_group()`` ends the threads of engines that nobody closed, and does not return before."""
+"""``destroy_process_group()`` ends the threads of engines that nobody closed, and does not return before; groups begin
+on all ranks."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import SGD
 
 import shardfold as sf
+from shardfold.comm.polling import come
 from shardfold.testing import Ranks
 from tests.support import models
 
@@ -55,3 +59,30 @@ def _closed() -> tuple[set[str], bool]:
 def test_engines_that_are_closed_leave_nothing_in_the_group(ranks: Ranks) -> None:
     for left, marks in ranks.run(_closed, world_size=2):
         assert not left and not marks
+
+
+def _while_another_connects() -> list[bool]:
+    """Whether rank 0 has a group of its own while rank 1 still makes it."""
+    engine = sf.Engine(nn.Linear(4, 4), optimizer=SGD, layout="zero3")
+    mesh, make, seen = engine.sharded.comm.mesh, dist.new_group, list[bool]()
+
+    def looked(*given: Any, **options: Any) -> Any:
+        group = make(*given, **options)
+        seen.append(come(mesh.asked, ["went on"], 0.5))
+        return group
+
+    if engine.rank == 1:
+        dist.new_group = looked
+    try:
+        mesh.host_group("intra")
+        if engine.rank == 0:
+            mesh.asked.set("went on", "1")
+    finally:
+        dist.new_group = make
+    engine.close()
+    return seen
+
+
+def test_no_rank_has_a_group_before_all_have_it(ranks: Ranks) -> None:
+    """It might give the group back at once, and cut off who still connects."""
+    assert ranks.run(_while_another_connects, world_size=2) == [[], [False]]
