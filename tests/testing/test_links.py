@@ -50,6 +50,17 @@ def _engine(layout: str, wires: dict[str, str], width: int = 1024, **options: fl
     )  # fmt: skip
 
 
+def _quiet() -> int:
+    """What this rank's node has sent, read between two barriers: whoever leaves the first one early sends nothing yet.
+
+    A rank that went on at once would have its next gathers in the count of a neighbour who has not read.
+    """
+    dist.barrier()
+    read = sent()
+    dist.barrier()
+    return read
+
+
 def _crossed(layout: str, wires: dict[str, str]) -> tuple[int, dict[str, int], int]:
     """What this rank's node has sent in two steps, what this rank has by the program, and elements with padding."""
     engine = _engine(layout, wires)
@@ -57,12 +68,10 @@ def _crossed(layout: str, wires: dict[str, str]) -> tuple[int, dict[str, int], i
     before = 0
     for step in range(3 + STEPS):
         if step == 3:  # the order of units is known, and nothing else is on its way
-            dist.barrier()
-            before = sent()
+            before = _quiet()
         engine.backward(engine(x).square().mean())
         engine.step()
-    dist.barrier()
-    crossed = sent() - before
+    crossed = _quiet() - before
     rows = {f"{row.op} {'+'.join(row.axes)}": row.sent for row in engine.traffic().rows}
     length = sum(segment.spec.length for segment in engine.sharded.segments())
     engine.close()
@@ -106,14 +115,12 @@ def _with_a_warm_up(block: int) -> tuple[int, int, int]:
         parallel={"inter": 2, "intra": 1},
     )
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(engine.rank))
-    dist.barrier()
-    before, program = sent(), 0
+    before, program = _quiet(), 0
     for _ in range(20):
         engine.backward(engine(x).square().mean())
         engine.step()
         program += int(sum(row.program for row in engine.traffic().rows))
-    dist.barrier()
-    crossed = sent() - before
+    crossed = _quiet() - before
     length = sum(segment.spec.length for segment in engine.sharded.segments())
     engine.close()
     return crossed, program, length
