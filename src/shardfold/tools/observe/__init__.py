@@ -3,6 +3,7 @@
 console    a console whose failures end nothing
 contents   what a checkpoint holds, as text
 metrics    one JSON object per optimizer step, one per line, readable while the run goes on
+page_parts what pages are made of: the frame and its style, tiles, tables
 pictures   pictures of a run
 printable  what comes from files, hosts and models, on its way to a terminal
 progress   live progress: two lines redrawn in place on a terminal, a plain line every few seconds anywhere else

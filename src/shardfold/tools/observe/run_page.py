@@ -11,6 +11,7 @@ from typing import Any
 
 from shardfold.errors import ConfigError
 from shardfold.tools.observe._charts import ChartLine, line_chart
+from shardfold.tools.observe.page_parts import page, scroll, table, tiles
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
 
@@ -19,38 +20,6 @@ __all__ = ["PAGE", "page_of_run", "write_page"]
 PAGE = "report.html"
 NOT_OPTIONS = ("derived", "procs", "layers", "d_model", "heads", "context")
 SMOOTH = 40  # of so many parts of a run, a curve shows the mean
-
-NUMBER = ' class="number"'
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #22252b; --muted: #6b7480; --line: #e3e6ea; --paper: #fff; --card: #f6f7f9;
-  --train: #2166ac; --held: #c2410c; --other: #8b95a1; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --muted: #9aa4b0; --line: #333a44; --paper: #16191e;
-  --card: #1e2329; --train: #6aaae8; --held: #f08a4b; --other: #7b8693; } }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 62rem; font: 16px/1.5 system-ui, sans-serif;
-  color: var(--ink); background: var(--paper); }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; } p { margin: .3rem 0; }
-.muted { color: var(--muted); }
-.tiles { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); margin-top: 1.2rem; }
-.tile { background: var(--card); border-radius: .5rem; padding: .7rem .9rem; }
-.tile b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
-.charts { display: grid; gap: 1.2rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
-svg { width: 100%; height: auto; display: block; } .grid { stroke: var(--line); }
-.tick { fill: var(--muted); font-size: 11px; }
-.line { fill: none; stroke: var(--train); stroke-width: 2; stroke-linejoin: round; }
-.line.faint { opacity: .25; stroke-width: 1; }
-.line.held { stroke: var(--held); } .line.other { stroke: var(--other); stroke-width: 1; stroke-dasharray: 5 4; }
-.dot { fill: var(--train); } .dot.held { fill: var(--held); } .dot.other { fill: var(--other); }
-.name { font-size: 11px; fill: var(--train); } .name.held { fill: var(--held); } .name.other { fill: var(--muted); }
-.scroll { overflow-x: auto; } .charts > div { min-width: 0; }
-@media (max-width: 40rem) { .scroll > svg { min-width: 34rem; } }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
-th, td { text-align: left; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); font-weight: 400;
-  white-space: nowrap; }
-th { color: var(--muted); } td.number, th.number { text-align: right; }
-pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow: auto; font-size: .82rem;
-  max-height: 34rem; }
-"""
 
 
 def write_page(folder: Path) -> Path:
@@ -84,16 +53,7 @@ def page_of_run(folder: Path) -> str:
         *_tables(summary),
         *_texts(folder, config),
     ]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
-            f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
-            *sections,
-            "</body></html>",
-            "",
-        ]
-    )
+    return page(title, sections)
 
 
 def _object(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -143,7 +103,7 @@ def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequenc
     bits, seconds = summary.get("bits_per_byte", {}).get("model"), summary.get("seconds")
     tokens, last = summary.get("tokens"), steps[-1] if steps else {}
     rates = sorted(y for _, y in _series(steps, "tokens_per_s"))
-    tiles = [
+    shown = [
         ("bits per byte, held out", f"{bits:.3f}" if bits is not None else "not yet"),
         ("steps", f"{last.get('step', 0)} of {config.get('steps', '?')}"),
         ("time", format_duration(seconds if seconds is not None else last.get("seconds", 0.0))),
@@ -152,17 +112,10 @@ def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequenc
         ("states on rank 0", format_bytes(last["memory_bytes"]) if "memory_bytes" in last else "not yet"),
     ]
     if summary.get("num_parameters"):
-        tiles.insert(1, ("parameters", format_count(summary["num_parameters"])))
+        shown.insert(1, ("parameters", format_count(summary["num_parameters"])))
     if last.get("skipped"):
-        tiles.append(("steps skipped by the loss scale", str(last["skipped"])))
-    return (
-        '<div class="tiles">'
-        + "".join(
-            f'<div class="tile"><span class="muted">{html.escape(name)}</span><b>{html.escape(value)}</b></div>'
-            for name, value in tiles
-        )
-        + "</div>"
-    )
+        shown.append(("steps skipped by the loss scale", str(last["skipped"])))
+    return tiles(shown)
 
 
 def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -180,7 +133,7 @@ def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> l
     lines += [
         ChartLine(name, [(1, value), (last, value)], "other") for name, value in counted.items() if name != "model"
     ]
-    found = ["<h2>Loss, bits per byte</h2>", _scroll(line_chart(lines, label="bits per byte over steps"))]
+    found = ["<h2>Loss, bits per byte</h2>", scroll(line_chart(lines, label="bits per byte over steps"))]
     small = (
         ("tokens_per_s", "Tokens per second"),
         ("lr", "Learning rate"),
@@ -189,7 +142,7 @@ def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> l
     )
     charts = [
         f"<div><h2>{title}</h2>"
-        f"{_scroll(line_chart([ChartLine('', points, 'faint'), ChartLine('', _smooth(points))], label=title))}</div>"
+        f"{scroll(line_chart([ChartLine('', points, 'faint'), ChartLine('', _smooth(points))], label=title))}</div>"
         for name, title in small
         if (points := _series(steps, name))
     ]
@@ -204,7 +157,7 @@ def _tables(summary: Mapping[str, Any]) -> list[str]:
         for row in summary.get("memory", [])
     ]
     head = ["state", "tier", "by the layout", "padding", "measured"]
-    found = ["<h2>Memory between steps, rank 0</h2>", _table(head, memory)]
+    found = ["<h2>Memory between steps, rank 0</h2>", table(head, memory)]
     traffic = summary.get("traffic", [])
     if traffic:
         found += ["<h2>Bytes sent in the last step, rank 0</h2>", _rows_table(traffic)]
@@ -217,29 +170,13 @@ def _tables(summary: Mapping[str, Any]) -> list[str]:
 def _rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
     words = {"op": "operation", "program": "by the program"}
     head = [words.get(name, name.replace("_", " ")) for name in rows[0]]
-    return _table(head, [[_cell(value) for value in row.values()] for row in rows])
+    return table(head, [[_cell(value) for value in row.values()] for row in rows])
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return "+".join(map(str, value))
     return f"{value:,.0f}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    numbers = [any(letter.isdigit() for letter in cell) for cell in rows[0]] if rows else [False] * len(head)
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        shown = zip(numbers, map(html.escape, cells), strict=True)
-        return "<tr>" + "".join(f"<{tag}{NUMBER * number}>{cell}</{tag}>" for number, cell in shown) + "</tr>"
-
-    body = "".join(row(each, "td") for each in rows)
-    return _scroll(f"<table>{row(head, 'th')}{body}</table>")
-
-
-def _scroll(inner: str) -> str:
-    """What a narrow page shows a part of at a time."""
-    return f'<div class="scroll">{inner}</div>'
 
 
 def _texts(folder: Path, config: Mapping[str, Any]) -> list[str]:
@@ -254,7 +191,7 @@ def _texts(folder: Path, config: Mapping[str, Any]) -> list[str]:
         found += ["<h2>Layout and program</h2>", shown]
     options = {name: value for name, value in config.items() if name not in NOT_OPTIONS}
     words = ["shardfold", "train", "--config", "config.json"]
-    settings = _table(["setting", "value"], [[name, str(value)] for name, value in options.items()])
+    settings = table(["setting", "value"], [[name, str(value)] for name, value in options.items()])
     return [
         *found,
         "<h2>The same run again</h2>",

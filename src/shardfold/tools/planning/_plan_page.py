@@ -15,7 +15,7 @@ from typing import Any
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.setting import Subject
 from shardfold.planner.surface import Activity, activity_of, surface_of
-from shardfold.tools.observe.run_page import STYLE
+from shardfold.tools.observe.page_parts import page
 from shardfold.tools.planning.models import Planned
 from shardfold.tools.planning.show import states
 
@@ -162,7 +162,7 @@ def plan_page(
     if shorter is not None:
         step = max(1, planned.length // 64)
         sliders.insert(5, _slider("length", "tokens of a sample", step, 2 * planned.length, step, planned.length))
-    tiles = "".join(
+    figures = "".join(
         f'<div class="tile"><span class="muted">{name}</span><b id="{key}"></b></div>'
         for key, name in (
             ("peak", "peak of each device"),
@@ -179,20 +179,18 @@ def plan_page(
     )
     legend = "".join(f'<span class="key" style="background: var(--{c})"></span>{name}' for c, name in kinds)
     data = json.dumps(values, separators=(",", ":")).replace("</", "<\\/")
-    return "\n".join(
+    return page(
+        title,
         [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
-            f"<title>{html.escape(title)}</title><style>{STYLE}{MORE}</style></head><body>",
             f"<h1>{html.escape(title)}</h1>",
             f'<p class="muted">{html.escape(states(planned, precision))}; one step of one '
             f"micro-batch{through}; devices with streams, as {html.escape(where.device.name)}.</p>",
-            f'<div class="sliders">{"".join(sliders)}</div><div class="tiles">{tiles}</div>',
+            f'<div class="sliders">{"".join(sliders)}</div><div class="tiles">{figures}</div>',
             f"<h2>Bytes of a device over a step</h2><p>{legend}</p>",
             '<div id="chart"></div><h2>All layouts, here</h2><div class="scroll"><table id="table"></table></div>',
-            f'<script type="application/json" id="plan">{data}</script><script>{SCRIPT}</script></body></html>',
-            "",
-        ]
+            f'<script type="application/json" id="plan">{data}</script><script>{SCRIPT}</script>',
+        ],
+        style=MORE,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardfold.tools.observe.run_page import STYLE
+from shardfold.tools.observe.page_parts import STYLE
 from shardfold.tools.recipes.face import _drawing as drawing
 from shardfold.tools.recipes.face._drawing import ChartAxis
 from shardfold.tools.recipes.face._findings import StudyFinding, findings
