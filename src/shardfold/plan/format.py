@@ -76,12 +76,14 @@ class Format(ABC):
         state: the name of the dtype of what each rank keeps from one reduction to the next for every element that it
             encodes, such as an error; None: nothing.
         gathers: whether parameters may travel so.
+        only_rests: nothing is encoded to travel so; parameters that rest so do (see ``Layout.base``).
     """
 
     native: str | None = None
     block: int = 1
     state: str | None = None
     gathers: bool = True
+    only_rests: bool = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -97,6 +99,14 @@ class Format(ABC):
     @abstractmethod
     def encode(self, values: Tensor, payload: Tensor, state: Tensor | None = None) -> None:
         """Writes ``values`` into ``payload``; ``state``, of their shape, is read and written."""
+
+    def encode_tensor(self, values: Tensor, payload: Tensor) -> None:
+        """Writes a tensor ``(n,)``, behind it zeros to the end of its last block, into ``payload``, uint8 of
+        ``nbytes`` of that length."""
+        from torch.nn.functional import pad
+
+        length = -(-values.numel() // self.block) * self.block
+        self.encode(pad(values, (0, length - values.numel())).view(1, -1), payload.view(1, -1))
 
     @abstractmethod
     def decode(self, payload: Tensor, values: Tensor) -> None:
@@ -143,6 +153,8 @@ def dtype_name(dtype: torch.dtype) -> str | None:
 
 BLOCK = 256
 """Elements of a block, where a name does not say it."""
+BLOCKS: Mapping[str, int] = {"nf4": 64, "int2": 32}
+"""The same of families whose blocks are shorter by default."""
 SMALLEST, LARGEST = 16, 65536
 _NAME = re.compile(r"(?P<base>[a-z]+\d*)(/(?P<block>\d+))?(?P<options>([:+,][a-z]+)*)")
 
@@ -168,7 +180,11 @@ def canonical(text: Any, families: Mapping[str, Family]) -> Any:
     found = _NAME.fullmatch(text) if isinstance(text, str) else None
     if found is None or found["base"] not in families:
         return text
-    base, block, given = found["base"], int(found["block"] or BLOCK), re.findall(r"[a-z]+", found["options"])
+    base, block, given = (
+        found["base"],
+        int(found["block"] or BLOCKS.get(found["base"], BLOCK)),
+        re.findall(r"[a-z]+", found["options"]),
+    )
     known = families[base].OPTIONS
     for word in given:
         if word not in known:

@@ -9,12 +9,20 @@ from collections.abc import Callable
 
 from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.blocks import Fp8, Integers
+from shardfold.plan.codebooks import Levels, WithDouble
 from shardfold.plan.format import FLOATS, ITEMSIZE, Elements, Family, Format, canonical, made, torch_dtype
 from shardfold.plan.signs import Sign
 
 __all__ = ["FAMILIES", "FLOATS", "FORMATS", "ITEMSIZE", "Elements", "Format", "format_named", "torch_dtype"]
 
-FAMILIES: dict[str, Family] = {"int8": Integers, "int4": Integers, "fp8": Fp8, "sign": Sign}
+FAMILIES: dict[str, Family] = {
+    "int8": WithDouble(Integers),
+    "int4": WithDouble(Integers),
+    "fp8": Fp8,
+    "sign": Sign,
+    "nf4": WithDouble(Levels),
+    "int2": WithDouble(Levels),
+}
 """By the first word of their names (see :mod:`shardfold.plan.format`)."""
 
 

@@ -627,6 +627,12 @@ class Layout:
             _check_cell(name, cell)
         for name, wire, fits in (("gather", self.gather, _is_gathered), ("reduce", self.reduce, bool)):
             object.__setattr__(self, name, replace(wire, format=format_named(wire.format, name, ROLES, fits)))
+        for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
+            if wire.format not in ROLES and FORMATS[wire.format].only_rests:
+                raise LayoutError(
+                    f"{name} travels as {wire}, but that is made of whole tensors: frozen parameters can rest so, with "
+                    f"base={typed(wire.format)!r}, and are then gathered so; give {name} another format."
+                )
         if self.gather.format not in ROLES and FORMATS[self.gather.format].state is not None:
             raise LayoutError(
                 f"gather travels as {self.gather}, but nothing is added to parameters of what was lost before: "
