@@ -453,3 +453,26 @@ def test_the_last_engine_ends_the_group_that_the_first_started(tmp_path: Any) ->
     assert run.returncode == 0, run.stderr
     for rank in range(2):
         assert (tmp_path / f"seen-{rank}").read_text() == "[True, True, False, False]"
+
+
+_KEPT: list[sf.Engine] = []
+
+
+def _keep(layout: str) -> None:
+    """An engine that outlives its process group, as one in a traceback that somebody holds."""
+    _KEPT.append(make(fresh(), layout))
+    train(_KEPT[0], range(1))
+
+
+def _forget_kept() -> None:
+    _KEPT.clear()
+    gc.collect()
+
+
+def test_an_engine_of_groups_that_are_gone_keeps_no_thread_of_those_to_come(ranks: Ranks) -> None:
+    ranks.run(_keep, "zero1", world_size=2)
+    try:
+        assert ranks.run(_dropped, "zero1", world_size=2) == [(True, [], True)] * 2
+    finally:
+        ranks.run(_forget_kept, world_size=2)
+    assert ranks.run(_dropped, "zero1", world_size=2) == [(True, [], True)] * 2

@@ -255,7 +255,7 @@ class _Carrier:
         self._lock = threading.RLock()  # a garbage collection may end a transport while it is held
         self._readings: deque[_Reading] = deque()
         self._thread: threading.Thread | None = None
-        self._users, self._process = 0, os.getpid()
+        self._users, self._era, self._process = 0, 0, os.getpid()
         self._door: Door | None = None
         self._eager = False  # a core is there for it
         self._unregister: Callable[[], None] = lambda: None
@@ -270,8 +270,8 @@ class _Carrier:
             self._door = Door(Pages(mmap.PAGESIZE))
         return self._door
 
-    def join(self, cores: float) -> None:
-        """One transport more is in use, on a rank with so many cores to itself."""
+    def join(self, cores: float) -> int:
+        """One transport more is in use, on a rank with so many cores to itself; what it leaves with."""
         door = self.door
         with self._lock:
             self._users += 1
@@ -281,12 +281,13 @@ class _Carrier:
                 self._thread = threading.Thread(target=self._run, args=(door,), name="shardfold-near", daemon=True)
                 self._thread.start()
                 self._unregister = when_groups_end(self._groups_end)
+            return self._era
 
-    def leave(self) -> None:
+    def leave(self, era: int) -> None:
         """One transport less. (No waiting: a garbage collection may call this at any moment.)"""
         if self._process == os.getpid():
             with self._lock:
-                self._users -= 1
+                self._users -= era == self._era
             self.door.knock()
 
     def end(self) -> None:
@@ -298,7 +299,9 @@ class _Carrier:
     def _groups_end(self) -> None:
         """The thread has ended when this returns."""
         if self._process == os.getpid():
-            self._over, thread = True, self._thread
+            with self._lock:  # an engine that somebody still has keeps no thread of the groups to come
+                self._users, self._era = 0, self._era + 1
+                self._over, thread = True, self._thread
             self.door.knock()
             if thread is not None:
                 thread.join()
@@ -347,12 +350,12 @@ class _Carrier:
 _carrier = _Carrier()
 
 
-def _leave(groups: Sequence[Group], process: int) -> None:
+def _leave(groups: Sequence[Group], process: int, era: int) -> None:
     if os.getpid() != process:  # a fork's copy of an engine is not the engine
         return
     for group in groups:
         group.close()
-    _carrier.leave()
+    _carrier.leave(era)
 
 
 class NearTransport(Transport):
@@ -386,8 +389,8 @@ class NearTransport(Transport):
         found, cores = neighbours(list(every.values()), door, exchange, waiter, _carrier.advance)
         if door is not None:
             self._near = {group: one for group, one in zip(every, found, strict=True) if one is not None}
-            _carrier.join(cores)
-            self._leave = weakref.finalize(self, _leave, list(self._near.values()), os.getpid())
+            era = _carrier.join(cores)
+            self._leave = weakref.finalize(self, _leave, list(self._near.values()), os.getpid(), era)
         self.kind = "near" if all(self.near(group) for group, _ in groups) else gloo.kind
 
     def near(self, group: Any) -> bool:
