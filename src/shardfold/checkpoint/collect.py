@@ -47,7 +47,7 @@ from shardfold.sharding.whole_state import buffers_of, extra_states, most_precis
 
 __all__ = [
     "LOST",
-    "Base",
+    "FrozenBase",
     "average_state",
     "check_slices",
     "collect",
@@ -167,7 +167,7 @@ def collect(
     """This rank's parts, and what it alone knows: numbers kept once, its own tree.
 
     Where a state is whole on several ranks, each writes an equal share of it. ``left_out``: see
-    :meth:`Base.left_out`; ``lost``: see :func:`sums_of_lost`.
+    :meth:`FrozenBase.left_out`; ``lost``: see :func:`sums_of_lost`.
     """
     parts: list[UnwrittenPiece] = []
     once, described, group = dict[str, Any](), dict[str, Any](), _group_here(model)
@@ -390,7 +390,7 @@ def _optimizer(model: ShardedModel, tensors: dict[str, Tensor]) -> dict[str, Any
 # -- what is left out
 
 
-class Base:
+class FrozenBase:
     """An engine's frozen parameters and their checksums, which are made once."""
 
     def __init__(self, model: ShardedModel) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shardfold.activations.modes import Replacements
-from shardfold.checkpoint.collect import Base
+from shardfold.checkpoint.collect import FrozenBase
 from shardfold.checkpoint.save import Saver
 from shardfold.engine._away import Away
 from shardfold.engine._gate import PassGate
@@ -96,7 +96,7 @@ class EngineParts:
     alarm: Alarm
     clock: Clock
     saver: Saver
-    base: Base
+    base: FrozenBase
 
 
 def make_parts(
@@ -145,7 +145,7 @@ def make_parts(
         )
     gate = PassGate(runner, hooks, changes, stepper)
     sharded.connect(gate)
-    saver, base = Saver(sharded), Base(sharded)
+    saver, base = Saver(sharded), FrozenBase(sharded)
     held.callback(saver.close)
     if versions is not None:
         check_ahead(

@@ -3,8 +3,10 @@
     bench         the benchmark: layouts and peers that take turns
     cli           the command `shardfold`
     cli_ckpt      the commands `shardfold ckpt`: look into checkpoints, check them, carry them out and in
+    cli_options   options of commands that are made of settings, and settings as options again
     cli_plan      the command `shardfold plan`
     cli_run       the command `shardfold run`: its options are those of :class:`shardfold.launch.options.Options`
+    cli_tune      the commands `shardfold tune`
     doctor        what is wrong with an installation, and what this machine can do
     effects       options that would do nothing under the others
     entry         where the command begins; says what is not installed
@@ -14,6 +16,8 @@
     packages      models of other packages by a name
     planning      the command `shardfold plan`: models by name, what fits where, as text
     recipes       complete trainings to run, read and copy: `lm` trains a byte-level GPT on any text
+    stop_signal   the signals that end a run at a step, and not within one
+    tune          fine-tuning of transformers models: recipes, their settings, the run
     _explained    what ``shardfold explain --config`` prints
 
 It may import anything but ``testing``.

@@ -6,7 +6,6 @@ torch before a command truly needs it, so that help and refusals are immediate.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -19,10 +18,11 @@ from shardfold import launch
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.offload import offloaded
-from shardfold.tools import cli_ckpt, cli_plan, cli_run, extras
+from shardfold.tools import cli_ckpt, cli_plan, cli_run, cli_tune, extras
+from shardfold.tools.cli_options import argument, with_settings
 from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
-from shardfold.tools.recipes.config import RecipeSettings, TrainConfig, read_settings, resumed_settings
+from shardfold.tools.recipes.config import TrainConfig, read_settings, resumed_settings
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.folder import claimed
 
@@ -34,7 +34,6 @@ MOST_BLOCKS = 2**12
 RECIPES = ("lm", "face")
 FACE = "train face"
 """The command that ``train face`` is: its options are others than the language model's."""
-METAVARS = {"int": "INTEGER", "float": "NUMBER", "Path": "PATH", "str": "TEXT", "Literal": "TEXT"}
 
 app = typer.Typer(
     name="shardfold",
@@ -56,6 +55,7 @@ def show_version(asked: bool) -> None:
 NEXT = """\
 shardfold demo                      train a small language model here, on two local processes, in a few minutes
 shardfold train --help              the same with your text, size, layout and number of processes
+shardfold tune sft --help           fine-tune a model of transformers, whole or with an adapter
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
 shardfold doctor                    what is wrong with this installation, what costs speed, what this machine can do
@@ -145,43 +145,9 @@ def train(
     raise typer.Exit(lm.train(settings).exit_status)
 
 
-def option_name(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def argument(field: str, value: Any) -> str:
-    """Return the option that sets a field."""
-    if isinstance(value, bool):
-        return option_name(field) if value else off_name(field)
-    return f"{option_name(field)}={value}"
-
-
-def off_name(field: str) -> str:
-    return "--no-" + field.replace("_", "-")
-
-
-def with_settings(command: Any, settings: type[RecipeSettings] = TrainConfig) -> Any:
-    """Give the command one option per field of the settings, so that each is written down once, beside its meaning."""
-    signature = inspect.signature(command, eval_str=True)
-    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    for name, field in settings.model_fields.items():
-        if field.annotation is bool:
-            flag = typer.Option(f"{option_name(name)}/{off_name(name)}", help=field.description, show_default=False)
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=Annotated[bool | None, flag]))
-            continue
-        default = "" if field.default is None else f" (default {field.default})"
-        words = [word for kind, word in METAVARS.items() if kind in str(field.annotation)]
-        # Values stay text: TrainConfig judges them, in the same words as those of a config file.
-        option = typer.Option(option_name(name), help=f"{field.description}{default}", metavar=words[0])
-        annotation = Annotated[str | None, option]
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    command.__signature__ = signature.replace(parameters=parameters)
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
-
-
-app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 --data my-texts/")(with_settings(train))
+app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 --data my-texts/")(
+    with_settings(train, TrainConfig.model_fields)
+)
 
 
 def train_face(
@@ -224,7 +190,7 @@ def train_face(
 
 
 app.command(FACE, hidden=True, epilog="For example: shardfold train face --layout zero2 --steps 200 --size 48")(
-    with_settings(train_face, FaceConfig)
+    with_settings(train_face, FaceConfig.model_fields)
 )
 
 
@@ -365,6 +331,7 @@ def bench(
 app.add_typer(cli_ckpt.app, name="ckpt")
 cli_run.register(app)
 cli_plan.register(app)
+cli_tune.register(app)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -16,6 +16,10 @@ EXTRAS = {
     "pyarrow": "face",
     "torchvision": "vision",
     "timm": "vision",
+    "transformers": "tune",
+    "tokenizers": "tune",
+    "peft": "tune",
+    "jinja2": "tune",
 }
 """Packages that come with an extra, and its name."""
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 __all__ = ["MetricsWriter", "StepMetrics"]
+
+OPTIONAL = ("bits_per_byte", "held_out_loss")  # of other recipes: the lines of those that lack them do not name them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +20,7 @@ class StepMetrics:
 
     step: int
     loss: float
-    """Mean cross-entropy over the global batch, in nats."""
-    bits_per_byte: float
+    """Mean over the global batch, of cross-entropy in nats, or of what else a recipe makes smaller."""
     lr: float
     grad_norm: float | None
     tokens_per_s: float
@@ -27,8 +29,14 @@ class StepMetrics:
     """Since training began."""
     memory_bytes: int
     """Held by this rank for the model's state."""
+    bits_per_byte: float | None = None
+    """Of text that is read byte by byte."""
     held_out_bits_per_byte: float | None = None
     """Where the held-out text was evaluated after this step."""
+    held_out_loss: float | None = None
+    """The same of rows."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What a recipe tells besides, such as the share of pairs that are ranked right; each is a key of its own."""
     mfu: float | None = None
     """Model FLOPs utilization of all devices in this step, without attention between tokens; None where what a device
     could do is not known."""
@@ -47,7 +55,14 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         # JSON has no nan or inf: a value that is not finite is written as null.
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()}
+        found = {**asdict(metrics), **metrics.figures}
+        del found["figures"]
+        absent = {name for name in OPTIONAL if found[name] is None}
+        row = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in found.items()
+            if name not in absent
+        }
         self._file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:

@@ -21,6 +21,11 @@ PLAIN_EVERY = 5.0  # seconds between plain lines
 DRAW_EVERY = 0.1  # seconds between drawings on a terminal
 
 
+def said_of(step: StepMetrics) -> tuple[float, str]:
+    """Return how far a step is, and what that is called."""
+    return (step.loss, "loss") if step.bits_per_byte is None else (step.bits_per_byte, "bits per byte")
+
+
 class Display(RichProgress):
     """Rich's line of progress and one below it."""
 
@@ -42,7 +47,7 @@ class Progress:
         self.console = console or Console()
         self.enabled = enabled
         self._total = total
-        self._losses: list[float] = []  # bits per byte of every step
+        self._losses: list[float] = []  # of every step
         self._held_out: float | None = None
         self._tokens_per_s: float | None = None  # smoothed over some ten steps, as single ones jitter
         self._last_drawn = float("-inf")
@@ -68,13 +73,15 @@ class Progress:
         """Show one finished step."""
         if not self.enabled:
             return
-        if math.isfinite(step.bits_per_byte):  # of a skipped step it need not be
-            self._losses.append(step.bits_per_byte)
+        value, _ = said_of(step)
+        if math.isfinite(value):  # of a skipped step it need not be
+            self._losses.append(value)
         mean = self._tokens_per_s or step.tokens_per_s
         self._tokens_per_s = mean + 0.1 * (step.tokens_per_s - mean)
-        evaluated = step.held_out_bits_per_byte is not None
+        held_out = step.held_out_loss if step.held_out_bits_per_byte is None else step.held_out_bits_per_byte
+        evaluated = held_out is not None
         if evaluated:
-            self._held_out = step.held_out_bits_per_byte
+            self._held_out = held_out
         now = time.monotonic()
         final = step.step == self._total
         every = DRAW_EVERY if self._live else PLAIN_EVERY
@@ -98,21 +105,26 @@ class Progress:
         return f"loss scale {step.loss_scale:g}{skipped}"
 
     def _line(self, step: StepMetrics) -> str:
-        held_out = "" if step.held_out_bits_per_byte is None else f"  held-out {step.held_out_bits_per_byte:.3f}"
+        known = step.held_out_loss if step.held_out_bits_per_byte is None else step.held_out_bits_per_byte
+        held_out = "" if known is None else f"  held-out {known:.3f}"
+        value, unit = said_of(step)
+        figures = "".join(f"{name.replace('_', ' ')} {figure:.3f}  " for name, figure in step.figures.items())
         scale = self._scale(step) and f"{self._scale(step)}  "
         return (
-            f"step {step.step}/{self._total}  {step.bits_per_byte:.3f} bits per byte{held_out}  {scale}"
+            f"step {step.step}/{self._total}  {value:.3f} {unit}{held_out}  {figures}{scale}"
             f"{format_count(self._tokens_per_s or 0)} tokens/s  {format_bytes(step.memory_bytes)} per rank  "
             f"{self._eta(step)} left"
         )
 
     def _body(self, step: StepMetrics) -> Text:
+        value, unit = said_of(step)
         body = Text("  ").join(
             part
             for part in [
-                Text.assemble((f"{step.bits_per_byte:.3f}", "bold"), " bits per byte"),
+                Text.assemble((f"{value:.3f}", "bold"), f" {unit}"),
                 Text(sparkline(self._losses), style="cyan"),
                 Text("" if self._held_out is None else f"held-out {self._held_out:.3f}", style="magenta"),
+                *(Text(f"{name.replace('_', ' ')} {figure:.3f}") for name, figure in step.figures.items()),
                 Text(self._scale(step), style="yellow" if step.skipped else "dim"),
                 Text(f"{format_count(self._tokens_per_s or 0)} tokens/s", style="dim"),
                 Text(f"{format_bytes(step.memory_bytes)} per rank", style="dim"),

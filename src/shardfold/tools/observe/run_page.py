@@ -11,6 +11,7 @@ from typing import Any
 
 from shardfold.errors import ConfigError
 from shardfold.tools.observe._charts import ChartLine, line_chart
+from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.page_parts import page, scroll, table, tiles
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
@@ -44,7 +45,9 @@ def page_of_run(folder: Path) -> str:
     config, summary = _object(folder / "config.json"), _object(folder / "summary.json", missing={})
     steps = _rows(folder / "metrics.jsonl")
     ranks = config.get("procs", 1)
-    title = f"GPT {config.get('size', '')}, {config.get('layout', '')} on {ranks} rank{'s' if ranks != 1 else ''}"
+    what = f"{config['recipe']} of {Path(config.get('model', '')).name}" if "recipe" in config else None
+    what = what or f"GPT {config.get('size', '')}"
+    title = f"{what}, {config.get('layout', '')} on {ranks} rank{'s' if ranks != 1 else ''}"
     sections = [
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="muted">{html.escape(str(folder.name))}{"" if summary else ": under way, or ended early"}</p>',
@@ -103,8 +106,12 @@ def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequenc
     bits, seconds = summary.get("bits_per_byte", {}).get("model"), summary.get("seconds")
     tokens, last = summary.get("tokens"), steps[-1] if steps else {}
     rates = sorted(y for _, y in _series(steps, "tokens_per_s"))
+    held_out = "bits per byte, held out", f"{bits:.3f}" if bits is not None else "not yet"
+    if "recipe" in config:  # of rows, whose loss is no matter of bytes
+        loss, end = summary.get("held_out_loss"), last.get("loss")
+        held_out = ("loss, held out", f"{loss:.3f}") if loss is not None else ("loss", f"{end:.3f}" if end else "none")
     shown = [
-        ("bits per byte, held out", f"{bits:.3f}" if bits is not None else "not yet"),
+        held_out,
         ("steps", f"{last.get('step', 0)} of {config.get('steps', '?')}"),
         ("time", format_duration(seconds if seconds is not None else last.get("seconds", 0.0))),
         ("tokens", format_count(tokens) if tokens else "not yet"),
@@ -119,10 +126,11 @@ def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequenc
 
 
 def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    loss = _series(steps, "bits_per_byte")
+    of_bytes = _series(steps, "bits_per_byte")
+    unit, loss = ("bits per byte", of_bytes) if of_bytes else ("mean over a step", _series(steps, "loss"))
     last = steps[-1]["step"] if steps else 1
     counted = summary.get("bits_per_byte", {})
-    held_out = [*_series(steps, "held_out_bits_per_byte")]
+    held_out = [*_series(steps, "held_out_bits_per_byte"), *_series(steps, "held_out_loss")]
     if "model" in counted:
         held_out.append((last, counted["model"]))
     lines = [
@@ -133,13 +141,16 @@ def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> l
     lines += [
         ChartLine(name, [(1, value), (last, value)], "other") for name, value in counted.items() if name != "model"
     ]
-    found = ["<h2>Loss, bits per byte</h2>", scroll(line_chart(lines, label="bits per byte over steps"))]
+    found = [f"<h2>Loss, {unit}</h2>", scroll(line_chart(lines, label=f"{unit}, over steps"))]
     small = (
         ("tokens_per_s", "Tokens per second"),
         ("lr", "Learning rate"),
         ("grad_norm", "Gradient norm"),
         ("loss_scale", "Loss scale"),
     )
+    known = {*StepMetrics.__dataclass_fields__, *(name for name, _ in small)}
+    figures = [name for row in steps[:1] for name, value in row.items() if name not in known]
+    small += tuple((name, name.replace("_", " ").capitalize()) for name in figures)
     charts = [
         f"<div><h2>{title}</h2>"
         f"{scroll(line_chart([ChartLine('', points, 'faint'), ChartLine('', _smooth(points))], label=title))}</div>"
@@ -190,7 +201,8 @@ def _texts(folder: Path, config: Mapping[str, Any]) -> list[str]:
         shown = f"<details><summary>what ran on rank 0</summary><pre>{text}</pre></details>"
         found += ["<h2>Layout and program</h2>", shown]
     options = {name: value for name, value in config.items() if name not in NOT_OPTIONS}
-    words = ["shardfold", "train", "--config", "config.json"]
+    words = ["shardfold", *(["tune", config["recipe"]] if "recipe" in config else ["train"])]
+    words += ["--config", "config.json"]
     settings = table(["setting", "value"], [[name, str(value)] for name, value in options.items()])
     return [
         *found,

@@ -126,7 +126,7 @@ SIZES: dict[str, dict[str, int]] = {
 """From 0.1 M parameters (`tiny`) to 1.0 G (`xl`); `demo` is trained in minutes on two CPU cores."""
 
 
-def _samples(given: Any) -> Any:
+def samples_or_max(given: Any) -> Any:
     """``max`` is no number of samples: it is kept as 0, which nobody writes.
 
     Raises:
@@ -325,7 +325,7 @@ class TrainConfig(RecipeSettings):
         "fp16-autocast; bf16-pure: all states in bf16 too; fp8: bf16, with products of linear layers in fp8.",
     )
     steps: int = Field(600, ge=1, description="Optimizer steps.")
-    micro_batch: Annotated[int, BeforeValidator(_samples)] = Field(
+    micro_batch: Annotated[int, BeforeValidator(samples_or_max)] = Field(
         8, description="Sequences per rank and micro-batch; max: the most that fit, by plan."
     )
     memory: str | None = Field(

@@ -11,16 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -34,7 +31,7 @@ from shardfold.checkpoint.folders import IN_RUN
 from shardfold.comm.mesh import pick_device
 from shardfold.engine.peak_rate import peak_of
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
-from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
+from shardfold.launch import INTERRUPTED
 from shardfold.optim.schedules import renew_rates
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport
@@ -53,6 +50,7 @@ from shardfold.tools.recipes.config import SHAPE, TrainConfig, flops_or_file
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
+from shardfold.tools.stop_signal import StopSignal
 
 __all__ = ["Result", "TrainConfig", "train"]
 
@@ -61,7 +59,6 @@ BETAS = (0.9, 0.95)
 EVAL_BATCH = 16  # windows that go through the model at once
 HASTY_WINDOWS = 32  # windows read by the evaluation after an interruption
 HASTY_SAMPLE = 64  # bytes of text generated then, at most
-LAST_WORDS = 5  # seconds to say that the time after SIGTERM is over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,57 +78,6 @@ class Result:
     @property
     def exit_status(self) -> int:
         return INTERRUPTED if self.interrupted else 0
-
-
-class StopSignal:
-    """Notes the first SIGINT or SIGTERM, so that the run can end at a step; the second ends the process at once.
-
-    After SIGTERM the process has a limited time, up to :meth:`release`: a thread then says so and ends it with status
-    143, in whatever it is; if what it writes to does not take the sentence, SIGALRM ends it.
-    """
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self) -> None:
-        self.received = False
-        self.then = "a second Ctrl-C ends at once"
-        self._timer: threading.Timer | None = None
-
-    def __enter__(self) -> StopSignal:
-        self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        if number == signal.SIGTERM:
-            self.then = f"what is not done {GRACE_AFTER_SIGTERM:g} seconds after SIGTERM is left out"
-            if not is_rank():  # a launcher counts the time of its ranks itself
-                self._timer = threading.Timer(GRACE_AFTER_SIGTERM, self._end)
-                self._timer.daemon = True
-                self._timer.start()
-                signal.alarm(math.ceil(GRACE_AFTER_SIGTERM) + LAST_WORDS)
-        for each in self.NUMBERS:
-            signal.signal(each, signal.SIG_DFL)
-
-    def release(self) -> None:
-        """The run is complete: its time counts no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            signal.alarm(0)
-
-    @staticmethod
-    def _end() -> None:
-        # Not by print: the main thread may hold the stream's lock.
-        said = f"Error: the run did not end within {GRACE_AFTER_SIGTERM:g} s of SIGTERM and was killed.\n"
-        with suppress(OSError):  # nobody reads it any more
-            os.write(2, said.encode())
-        os._exit(128 + signal.SIGTERM)
 
 
 class Position:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardfold.tools.recipes.face.images import Source
+from shardfold.tools.recipes.face.images import ImageSource
 
 __all__ = ["STYLE", "ChartAxis", "bars", "curves", "faces", "key", "png"]
 
@@ -152,7 +152,7 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
     )
 
 
-def faces(source: Source, identities: int = 6, shots: int = 8) -> str:
+def faces(source: ImageSource, identities: int = 6, shots: int = 8) -> str:
     """A row of images for each of some identities, as an element of the page."""
     rows: list[npt.NDArray[np.uint8]] = []
     for identity in range(min(identities, len(source.names))):

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from shardfold.tools.recipes.face.images import Source
+from shardfold.tools.recipes.face.images import ImageSource
 from shardfold.tools.recipes.face.verification import PairVerification
 
 __all__ = ["faces_picture", "roc_picture"]
@@ -38,7 +38,7 @@ def roc_picture(path: Path, found: Mapping[str, PairVerification]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def faces_picture(path: Path | BytesIO, source: Source, identities: int = 8, shots: int = 12) -> None:
+def faces_picture(path: Path | BytesIO, source: ImageSource, identities: int = 8, shots: int = 12) -> None:
     """A row of images for each of some identities."""
     rows = []
     for identity in range(min(identities, len(source.names))):

@@ -14,7 +14,7 @@ from shardfold.tools.recipes.face._drawing import ChartAxis
 from shardfold.tools.recipes.face._findings import StudyFinding, findings
 from shardfold.tools.recipes.face.cards import ALLOWED, CARDS, PUBLISHED, RATES, CardSetting
 from shardfold.tools.recipes.face.face_config import FaceConfig
-from shardfold.tools.recipes.face.images import Source
+from shardfold.tools.recipes.face.images import ImageSource
 from shardfold.tools.recipes.face.remarks import Here, remarks
 from shardfold.tools.recipes.face.row import StudyRow
 
@@ -208,7 +208,7 @@ def cards_table(found: Study) -> Table:
     return Table(f"The report's {CARDS} V100 with {ALLOWED:,} MB each: published, and computed", heads, lines)
 
 
-def write_page(out: Path, found: Study, config: FaceConfig, held_out: Source) -> None:
+def write_page(out: Path, found: Study, config: FaceConfig, held_out: ImageSource) -> None:
     """study.md and study.html."""
     budgets = list(dict.fromkeys(row.budget for row in found.rows))
     tables = [make(found.rows, budget) for make in (rates_table, precision_table) for budget in budgets]
@@ -246,7 +246,7 @@ def computed_note(found: Study) -> str:
     )
 
 
-def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence[StudyFinding]) -> str:
+def html_page(found: Study, config: FaceConfig, held_out: ImageSource, said: Sequence[StudyFinding]) -> str:
     """The page."""
     rows = found.rows
     budgets = list(dict.fromkeys(row.budget for row in rows))

@@ -26,14 +26,14 @@ from shardfold.tools.recipes.face._stores import SUFFIXES, Store, store_of
 from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.face_config import FaceConfig
 
-__all__ = ["Batches", "Encoded", "EpochSampler", "Source", "sources"]
+__all__ = ["Batches", "Encoded", "EpochSampler", "ImageSource", "sources"]
 
 SHIFT = 2  # pixels of 32
 LOOKED_AT = 2000  # images, once one of them cannot be read
 TOLD = 3  # of those that cannot be read
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Images of some identities."""
 
     @property
@@ -140,7 +140,7 @@ class Encoded:
         return f"{len(broken):,} of {looked} cannot be read: {', '.join(told)}{more}; remove them, or replace them."
 
 
-def sources(config: FaceConfig) -> tuple[Source, Source]:
+def sources(config: FaceConfig) -> tuple[ImageSource, ImageSource]:
     """Images to train on, and those of identities that are kept apart.
 
     Raises:
@@ -194,7 +194,7 @@ class Batches(data.Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(
-        self, source: Source, *, augment: bool, seed: int, change: Callable[[Tensor], Tensor] | None = None
+        self, source: ImageSource, *, augment: bool, seed: int, change: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._source, self._augment, self._seed, self._change = source, augment, seed, change
 

@@ -32,7 +32,7 @@ from shardfold.tools.recipes.face._study_page import Study, write_page
 from shardfold.tools.recipes.face.cards import on_cards
 from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.face_config import DEFAULT_WARMUP, STUDY_CHOOSES, FaceConfig
-from shardfold.tools.recipes.face.images import Drawn, Source, sources
+from shardfold.tools.recipes.face.images import Drawn, ImageSource, sources
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
 from shardfold.tools.recipes.face.remarks import here
 from shardfold.tools.recipes.face.row import StudyRow
@@ -192,7 +192,7 @@ def introduce(console: Console, config: FaceConfig, places: list[StudyCase], don
 
 def measure_all(
     config: FaceConfig,
-    images: tuple[Source, Source],
+    images: tuple[ImageSource, ImageSource],
     places: list[StudyCase],
     before: list[StudyRow],
     out: Path | None,
@@ -230,11 +230,11 @@ def write(out: Path, found: Study) -> None:
     part.replace(out / "study.json")
 
 
-def held_out_sets(config: FaceConfig, held: Source) -> dict[str, Source]:
+def held_out_sets(config: FaceConfig, held: ImageSource) -> dict[str, ImageSource]:
     """Images of identities that are kept apart: of a folder one set, of drawn faces several."""
     if config.data is not None:
         return {"kept apart": held}
-    found: dict[str, Source] = {}
+    found: dict[str, ImageSource] = {}
     for name, hard in SETS.items():
         made = DrawnFaces(
             config.held_out,
@@ -254,7 +254,7 @@ def told(found: PairVerification) -> dict[str, float]:
 
 
 def baselines(
-    config: FaceConfig, images: tuple[Source, Source], held: Mapping[str, Source]
+    config: FaceConfig, images: tuple[ImageSource, ImageSource], held: Mapping[str, ImageSource]
 ) -> dict[str, dict[str, float]]:
     """Precision on the first set of pixels' PCA and of a model that was not trained."""
     first = next(iter(held.values()))
@@ -273,7 +273,7 @@ def changed(config: FaceConfig, **changes: Any) -> FaceConfig:
 
 
 def measure(
-    config: FaceConfig, images: tuple[Source, Source], held: Mapping[str, Source], place: StudyCase
+    config: FaceConfig, images: tuple[ImageSource, ImageSource], held: Mapping[str, ImageSource], place: StudyCase
 ) -> StudyRow:
     """Train and evaluate one."""
     batch = place.need.largest(place.allowed)

@@ -34,11 +34,11 @@ from shardfold.tools.observe.readable import format_bytes, format_count, format_
 from shardfold.tools.recipes.face._matcher import fit, scores_of
 from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.face_config import FaceConfig
-from shardfold.tools.recipes.face.images import Batches, Encoded, EpochSampler, Source, sources, unchanged
+from shardfold.tools.recipes.face.images import Batches, Encoded, EpochSampler, ImageSource, sources, unchanged
 from shardfold.tools.recipes.face.verification import PairVerification, cosine_scores, identification, verify
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
-from shardfold.tools.recipes.lm import StopSignal
+from shardfold.tools.stop_signal import StopSignal
 
 __all__ = ["FaceResult", "FaceRun", "train"]
 
@@ -65,7 +65,7 @@ class FaceResult:
 class FaceRun:
     """One training: the engine, the images, and how far it is."""
 
-    def __init__(self, config: FaceConfig, images: tuple[Source, Source] | None = None) -> None:
+    def __init__(self, config: FaceConfig, images: tuple[ImageSource, ImageSource] | None = None) -> None:
         self.config = config
         self.images, self.held_out = images or sources(config)
         identities, ranks = len(self.images.names), int(os.environ.get("WORLD_SIZE", "1"))
@@ -138,7 +138,7 @@ class FaceRun:
         return {"step": self.done, "loss": mean, "lr": said.lr, "grad_norm": said.grad_norm, "updated": said.updated}
 
     @torch.no_grad()
-    def embeddings(self, source: Source, most: int | None = None) -> npt.NDArray[np.float32]:
+    def embeddings(self, source: ImageSource, most: int | None = None) -> npt.NDArray[np.float32]:
         """Of all images ``(n, d)``, or of the first so many, on every rank; all ranks call it, and each computes its
         part."""
         engine, number = self.engine, min(len(source.labels), most or len(source.labels))

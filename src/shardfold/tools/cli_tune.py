@@ -1,0 +1,157 @@
+"""The commands `shardfold tune`: one for each recipe, with an option for each of its settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardfold import launch
+from shardfold.errors import ConfigError
+from shardfold.tools.cli_options import with_settings
+from shardfold.tools.recipes.config import read_settings
+from shardfold.tools.recipes.folder import claimed
+from shardfold.tools.tune.config import (
+    TuneConfig,
+    config_class,
+    from_options,
+    option_fields,
+    recipe_names,
+    resumed_settings,
+)
+
+__all__ = ["register"]
+
+RESOLVED = "SHARDFOLD_TUNE_SETTINGS"
+"""Variable by which the command tells its ranks their settings: the path of a JSON file."""
+
+app = typer.Typer(
+    help="Fine-tune a model of transformers: whole, its last layers, with LoRA or with a prefix.",
+    epilog="For example: shardfold tune sft --model base/ --data chats.jsonl --lora 16",
+    invoke_without_command=True,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def common(
+    invocation: typer.Context,
+    show_data: Annotated[
+        Path | None,
+        typer.Option(help="Instead: show rows of this file as tokens, what is trained and what was cut."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="With --show-data: the folder with the tokenizer.")] = None,
+) -> None:
+    """Fine-tune a model of transformers: whole, its last layers, with LoRA or with a prefix."""
+    if show_data is None:
+        if model is not None:
+            raise ConfigError(
+                "the recipe comes before its options: shardfold tune sft --model base/ --data rows.jsonl."
+            )
+        return
+    if invocation.invoked_subcommand is not None:
+        raise ConfigError("--show-data is instead of a recipe: leave one of them out.")
+    if model is None:
+        raise ConfigError("--show-data needs a tokenizer: give --model the folder of its model.")
+    from shardfold.tools.tune.data.show_data import show
+
+    show(show_data, model)
+
+
+def settings_of(recipe: str, config: Path | None, options: dict[str, Any]) -> TuneConfig:
+    """The settings of a run: those of a file, under the options that are given.
+
+    Raises:
+        ConfigError: one is unknown or wrong, or the file is of another recipe.
+    """
+    kind = config_class(recipe)
+    given = from_options(kind, {name: value for name, value in options.items() if value is not None})
+    if config is not None:
+        read = read_settings(config)
+        if (named := read.pop("recipe", recipe)) != recipe:
+            raise ConfigError(f"{str(config)!r} is of the recipe {named}: shardfold tune {named} --config {config}.")
+        given = merged(kind.checked(read, where=str(config)), given)
+    if given.get("resume") is not None:
+        given = resumed_settings(kind, Path(given["resume"]), given)
+    return kind.load(given, where="the command line")
+
+
+def merged(first: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Settings over others, section by section; an adapter of another kind is another adapter."""
+    found = dict(first)
+    for name, value in over.items():
+        before = found.get(name)
+        if isinstance(before, dict) and isinstance(value, dict):
+            other = name == "adapter" and value.get("kind", before.get("kind", "lora")) != before.get("kind", "lora")
+            value = value if other else {**before, **value}
+        found[name] = value
+    return found
+
+
+def command_of(recipe: str) -> Callable[..., None]:
+    """The command of a recipe."""
+
+    def command(
+        invocation: typer.Context,
+        config: Annotated[
+            Path | None, typer.Option(help="TOML or JSON file with any of these settings; options given here win.")
+        ] = None,
+        **options: Any,
+    ) -> None:
+        if launch.is_rank() and RESOLVED in os.environ:
+            given = json.loads(Path(os.environ[RESOLVED]).read_text(encoding="utf-8"))
+            settings = config_class(recipe).load(given)
+        else:
+            settings = settings_of(recipe, config, options)
+            check_paths(settings)
+        if settings.procs > 1 and not launch.is_rank():
+            raise typer.Exit(launch_ranks(recipe, settings, debug=bool(invocation.obj)))
+        from shardfold.tools.tune.tuned import tune
+
+        raise typer.Exit(tune(settings).exit_status)
+
+    command.__doc__ = config_class(recipe).__doc__
+    return with_settings(command, {name: field for name, (_, field) in option_fields(config_class(recipe)).items()})
+
+
+def check_paths(settings: TuneConfig) -> None:
+    """
+    Raises:
+        ConfigError: there is no file or folder that is named, or the model is none; said before ranks are started.
+    """
+    from shardfold.tools.tune.models import ModelPlace
+
+    for source in (*settings.data, *settings.eval_data):
+        if not source.path.expanduser().exists():
+            raise ConfigError(f"there is no file or folder {str(source.path)!r}: give --data the path of some rows.")
+    ModelPlace.find(settings.model)
+
+
+def launch_ranks(recipe: str, settings: TuneConfig, *, debug: bool) -> int:
+    """Start the processes of a run here; all read the settings as they are now, whatever file they came from."""
+    with claimed(settings.out) as folder, tempfile.TemporaryDirectory() as place:
+        path = Path(place, "settings.json")
+        plain = {**settings.plain(), "out": str(folder)}
+        plain.pop("recipe")
+        path.write_text(json.dumps(plain), encoding="utf-8")
+        before = os.environ.get(RESOLVED)
+        os.environ[RESOLVED] = str(path)
+        try:
+            return launch.launch_local(["tune", recipe, *["--debug"] * debug], settings.procs)
+        finally:
+            if before is None:
+                os.environ.pop(RESOLVED, None)
+
+
+def register(into: typer.Typer) -> None:
+    """Add the commands to the application."""
+    for recipe in recipe_names():
+        example = f"For example: shardfold tune {recipe} --model base/ --data rows.jsonl --lora 16 --layout zero3"
+        app.command(recipe, epilog=example)(command_of(recipe))
+    into.add_typer(app, name="tune")

@@ -1,0 +1,64 @@
+"""Fine-tuning of transformers models, under any layout: settings, recipes, adapters, the run.
+
+    from shardfold.tools.tune import Adapter, SFTConfig, tune
+
+    result = tune(SFTConfig(model="base/", data="chats.jsonl", adapter=Adapter(rank=16)))
+
+adapters    what is trained instead of all parameters: peft's LoRA and prefix, the last layers, or new blocks
+config      the settings of the tuning recipes: model, data, adapter, base, text, and the run around them
+data        from files to windows of tokens
+models      from a folder to a model without memory, and to its values, which are read one tensor at a time
+noise       noise on embeddings while a model is tuned: NEFTune
+results     what a tuning leaves behind that others read: an adapter in peft's format, or a folder of transformers
+run         one tuning: the engine, the data, the run folder, and how far it is
+sft         supervised fine-tuning: the mean cross-entropy of all targets
+tuned       a tuning from its settings to what it leaves behind
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardfold.tools.tune.config import (
+    Adapter,
+    Base,
+    DistillConfig,
+    DPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    PTConfig,
+    RewardConfig,
+    SFTConfig,
+    Source,
+    Text,
+    TuneConfig,
+)
+
+if TYPE_CHECKING:
+    from shardfold.tools.tune.tuned import TuneResult, tune
+
+__all__ = [
+    "Adapter",
+    "Base",
+    "DPOConfig",
+    "DistillConfig",
+    "KTOConfig",
+    "ORPOConfig",
+    "PTConfig",
+    "RewardConfig",
+    "SFTConfig",
+    "Source",
+    "Text",
+    "TuneConfig",
+    "TuneResult",
+    "tune",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first asked for."""
+    if name in ("TuneResult", "tune"):
+        from shardfold.tools.tune import tuned
+
+        return getattr(tuned, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

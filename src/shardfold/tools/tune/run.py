@@ -1,0 +1,470 @@
+"""One tuning: the engine, the data, the run folder, and how far it is."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import shardfold as sf
+from shardfold.checkpoint.folders import IN_RUN
+from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
+from shardfold.optim.schedules import renew_rates
+from shardfold.plan.layout import Tier
+from shardfold.tools.observe.metrics import StepMetrics
+from shardfold.tools.observe.progress import Progress
+from shardfold.tools.stop_signal import StopSignal
+from shardfold.tools.tune.adapters import BASE_CHANGES, beginning, expanded_config, optimizer_groups
+from shardfold.tools.tune.config import Kind, Source, TuneConfig
+from shardfold.tools.tune.models import ModelPlace, hollow_model
+from shardfold.tools.tune.noise import EmbeddingNoise, sample_lengths
+
+if TYPE_CHECKING:
+    from shardfold.tools.observe.metrics import MetricsWriter
+    from shardfold.tools.tune.data.batches import Batch, Batches, Window
+    from shardfold.tools.tune.data.prepared import Prepared
+
+__all__ = ["Loss", "Recipe", "TuneRun", "recipe_of"]
+
+BETAS = (0.9, 0.999)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a recipe makes of a batch.
+
+    Attributes:
+        value: a 0-d mean, to go backward from.
+        weight: of how many targets or pairs of this rank it is the mean; 0: of none, and the value counts nowhere.
+        figures: more means of the same, to log.
+    """
+
+    value: Tensor
+    weight: float
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Recipe:
+    """How a run learns. A recipe says what loss a batch has, and may say more.
+
+    Attributes:
+        task: what the model ends in: ``"lm"``, logits over tokens, or ``"score"``, one number.
+    """
+
+    task = "lm"
+
+    def begin(self, run: TuneRun) -> None:
+        """Called once before the first step, on every rank, when the engine is made and a checkpoint is loaded."""
+
+    def loss(self, run: TuneRun, batch: Batch) -> Loss:
+        """The loss of one micro-batch of this rank."""
+        raise NotImplementedError
+
+    def step(self, run: TuneRun, windows: Iterator[Window]) -> tuple[Any, Totals]:
+        """One optimizer step; what the engine said, and the means of all ranks."""
+        totals, said = Totals(), None
+        for batch in next(windows).batches:
+            loss = self.loss(run, batch)
+            run.engine.backward(loss.value, weight=loss.weight)
+            said = run.engine.step(tokens=int((batch.documents >= 0).sum()))
+            totals.add(loss, batch)
+        return said, totals
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What a checkpoint has kept of it."""
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of that name, which its module calls ``RECIPE``."""
+    return importlib.import_module(f"shardfold.tools.tune.{name}").RECIPE()
+
+
+class Totals:
+    """Sums of losses, figures and tokens of this rank."""
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.tokens = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, loss: Loss, batch: Batch) -> None:
+        """Of one micro-batch."""
+        self.weight += loss.weight
+        self.tokens += int((batch.documents >= 0).sum())
+        for name, value in {"loss": loss.value, **loss.figures}.items():
+            part = value.detach().double() * loss.weight if loss.weight else torch.zeros((), dtype=torch.float64)
+            self._sums[name] = self._sums[name] + part.cpu() if name in self._sums else part.cpu()
+
+    def means(self, engine: sf.Engine) -> dict[str, float]:
+        """Over all targets of all ranks, which all call it."""
+        weight = self.weight
+        return {
+            name: engine.mean(float(total) / weight if weight else 0.0, weight=weight)
+            for name, total in self._sums.items()
+        }
+
+
+def _schedule(config: TuneConfig, total: int) -> Any:
+    from torch.optim.lr_scheduler import LambdaLR
+
+    if config.schedule == "cosine":
+        return sf.optim.warmup_cosine(warmup=min(config.warmup, total), total=total, floor=0.0)
+
+    def factor(step: int) -> float:
+        if step < config.warmup:
+            return (step + 1) / config.warmup
+        if config.schedule == "constant":
+            return 1.0
+        return max(0.0, (total - step) / max(1, total - config.warmup))
+
+    return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+def _optimizer(config: TuneConfig, model: nn.Module) -> Any:
+    """As an engine takes it."""
+    if config.optimizer == "muon":
+        return sf.optim.Muon(
+            sf.optim.muon_groups(model, lr=config.lr, adamw_lr=config.lr, betas=BETAS), weight_decay=config.weight_decay
+        )
+    classes = {
+        "adamw": partial(torch.optim.AdamW, betas=BETAS),
+        "adamw8bit": partial(sf.optim.AdamW8bit, betas=BETAS),
+        "adafactor": sf.optim.Adafactor,
+        "lion": sf.optim.Lion,
+    }
+    make: Any = classes[config.optimizer]
+    if config.adapter is not None and config.adapter.lr_ratio is not None:
+        return optimizer_groups(model, config.adapter, make, config.lr, config.weight_decay)
+    return partial(make, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def _clip(config: TuneConfig) -> sf.Clip | None:
+    """Of gradients; one that clips nothing looks whether they are finite."""
+    stops = config.nonfinite == "raise" and not config.precision.startswith("fp16")  # that skips such steps
+    if not (config.clip_norm or stops):
+        return None
+    return sf.Clip(norm=config.clip_norm or math.inf, error_if_nonfinite=stops)
+
+
+class TuneRun:
+    """One training of a recipe.
+
+    Attributes:
+        config: the settings; after the start with nothing left to choose.
+        recipe: how it learns.
+        model: transformers' model; with an adapter, peft's wrapper of it.
+        engine: that has the model.
+        tokenizer: of transformers.
+        batches: this rank's windows of micro-batches, epoch after epoch.
+        tensors: first values of its parameters, by name, read one at a time.
+        numel, trained: how many elements each parameter has, by name, and the names of those that are trained.
+        total: optimizer steps of the whole run.
+        done: optimizer steps so far.
+    """
+
+    def __init__(self, config: TuneConfig, console: Console, recipe: Recipe | None = None) -> None:
+        self.config, self.console = config, console
+        self.recipe = recipe_of(config.recipe) if recipe is None else recipe
+        self.place = ModelPlace.find(config.model)
+        config = self.config = _with_length(config, self.place)
+        self.tokenizer = self.place.tokenizer()
+        self.rows = self.prepare(config.data, config.kind)
+        self.held_out = self.prepare(config.eval_data, config.kind) if config.eval_data else None
+        self.model_config = _changed_config(config, self.place)
+        self.model, self.tensors = beginning(
+            hollow_model(self.model_config, self.recipe.task), self.place, config.adapter, self.recipe.task, config.seed
+        )
+        self.noise = EmbeddingNoise(self.model, config.text.noise, config.seed) if config.text.noise else None
+        self.numel = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        self.trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.engine = sf.Engine(
+            self.model,
+            optimizer=_optimizer(config, self.model),
+            layout=self._table(),
+            activations=None if config.activations == "keep" else config.activations,
+            parallel=sf.Parallel(
+                mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
+                tensor="auto" if config.tensor > 1 else None,
+                sequence_parallel=config.sequence_parallel,
+                attention=config.attention if config.sequence > 1 else None,
+            ),
+            precision=config.precision,
+            accumulate=config.accumulate,
+            clip_norm=_clip(config),
+            lr_schedule=_schedule(config, config.steps or 1),
+            init=sf.Init(weights=self.tensors, seed=config.seed),
+        )
+        self.batches = self.batches_of(self.rows)
+        self.total = config.steps or max(1, math.ceil(config.epochs * self.batches.epoch_windows))
+        self._renew_schedule()
+        self.done = self.begun_at = 0
+        self.history: list[StepMetrics] = []
+        self.stop = StopSignal()
+        self.interrupted = False
+        self.began = time.perf_counter()
+        self.model.train()
+
+    # -- what it is made of
+
+    def prepare(self, sources: tuple[Source, ...], kind: Kind) -> Prepared:
+        """Rows as tokens, of the whole of some sources."""
+        from shardfold.tools.tune.data.prepared import prepare
+
+        return prepare(list(sources), self.tokenizer, self.config.text, kind, cache=self.config.cache_folder())
+
+    def batches_of(self, rows: Prepared, *, accumulate: int | None = None) -> Batches:
+        """This rank's windows of some rows."""
+        from shardfold.tools.tune.data.batches import Batches
+
+        config = self.config
+        return Batches(
+            rows,
+            length=config.text.length,
+            pack=config.text.pack,
+            micro_batch=config.micro_batch,
+            accumulate=config.accumulate if accumulate is None else accumulate,
+            seed=config.seed,
+            data_rank=self.engine.data_rank,
+            data_ranks=self.engine.data_ranks,
+            pad=self.tokenizer.pad_token_id or 0,
+        )
+
+    def _table(self) -> sf.Layout:
+        if self.config.base.resting is not None:
+            raise ConfigError("frozen parameters do not rest in few bits yet: leave --bits out.")
+        return self.config.table()
+
+    def _renew_schedule(self) -> None:
+        """The rates of as many steps as the data make."""
+        if self.config.steps is None and (schedule := self.engine.lr_schedule) is not None:
+            fresh = _schedule(self.config, self.total)(_Rates(schedule.optimizer))
+            schedule.lr_lambdas = [fresh.lr_lambdas[0]] * len(schedule.lr_lambdas)
+            renew_rates(schedule)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.engine.rank == 0
+
+    def stops(self) -> int | list[int]:
+        """The tokens at which an answer ends."""
+        return self.tokenizer.eos_token_id
+
+    # -- batches and what the model makes of them
+
+    def on_rank(self, batch: Batch) -> Batch:
+        """The batch on this rank's device; where ranks share sequences, this rank's part of it."""
+        device = self.engine.device
+        inputs = {name: value.to(device) for name, value in batch.inputs.items()}
+        labels, documents = batch.labels.to(device), batch.documents.to(device)
+        lengths = sample_lengths(documents)
+        if self.engine.sequence is not None:
+            whole = {**inputs, "shift_labels": labels, "document_ids": documents, "documents": documents}
+            inputs = sf.sequence_shard({**whole, "lengths": lengths}, also=("documents", "lengths"), engine=self.engine)
+            labels, documents, lengths = (inputs.pop(name) for name in ("shift_labels", "documents", "lengths"))
+        if self.noise is not None:
+            self.noise.lengths = lengths
+        return replace(batch, inputs=inputs, labels=labels, documents=documents)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """``(B, L, vocabulary)``, of a batch of this rank (:meth:`on_rank`)."""
+        found = self.engine(**batch.inputs, use_cache=False).logits
+        return found[:, -batch.labels.shape[1] :]  # a prefix may stand before them
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that share sequences; gradients are what a loss on one rank would give."""
+        axis = self.engine.sequence
+        return values if axis is None or axis.group.size == 1 else _SumOfParts.apply(values, axis.group)
+
+    # -- steps
+
+    def step(self, windows: Iterator[Window]) -> StepMetrics:
+        """Do one optimizer step."""
+        began = time.perf_counter()
+        scaler = self.engine.loss_scale
+        if self.noise is not None:
+            sequence = self.engine.sequence
+            self.noise.step((self.engine.data_rank, 0 if sequence is None else sequence.group.rank), self.done)
+        try:
+            said, totals = self.recipe.step(self, windows)
+        except NonFiniteError as error:
+            if scaler is not None:
+                raise
+            raise ShardfoldError(self.not_finite("the loss or its gradient is inf or NaN")) from error
+        means = totals.means(self.engine)
+        loss = means.pop("loss")
+        if not math.isfinite(loss) and scaler is None and self.config.nonfinite == "raise":
+            raise ShardfoldError(self.not_finite(f"the loss is {loss}"))
+        tokens = self.engine.mean(float(totals.tokens)) * self.engine.data_ranks
+        self.done += 1
+        now = time.perf_counter()
+        return StepMetrics(
+            step=self.done,
+            loss=loss,
+            lr=said.lr,
+            grad_norm=said.grad_norm,
+            tokens_per_s=tokens / (now - began),
+            seconds=now - self.began,
+            memory_bytes=self.history[-1].memory_bytes if self.history else _in_memory(self.engine.memory()),
+            loss_scale=said.loss_scale if scaler is not None else None,
+            skipped=scaler.skipped if scaler is not None else 0,
+            figures=means,
+        )
+
+    def not_finite(self, what: str) -> str:
+        """Return the sentence with which a run ends that is not finite any more."""
+        return (
+            f"{what} at step {self.done + 1}, and nothing was updated: lower the learning rate (--lr, now "
+            f"{self.config.lr:g}), clip harder (--clip-norm, now {self.config.clip_norm:g}), or go on all the same "
+            "with --nonfinite warn."
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The means of loss and figures over all rows of ``eval_data``, each once; all ranks call it."""
+        assert self.held_out is not None
+        batches = self.batches_of(self.held_out, accumulate=1)
+        totals = Totals()
+        self.model.eval()
+        for window in batches.epoch():
+            for batch in window.batches:
+                totals.add(self.recipe.loss(self, batch), batch)
+        self.model.train()
+        return totals.means(self.engine)
+
+    def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
+        """Step until the end, or until some rank was asked to stop; checkpoints go to ``out``."""
+        config = self.config
+        self.began = time.perf_counter()
+        with self.stop as stop:
+            windows = iter(self.batches)
+            while self.done < self.total:
+                metrics = self.step(windows)
+                last = self.done == self.total
+                if self.held_out is not None and config.eval_every and self.done % config.eval_every == 0 and not last:
+                    metrics = replace(metrics, held_out_loss=self.evaluate()["loss"])
+                self.history.append(metrics)
+                progress.update(metrics)
+                if writer:
+                    writer.write(metrics)
+                if config.save_every and self.done % config.save_every == 0 and not last:
+                    self.save(out)
+                # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
+                if self.engine.max_over_ranks([float(stop.received)])[0] > 0:
+                    self.interrupted = True
+                    progress.note(f"Stopping after step {self.done}; {stop.then}.")
+                    break
+        if config.save_every:
+            self.save(out, wait=True)
+
+    # -- checkpoints
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether values of the model itself change, or were changed: then they are in checkpoints too."""
+        adapter = self.config.adapter
+        return adapter is None or adapter.kind in ("freeze", "expand") or adapter.variant in BASE_CHANGES
+
+    def save(self, out: Path, *, wait: bool = False) -> None:
+        """Write a checkpoint into the run folder, beside the training unless it is the last."""
+        state = {"data": self.batches, "done": self.done, "recipe": self.recipe}
+        self.engine.save(
+            out / IN_RUN / f"step-{self.done:06d}", state=state, keep=self.config.keep, wait=wait,
+            frozen="keep" if self.trains_base else "skip",
+        )  # fmt: skip
+
+    def resume(self, path: Path) -> str:
+        """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
+        optimizer, schedule = self.engine.optimizer, self.engine.lr_schedule
+        assert optimizer is not None
+        names = ("params", "param_names")
+        options = [{k: v for k, v in group.items() if k not in names} for group in optimizer.param_groups]
+        rates = list(schedule.base_lrs)
+        report = self.engine.load(path, state={"data": self.batches, "recipe": self.recipe})
+        for group, asked in zip(optimizer.param_groups, options, strict=True):  # the settings are those of this run
+            group.update(asked)
+        schedule.base_lrs = rates
+        renew_rates(schedule)
+        self.done = self.begun_at = report.state["done"]
+        if self.done >= self.total:
+            raise ConfigError(
+                f"{report.path} has done {self.done} steps of {self.total}, which leaves none to do: give more "
+                "--epochs or --steps."
+            )
+        return "\n".join([f"Resumed from {report.path}, at step {self.done} of {self.total}.", *report.notes])
+
+
+@dataclass
+class _Rates:
+    """Stands for an optimizer, of which a schedule reads nothing but its groups."""
+
+    optimizer: Any
+
+
+class _SumOfParts(torch.autograd.Function):
+    """A sum over ranks, each of which goes on with the same loss: its gradient is the sum of theirs, as an engine
+    divides by the weights of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return group.all_reduce(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.group.all_reduce(grads[0].clone()), None
+
+
+def _with_length(config: TuneConfig, place: ModelPlace) -> TuneConfig:
+    """The settings, where no length is given with at most as many tokens as the model has positions for."""
+    most = getattr(place.config, "max_position_embeddings", None)
+    if most is None or config.text.rope is not None or "length" in config.text.model_fields_set:
+        return config
+    text = config.text.model_copy(update={"length": min(config.text.length, most)})
+    return config.model_copy(update={"text": text})
+
+
+def _changed_config(config: TuneConfig, place: ModelPlace) -> Any:
+    """transformers' config of the model that is trained: other positions, more blocks."""
+    found = copy.deepcopy(place.config)
+    if (rope := config.text.rope) is not None:
+        own = getattr(found, "rope_parameters", None)
+        if not isinstance(own, dict) or "rope_theta" not in own:
+            raise ConfigError(
+                f"a model of the type {found.model_type!r} has no rotary positions that --rope could change."
+            )
+        before = found.max_position_embeddings
+        more = {name: value for name, value in rope.items() if name != "type"}
+        found.rope_parameters = {
+            **own, "rope_type": rope["type"], "original_max_position_embeddings": before, **more
+        }  # fmt: skip
+        if rope["type"] == "linear":
+            del found.rope_parameters["original_max_position_embeddings"]
+        found.max_position_embeddings = math.ceil(before * float(rope["factor"]))
+    if config.text.length > (most := getattr(found, "max_position_embeddings", None) or math.inf):
+        raise ConfigError(
+            f"length is {config.text.length}, but the model has positions for {most} tokens: give --length {most}, or "
+            f"--rope yarn:{math.ceil(config.text.length / most)}."
+        )
+    if config.adapter is not None and config.adapter.kind == "expand":
+        found = expanded_config(found, config.adapter.layers)
+    return found
+
+
+def _in_memory(report: sf.MemoryReport) -> int:
+    """Return the bytes that are held in memory, whichever."""
+    return sum(num_bytes for tier, num_bytes in report.tiers.items() if tier != Tier.DISK)
