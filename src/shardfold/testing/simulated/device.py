@@ -23,7 +23,7 @@ from shardfold.testing.simulated._checker import Checker
 from shardfold.testing.simulated.clocks import Clocks, Moment, is_over
 from shardfold.testing.simulated.findings import Findings
 from shardfold.testing.simulated.memory import Allocation, Allocator, contiguous, spoil
-from shardfold.testing.simulated.queues import Lagging, Poll, Prompt, Queues
+from shardfold.testing.simulated.queues import Lagging, Poll, PromptQueues, Queues
 from shardfold.testing.simulated.regions import span
 from shardfold.testing.simulated.sites import Site, here
 from shardfold.torch_internals import in_backward
@@ -58,7 +58,7 @@ class SimulatedDevice:
         self.clocks = Clocks()
         self.allocator = Allocator(self.clocks, self.here)
         self.checker = Checker(self.clocks, self.allocator, self.here)
-        self.queues: Queues = Prompt()
+        self.queues: Queues = PromptQueues()
         self.generator = torch.Generator()
         self._error: BaseException | None = None
         self._threads = threading.local()
@@ -296,7 +296,7 @@ class SimulatedDevice:
         """Forgets what the last user left: errors that nobody has heard of, a stream that is still current, findings,
         and, where an aborted group left some, collectives."""
         with suppress(Exception):
-            self.use(Prompt(), Findings())
+            self.use(PromptQueues(), Findings())
         self._threads.__dict__.clear()
         self._collectives.clear()
 

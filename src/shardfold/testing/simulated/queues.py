@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shardfold.testing.simulated.clocks import Moment
 
-__all__ = ["Lagging", "Prompt", "Queues"]
+__all__ = ["Lagging", "PromptQueues", "Queues"]
 
 Poll = Callable[[], bool]
 
@@ -54,7 +54,7 @@ class Queues(Protocol):
         """Nothing will be queued any more."""
 
 
-class Prompt:
+class PromptQueues:
     """Everything runs as it is queued."""
 
     lags = False

@@ -11,7 +11,7 @@ from shardfold.plan.checks import is_integer, parse_bytes
 from shardfold.testing.simulated.device import PROCESS, SimulatedDevice, the_device
 from shardfold.testing.simulated.findings import Findings, Found, Race
 from shardfold.testing.simulated.install import install
-from shardfold.testing.simulated.queues import Prompt
+from shardfold.testing.simulated.queues import PromptQueues
 
 __all__ = ["RacesFound", "Simulation", "simulated"]
 
@@ -167,7 +167,7 @@ def simulated(
             "give more."
         )
     findings = Findings()
-    queues = device.lagging(seed, lag) if mode == "lazy" else Prompt()
+    queues = device.lagging(seed, lag) if mode == "lazy" else PromptQueues()
     before = device.use(queues, findings, limit)
     sim = Simulation(device, mode, findings)
     try:

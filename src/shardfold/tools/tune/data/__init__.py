@@ -1,0 +1,12 @@
+"""Rows for tuning: formats, templates, prepared files, packing and batches.
+
+batches      windows of batches, each one step
+prepared     data in mapped files, tokenized once
+row_formats  what a row says, told by its columns
+rows         what a row becomes
+sources      files of rows, and blocks of them
+templates    conversations as text, and which of it the assistant says
+_encoding    rows as numbers of tokens
+_packing     which samples fit together
+_sampling    in which order samples are read, and which share a row of tokens
+"""

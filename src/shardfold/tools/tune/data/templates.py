@@ -1,0 +1,270 @@
+"""Conversations as text, by a tokenizer's chat template, and which of it the assistant says.
+
+A token is trained exactly where the model writes it when it answers. So an assistant's turn begins where the rendering
+of the turns in front of it, with the prompt for an answer, ends; it ends where the rendering with it ends. No template
+has to be known for that: it is rendered with and without each turn. Where a template marks the assistant's words by
+``{% generation %}``, its marks are taken.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.tools.tune.data.row_formats import Message
+
+__all__ = ["TEMPLATES", "ChatTemplate", "Rendered", "TrainOn", "chat_template"]
+
+TrainOn = Literal["assistant", "last", "completion", "all"]
+"""All turns of the assistant, its last one, all behind the prompt, or all tokens."""
+
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+        "{{ '\n' }}{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "plain": (
+        "{{ bos_token or '' }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{{ '### Response:\n' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n\n' }}"
+        "{% elif message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
+        "{% else %}{{ '### Instruction:\n' + message['content'] + '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+    ),
+}
+"""Templates by name, for tokenizers that bring none. Answers end with the tokenizer's own stop token."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "zq7probe"
+"""Words that no template alters, and that are in none."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: of all of it.
+        spans: [start, stop) of characters that are trained, ascending.
+        answers: those of ``spans`` that are whole turns of the assistant, which have to end with a stop token.
+        altered: turns of the assistant that are not trained, as the template renders them otherwise once others follow.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    answers: tuple[tuple[int, int], ...]
+    altered: int = 0
+
+
+def chat_template(tokenizer: Any, template: str) -> str | None:
+    """The text of a template: the tokenizer's own (``"model"``), one of ``TEMPLATES``, or a file's.
+
+    Returns:
+        The text; None: the tokenizer brings none, and it was not said otherwise.
+
+    Raises:
+        ConfigError: there is no such name or file.
+    """
+    if template == "model":
+        own = tokenizer.chat_template
+        return own.get("default") if isinstance(own, Mapping) else own
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if os.path.isfile(template):
+        return Path(template).read_text(encoding="utf-8")
+    raise ConfigError(
+        f"template={template!r} is no file, and not 'model', which is the tokenizer's own."
+        f"{did_you_mean(template, [*TEMPLATES, 'model'])}"
+    )
+
+
+def _alike(first: str, second: str) -> int:
+    """How many characters two texts begin with alike."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    low, high = 0, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[:middle] == second[:middle] else (low, middle - 1)
+    return low
+
+
+class ChatTemplate:
+    """A template beside its tokenizer.
+
+    Args:
+        tokenizer: of transformers.
+        source: the template's text.
+
+    Raises:
+        ConfigError: it cannot render one question and one answer.
+    """
+
+    def __init__(self, tokenizer: Any, source: str) -> None:
+        self.tokenizer = tokenizer
+        self.source = source
+        self.marks = bool(_GENERATION.search(source))
+        asked = [{"role": "user", "content": "x"}]
+        told = [*asked, {"role": "assistant", "content": _PROBE}]
+        base, prompted = (self.render(asked, where="the template", prompt=prompt) for prompt in (False, True))
+        whole = self.render(told, where="the template")
+        turn = _alike(base, whole) if base == prompted else _alike(base, prompted)
+        if (content := whole.find(_PROBE)) < 0:
+            raise ConfigError("the chat template does not render what an assistant says: give another, template=....")
+        header = whole[turn:content]
+        self.header = header if base == prompted else header[: _alike(header, prompted[turn:])]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        where: str,
+        prompt: bool = False,
+    ) -> str:
+        """The text of turns; ``prompt``: up to where an answer begins.
+
+        Raises:
+            ConfigError: the template refuses them; names file and line.
+        """
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **(settings or {}),
+            )
+        except Exception as error:  # of jinja, and of what the template raises
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"data: {where}: the chat template refuses it: {said}.") from error
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        begin: int,
+        train_on: TrainOn,
+        *,
+        where: str,
+        tools: list[Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """All turns as text, and what of it is trained.
+
+        Args:
+            messages: the turns.
+            begin: the number of the first turn behind the prompt.
+            train_on: what is trained.
+            where: file and line, for messages.
+            tools, settings: see :class:`Example`.
+
+        Raises:
+            ConfigError: the template refuses them, or what the assistant says cannot be found in its text.
+        """
+        text = self.render(messages, tools, settings, where=where)
+        if train_on == "all":
+            return Rendered(text, ((0, len(text)),), ())
+        say = {"tools": tools, "settings": settings, "where": where}
+        first = self._first(messages, begin, text, say) if train_on == "completion" else 0
+        if train_on == "completion":
+            last = messages[-1]["role"] == "assistant" if messages else False
+            return Rendered(text, ((first, len(text)),), ((first, len(text)),) if last else ())
+        turns = self._marked(messages, text, say) if self.marks else list(self._found(messages, text, say))
+        altered = sum(turn is None for turn in turns)
+        spans = [turn for turn in turns if turn is not None]
+        if train_on == "last":
+            spans, altered = spans[-1:], int(turns[-1:] == [None])
+        return Rendered(text, tuple(spans), tuple(spans), altered)
+
+    def _first(self, messages: Sequence[Message], begin: int, text: str, say: Mapping[str, Any]) -> int:
+        """Where what is behind the prompt begins."""
+        if begin == 0:
+            return 0
+        prompt = self.render(messages[:begin], prompt=True, **say)
+        if text.startswith(prompt):
+            return len(prompt)
+        base = self.render(messages[:begin], **say)
+        start = _alike(base, prompt)
+        if text[:start] != prompt[:start]:
+            raise ConfigError(
+                f"data: {say['where']}: the chat template renders the prompt otherwise once an answer follows, so "
+                "where the answer begins cannot be said: give another template."
+            )
+        return start + (len(self.header) if text.startswith(self.header, start) else 0)
+
+    def _marked(self, messages: Sequence[Message], text: str, say: Mapping[str, Any]) -> list[tuple[int, int] | None]:
+        """What the template marks, one span for marks that touch."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special = {k: v for k, v in self.tokenizer.special_tokens_map.items() if isinstance(v, str)}
+        _, found = render_jinja_template(
+            conversations=[list(messages)],
+            tools=say["tools"],
+            chat_template=self.source,
+            return_assistant_tokens_mask=True,
+            **{**special, **(say["settings"] or {})},
+        )
+        spans: list[tuple[int, int] | None] = []
+        for start, stop in cast(Any, found)[0]:
+            if spans and (before := spans[-1]) is not None and before[1] == start:
+                spans[-1] = (before[0], stop)
+            else:
+                spans.append((start, stop))
+        return spans
+
+    def _found(
+        self, messages: Sequence[Message], text: str, say: Mapping[str, Any]
+    ) -> Iterator[tuple[int, int] | None]:
+        """The assistant's turns in ``text``, by rendering the turns up to each; None: one that the template alters."""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            until = text if number == len(messages) - 1 else self.render(messages[: number + 1], **say)
+            start = self._start(messages, number, until, text, say)
+            if start is None:
+                yield None
+            elif text.startswith(until):
+                yield start, len(until)
+            else:  # other turns follow: what stands behind the last turn alone is gone, or the turn is another
+                stop = self._stop(message, start, until, text)
+                yield None if stop is None else (start, stop)
+
+    def _start(
+        self, messages: Sequence[Message], number: int, until: str, text: str, say: Mapping[str, Any]
+    ) -> int | None:
+        """Where the words of turn ``number`` begin, in ``until`` and in ``text`` alike; None: nowhere."""
+        if number == 0:
+            place = until.find(self.header)
+            return place + len(self.header) if self.header and text[:place] == until[:place] else None
+        prompt = self.render(messages[:number], prompt=True, **say)
+        base = self.render(messages[:number], **say)
+        if prompt != base and text.startswith(prompt) and until.startswith(prompt):
+            return len(prompt)
+        start = _alike(base, until) if prompt == base else _alike(base, prompt)
+        if not until.startswith(self.header, start) and prompt == base:
+            return start if text[:start] == until[:start] else None
+        start += len(self.header)
+        return start if text[:start] == until[:start] and until[:start].endswith(self.header) else None
+
+    @staticmethod
+    def _stop(message: Message, start: int, until: str, text: str) -> int | None:
+        """Where the turn from ``start`` on ends in ``text``, given where it ends in ``until``; None: it is
+        another there."""
+        content = message.get("content")
+        words = content.strip() if isinstance(content, str) else ""
+        place = until.rfind(words) if words else -1
+        if place < start:
+            return None
+        behind = place + len(words)
+        if text[start:behind] != until[start:behind]:
+            return None
+        return behind + _alike(text[behind:], until[behind:])
