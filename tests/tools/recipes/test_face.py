@@ -34,7 +34,7 @@ from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.cards import PUBLISHED, on_cards
 from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.face_config import FaceConfig
-from shardfold.tools.recipes.face.images import Batches, EpochSampler, sources, unchanged
+from shardfold.tools.recipes.face.images import EpochSampler, ImageBatches, sources, unchanged
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
 from shardfold.tools.recipes.face.remarks import head_share, here, remarks
 from shardfold.tools.recipes.face.row import StudyRow
@@ -78,7 +78,7 @@ def _loaded(rank: int, workers: int, change: Any = None) -> list[tuple[list[int]
     source, _ = sources(config())
     sampler = EpochSampler(len(source.labels), 4, seed=0, rank=rank, num_ranks=2)
     loader = sf.Loader(
-        Batches(source, augment=True, seed=0, change=change), sampler, num_workers=workers, collate_fn=unchanged
+        ImageBatches(source, augment=True, seed=0, change=change), sampler, num_workers=workers, collate_fn=unchanged
     )
     return [
         (labels.tolist(), [each.numpy().tobytes() for each in images])
@@ -110,15 +110,15 @@ def test_a_transform_draws_by_image_and_epoch() -> None:
     """What a transform draws follows from the image and the epoch, and leaves PyTorch's generator as it is; one that
     changes the size is told."""
     source, _ = sources(config())
-    batches = Batches(source, augment=True, seed=0, change=noisy)
+    batches = ImageBatches(source, augment=True, seed=0, change=noisy)
     before = torch.get_rng_state()
     one, two, again, other = (batches.__getitems__([index])[0] for index in (3, 3 + 44, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)
-    plain = Batches(source, augment=False, seed=0).__getitems__([3, 4])[0]
+    plain = ImageBatches(source, augment=False, seed=0).__getitems__([3, 4])[0]
     assert torch.equal(one, again) and not torch.equal(one, two)
     assert not torch.allclose(one - plain[:1], other - plain[1:])
     with pytest.raises(ConfigError, match="it keeps rows and columns"):
-        Batches(source, augment=True, seed=0, change=lambda image: image[:, 1:]).__getitems__([0])
+        ImageBatches(source, augment=True, seed=0, change=lambda image: image[:, 1:]).__getitems__([0])
 
 
 def test_torchvision_is_asked_for_by_name() -> None:
@@ -136,7 +136,7 @@ def test_torchvision_is_asked_for_by_name() -> None:
 def test_changes_differ_between_epochs() -> None:
     """The same image is another one in the next epoch, and the same where an epoch is read again."""
     source, _ = sources(config())
-    batches = Batches(source, augment=True, seed=0)
+    batches = ImageBatches(source, augment=True, seed=0)
     one, two, again = (batches.__getitems__([index])[0] for index in (3, 3 + 44, 3))
     assert torch.equal(one, again) and not torch.equal(one, two)
 

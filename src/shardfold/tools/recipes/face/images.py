@@ -26,7 +26,7 @@ from shardfold.tools.recipes.face._stores import SUFFIXES, Store, store_of
 from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.face_config import FaceConfig
 
-__all__ = ["Batches", "Encoded", "EpochSampler", "ImageSource", "sources"]
+__all__ = ["Encoded", "EpochSampler", "ImageBatches", "ImageSource", "sources"]
 
 SHIFT = 2  # pixels of 32
 LOOKED_AT = 2000  # images, once one of them cannot be read
@@ -182,7 +182,7 @@ class EpochSampler(Sampler):
             yield [start + index for index in batch]
 
 
-class Batches(data.Dataset[tuple[Tensor, Tensor]]):
+class ImageBatches(data.Dataset[tuple[Tensor, Tensor]]):
     """Whole batches of images from -1 to 1, and their identities.
 
     Args:

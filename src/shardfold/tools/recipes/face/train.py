@@ -34,7 +34,7 @@ from shardfold.tools.observe.readable import format_bytes, format_count, format_
 from shardfold.tools.recipes.face._matcher import fit, scores_of
 from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.face_config import FaceConfig
-from shardfold.tools.recipes.face.images import Batches, Encoded, EpochSampler, ImageSource, sources, unchanged
+from shardfold.tools.recipes.face.images import Encoded, EpochSampler, ImageBatches, ImageSource, sources, unchanged
 from shardfold.tools.recipes.face.verification import PairVerification, cosine_scores, identification, verify
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
@@ -93,7 +93,7 @@ class FaceRun:
             num_ranks=self.engine.data_ranks,
             fill_last=True,
         )
-        dataset = Batches(self.images, augment=config.augment, seed=config.seed, change=change_of(config))
+        dataset = ImageBatches(self.images, augment=config.augment, seed=config.seed, change=change_of(config))
         more: dict[str, Any] = {"persistent_workers": True} if config.workers else {}
         self.loader = sf.Loader(dataset, self.sampler, num_workers=config.workers, collate_fn=unchanged, **more)
         self.done = 0
@@ -145,7 +145,7 @@ class FaceRun:
         ranks = engine.world_size
         each = -(-number // ranks)
         mine = [min(engine.rank * each + i, number - 1) for i in range(each)]
-        dataset = Batches(source, augment=False, seed=0)
+        dataset = ImageBatches(source, augment=False, seed=0)
         engine.module.eval()
         parts = [
             engine(dataset.__getitems__(mine[at : at + EVAL_BATCH])[0].to(engine.device)).float()
