@@ -87,7 +87,8 @@ def interrupted(layout: str, near: bool, who: tuple[int, ...], folder: str) -> l
     wanted = engine.state_dict()
     answers: list[tuple[str, list[str], bool]] = []
     for place in PLACES:
-        train(engine)
+        for _ in range(2):  # whole parameters: from then on ranks tell what they expect
+            train(engine)
         if engine.rank in who:
             with at(engine, place):
                 first = said(partial(train, engine))
