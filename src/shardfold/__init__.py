@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shardfold.data import Loader, Sampler
     from shardfold.engine.engine import Engine, engine_of
     from shardfold.engine.stats import Stats
+    from shardfold.generation import generate
     from shardfold.numerics.clipping import Clip
     from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
@@ -92,6 +93,7 @@ __all__ = [
     "checkpoint",
     "compat",
     "engine_of",
+    "generate",
     "load_model",
     "mark_slice",
     "measure_pieces",
@@ -126,6 +128,7 @@ _LAZY = {
     "sequence_shard": "shardfold.parallel.sequence",
     "sharded_init": "shardfold.sharding.sharded_init",
     "engine_of": "shardfold.engine.engine",
+    "generate": "shardfold.generation",
     "register_forward": "shardfold.sharding.forwards",
     "whole": "shardfold.sharding.whole",
     "StepReport": "shardfold.plan.report",

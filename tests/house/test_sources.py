@@ -20,7 +20,7 @@ from tests.support.sources import trees
 SOURCES = Path(shardfold.__file__).parent
 FILES = sorted(SOURCES.rglob("*.py"))
 MAX_LINES = 80  # of a function
-ROOMS = 16  # packages at the top
+ROOMS = 17  # packages at the top
 FACE = 60  # lines of a package that says what it is, and what each of its modules is
 
 # Values that say what and when: they can be made, checked and printed where there is no process group.
@@ -61,7 +61,7 @@ def test_functions_are_short():
 
 
 def test_the_top_of_the_package_is_a_list_of_rooms():
-    """At most 16 packages, each of which says what it is; what lies beside them are single words."""
+    """At most 17 packages, each of which says what it is; what lies beside them are single words."""
     rooms = [path for path in SOURCES.iterdir() if (path / "__init__.py").exists()]
     assert len(rooms) <= ROOMS, sorted(path.name for path in rooms)
     for room in ("plan", "tiers", "comm", "sharding", "activations", "engine", "tools"):

@@ -24,7 +24,8 @@ SOURCES = Path(shardfold.__file__).parent
 OTHERS = {  # names with an underscore that are Python's or other libraries'
     "_asdict", "_fields", "_make", "_replace",  # of named tuples, documented
     "_current_frames", "_exit", "_getframe",  # of os and sys, documented
-    "_attn_implementation", "_init_weights", "_no_split_modules", "_supports_attention_backend",  # of transformers
+    "_attn_implementation", "_init_weights", "_is_stateful", "_no_split_modules", "_supports_attention_backend",  # of
+    # transformers
     "_apply_gate",  # of its modules of experts
 }  # fmt: skip
 

@@ -1,0 +1,111 @@
+"""Keys and values of all layers in pages.
+
+For each layer two tensors ``(pages, key_heads, size, dim)``, made when the layer first stores: heads, width and dtype
+are those that come. So an axis of tensor parallelism, under which a rank has some of the heads, needs no word here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PagePool"]
+
+STEP = 1.25
+"""By what the pool grows, where there is no limit."""
+
+
+class LayerPages(NamedTuple):
+    keys: Tensor
+    values: Tensor
+
+
+class PagePool:
+    """Args:
+    size: tokens of a page.
+    limit: pages, all made at once; None: as many as are asked for, made as they are.
+    """
+
+    def __init__(self, size: int, limit: int | None) -> None:
+        self.size = size
+        self._pages, self._grows = limit or 0, limit is None
+        self._layers: dict[nn.Module, LayerPages] = {}
+        self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Held by all pages that are made, whether they are in use or not."""
+        return sum(each.nbytes for kept in self._layers.values() for each in kept)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Of one page with all its layers; 0 before the first forward."""
+        return self.nbytes // self._pages if self._pages else 0
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those that have stored."""
+        return list(self._layers)
+
+    def make(self, pages: int) -> None:
+        """From now on there are at least so many; layer by layer, so that one layer at most is there twice."""
+        if pages <= self._pages or not self._grows:
+            return
+        self._pages = max(pages, int(self._pages * STEP) + 1)
+        for layer, kept in self._layers.items():
+            self._layers[layer] = LayerPages(*(_longer(each, self._pages) for each in kept))
+
+    def store(self, layer: nn.Module, keys: Tensor, values: Tensor, where: Tensor) -> None:
+        """Puts tokens where they belong.
+
+        Args:
+            keys: ``(key_heads, tokens, dim)``, the first ``len(where)`` of whose tokens are stored.
+            where: of each token its page times ``size`` plus its place in the page, int64.
+        """
+        kept = self._layers.get(layer)
+        if kept is None:
+            kept = self._layers[layer] = LayerPages(self._made(keys), self._made(values))
+        heads = keys.shape[0]
+        page, place = where // self.size, where % self.size
+        rows = (page * heads + torch.arange(heads, device=where.device)[:, None]) * self.size + place
+        for each, new in zip(kept, (keys, values), strict=True):
+            width = each.shape[-1]
+            each.view(-1, width).index_copy_(0, rows.view(-1), new[:, : len(where)].reshape(-1, width))
+
+    def read(self, layer: nn.Module, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of texts, in memory that the next call writes anew.
+
+        Args:
+            tables: ``(texts, pages)``: the pages of each, in order.
+
+        Returns:
+            Both ``(texts, key_heads, pages * size, dim)``.
+        """
+        kept = self._layers[layer]
+        texts, pages = tables.shape
+        heads = kept.keys.shape[1]
+        rows = (tables[:, None] * heads + torch.arange(heads, device=tables.device)[:, None]).view(-1)
+        keys, values = (
+            self._read(each, rows, number).view(texts, heads, pages * self.size, -1) for number, each in enumerate(kept)
+        )
+        return keys, values
+
+    def _read(self, kept: Tensor, rows: Tensor, number: int) -> Tensor:
+        flat = kept.view(-1, self.size * kept.shape[-1])
+        need = len(rows) * flat.shape[1]
+        scratch = self._scratch.get((number, kept.dtype))
+        if scratch is None or scratch.numel() < need:
+            scratch = self._scratch[number, kept.dtype] = kept.new_empty(need)
+        return torch.index_select(flat, 0, rows, out=scratch[:need].view(-1, flat.shape[1]))
+
+    def _made(self, new: Tensor) -> Tensor:
+        # Zeros: what no token fills is masked, and 0 times inf would not be 0.
+        return new.new_zeros(self._pages, new.shape[0], self.size, new.shape[-1])
+
+
+def _longer(old: Tensor, pages: int) -> Tensor:
+    new = old.new_zeros(pages, *old.shape[1:])
+    new[: len(old)] = old
+    return new

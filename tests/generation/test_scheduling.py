@@ -1,0 +1,154 @@
+"""The scheduler against books that a test keeps: what pages hold, who holds them, and that all texts end."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shardfold.errors import ConfigError
+from shardfold.generation.batch_scheduler import BatchScheduler, ForwardPlan
+from shardfold.generation.page_books import PageBooks
+from shardfold.generation.sampling import SamplingRule
+from shardfold.generation.texts import Text
+
+STOP = 0
+
+
+def _next(tokens: list[int]) -> int:
+    """A model in one line: the next token is one of all before it."""
+    return hash(tuple(tokens)) % 23
+
+
+def _text(number: int, prompt: list[int], most: int) -> Text:
+    return Text(number, 0, list(prompt), len(prompt), most, SamplingRule(0), frozenset({STOP}))
+
+
+def _expected(prompt: list[int], most: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < most and (len(tokens) == len(prompt) or tokens[-1] != STOP):
+        tokens.append(_next(tokens))
+    return tokens[len(prompt) :]
+
+
+class _Memory:
+    """Of every place of every page, the text up to the token that it holds."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._held: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def run(self, step: ForwardPlan) -> None:
+        """Stores what the forward stores, then reads what each of its texts reads."""
+        asked = [(text, text.stored - 1, text.stored) for text in step.under_way]
+        asked += [(part.text, part.first, part.last) for part in step.parts]
+        for text, first, last in asked:
+            assert first < last
+            for at in range(first, last):
+                self._held[text.pages[at // self.size], at % self.size] = tuple(text.tokens[: at + 1])
+        for text, _, last in asked:
+            for at in range(last):
+                assert self._held[text.pages[at // self.size], at % self.size] == tuple(text.tokens[: at + 1])
+
+
+def _check_books(books: PageBooks, scheduler: BatchScheduler) -> None:
+    """Pages in use are those of texts under way, each counted as often as it is held, and at most one of each text is
+    not full."""
+    held: dict[int, int] = {}
+    for text in scheduler.live:
+        for page in text.pages:
+            held[page] = held.get(page, 0) + 1
+        assert len(text.pages) == books.pages_of(len(text.tokens))
+    assert books.used == len(held)
+    assert all(books.holders(page) == count for page, count in held.items())
+    if books.limit is not None:
+        assert books.made <= books.limit
+
+
+def _run(requests: int, limit: int | None, size: int, seed: int) -> tuple[int, int]:
+    """Random requests, many of which begin alike, that come while others are under way; evictions and the largest
+    number of pages."""
+    draw = random.Random(seed)
+    books = PageBooks(limit, size)
+    scheduler = BatchScheduler(books, rows=draw.choice([3, 16, 64]), chunk=draw.choice([5, 40, 300]))
+    memory = _Memory(size)
+    beginnings = [[draw.randrange(23) for _ in range(draw.randint(1, 50))] for _ in range(5)]
+    coming = []
+    for number in range(requests):
+        prompt = draw.choice(beginnings)[: draw.randint(0, 50)] + [
+            draw.randrange(23) for _ in range(draw.randint(1, 9))
+        ]
+        coming.append(_text(number, prompt, draw.randint(1, 40)))
+    expected = [_expected(text.tokens, text.most) for text in coming]
+    texts, evicted, most = list(coming), 0, 0
+    coming.reverse()
+    while coming or scheduler.busy:
+        for _ in range(min(len(coming), draw.randrange(6))):
+            scheduler.add(coming.pop())
+        if not scheduler.busy:
+            continue
+        step = scheduler.plan()
+        _check_books(books, scheduler)
+        memory.run(step)
+        drawn = step.under_way + [part.text for part in step.parts if part.draws]
+        for text in drawn:
+            text.take(_next(text.tokens), -1.0)
+        scheduler.end([text for text in drawn if text.finish])
+        most = max(most, books.used)
+    assert books.used == 0
+    for text, answer in zip(texts, expected, strict=True):
+        assert text.answer().tokens == answer
+        evicted += text.evicted
+    return evicted, most
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_texts_end_as_alone_under_any_limit_and_pages_are_whose_they_should_be(size: int) -> None:
+    """A hundred requests each with all pages that they ask for, and with so few that texts are evicted."""
+    _, most = _run(50, None, size, seed=size)
+    evicted, held = _run(50, max(-(-99 // size), most // 4), size, seed=size)
+    assert evicted > 0 and held < most
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 4, 16, 32])
+def test_ten_thousand_requests_under_limits(size: int) -> None:
+    for seed in range(10):
+        _run(250, -(-99 // size) * (1 + seed), size, seed)
+
+
+def test_prompts_that_begin_alike_share_their_full_pages() -> None:
+    """Eight samples of a prompt of 40 tokens hold two pages of 16 together, and one page of their own each."""
+    books = PageBooks(None, 16)
+    scheduler = BatchScheduler(books, rows=64, chunk=1000)
+    texts = [_text(0, list(range(1, 41)), 4) for _ in range(8)]
+    for text in texts:
+        scheduler.add(text)
+    step = scheduler.plan()
+    assert books.used == 2 + 8
+    assert [part.first for part in step.parts] == [0] + [32] * 7
+    scheduler.end(texts[:7])
+    assert books.used == 3 and books.holders(texts[7].pages[0]) == 1
+    scheduler.end(texts[7:])
+    assert books.used == 0
+
+
+def test_a_part_that_is_not_computed_yet_is_not_shared() -> None:
+    """Of a long prompt in parts, others share what is stored, not what will be."""
+    books = PageBooks(None, 4)
+    scheduler = BatchScheduler(books, rows=64, chunk=8)
+    for _ in range(2):
+        scheduler.add(_text(0, list(range(1, 21)), 4))
+    assert [(part.first, part.last) for part in scheduler.plan().parts] == [(0, 8)]
+    assert [(part.first, part.last) for part in scheduler.plan().parts] == [(8, 16)]
+    step = scheduler.plan()
+    assert [(part.first, part.last) for part in step.parts] == [(16, 20), (16, 20)]
+    assert step.parts[0].text.pages[:4] == step.parts[1].text.pages[:4]
+    assert step.parts[0].text.pages[4] != step.parts[1].text.pages[4]
+
+
+def test_who_cannot_fit_is_refused_before_anything_runs() -> None:
+    scheduler = BatchScheduler(PageBooks(3, 16), rows=4, chunk=100)
+    scheduler.add(_text(0, [1] * 40, 9))  # the last token is not stored
+    with pytest.raises(ConfigError, match=r"pages=3 .* request 1 .* needs 4"):
+        scheduler.add(_text(1, [1] * 40, 10))
