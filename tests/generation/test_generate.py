@@ -102,11 +102,11 @@ def test_memory_is_tokens_times_bytes_and_a_page_per_text_at_most() -> None:
     """``n`` answers share a prompt's full pages."""
     model = made()
     running = Generation(model, page_size=4)
-    from shardfold.generation import SamplingRule, Text
+    from shardfold.generation import Continuation, SamplingRule
 
     prompt = list(range(3, 24))  # 21 tokens: five pages and one more
     for sample in range(6):
-        running.add(Text(0, sample, list(prompt), 21, 9, SamplingRule(), frozenset()))
+        running.add(Continuation(0, sample, list(prompt), 21, 9, SamplingRule(), frozenset()))
     stored = 21
     while running.busy:
         whole = running.step()

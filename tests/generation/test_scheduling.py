@@ -10,7 +10,7 @@ from shardfold.errors import ConfigError
 from shardfold.generation.batch_scheduler import BatchScheduler, ForwardPlan
 from shardfold.generation.page_books import PageBooks
 from shardfold.generation.sampling import SamplingRule
-from shardfold.generation.texts import Text
+from shardfold.generation.texts import Continuation
 
 STOP = 0
 
@@ -20,8 +20,8 @@ def _next(tokens: list[int]) -> int:
     return hash(tuple(tokens)) % 23
 
 
-def _text(number: int, prompt: list[int], most: int) -> Text:
-    return Text(number, 0, list(prompt), len(prompt), most, SamplingRule(0), frozenset({STOP}))
+def _text(number: int, prompt: list[int], most: int) -> Continuation:
+    return Continuation(number, 0, list(prompt), len(prompt), most, SamplingRule(0), frozenset({STOP}))
 
 
 def _expected(prompt: list[int], most: int) -> list[int]:

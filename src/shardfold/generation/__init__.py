@@ -19,6 +19,6 @@ rest in pages (``page_books`` has who holds which, ``page_pool`` the tensors), w
 
 from shardfold.generation._running import Generation, generate
 from shardfold.generation.sampling import SamplingRule
-from shardfold.generation.texts import Generated, Text
+from shardfold.generation.texts import Continuation, Generated
 
-__all__ = ["Generated", "Generation", "SamplingRule", "Text", "generate"]
+__all__ = ["Continuation", "Generated", "Generation", "SamplingRule", "generate"]

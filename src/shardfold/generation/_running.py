@@ -17,7 +17,7 @@ from shardfold.generation.page_books import PageBooks
 from shardfold.generation.page_pool import PagePool
 from shardfold.generation.paged_attention import PagedAttention
 from shardfold.generation.sampling import MOST_SEED, SamplingRule, choose
-from shardfold.generation.texts import Generated, Text
+from shardfold.generation.texts import Continuation, Generated
 from shardfold.plan.checks import described, is_flag, is_integer, known_arguments
 
 __all__ = ["Generation", "generate"]
@@ -78,7 +78,7 @@ class Generation:
             self._module.eval()
             self._held = held.pop_all()
 
-    def add(self, text: Text) -> None:
+    def add(self, text: Continuation) -> None:
         """
         Raises:
             ConfigError: its tokens do not fit the pages or the model's context.
@@ -91,7 +91,7 @@ class Generation:
             )
         self._scheduler.add(text)
 
-    def drop(self, texts: Iterable[Text]) -> None:
+    def drop(self, texts: Iterable[Continuation]) -> None:
         """Nobody waits for these any more: their pages are others'."""
         self._scheduler.end(texts)
 
@@ -100,7 +100,7 @@ class Generation:
         """Whether there are texts that are not whole."""
         return self._scheduler.busy
 
-    def step(self) -> list[Text]:
+    def step(self) -> list[Continuation]:
         """One forward, and a token more of each text that it drew for; those that are whole now.
 
         Raises:
@@ -224,7 +224,7 @@ def generate(
         raise ConfigError(f"generate(): n={described(n)}: it is a whole number from 1 on.")
     rules = [SamplingRule(temperature, top_p, top_k, each) for each in seeds]
     texts = [
-        Text(number, sample, list(prompt), len(prompt), most[number], rules[number], ends)
+        Continuation(number, sample, list(prompt), len(prompt), most[number], rules[number], ends)
         for number, prompt in enumerate(prompts)
         for sample in range(n)
     ]
@@ -234,7 +234,7 @@ def generate(
     return _answers(target, texts, options)
 
 
-def _answers(target: Engine | nn.Module, texts: list[Text], options: dict[str, Any]) -> Iterator[Generated]:
+def _answers(target: Engine | nn.Module, texts: list[Continuation], options: dict[str, Any]) -> Iterator[Generated]:
     running = Generation(target, **options)
     try:
         for text in texts:

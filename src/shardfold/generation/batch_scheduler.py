@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardfold.errors import ConfigError
 from shardfold.generation.page_books import PageBooks
-from shardfold.generation.texts import Text
+from shardfold.generation.texts import Continuation
 
 __all__ = ["BatchScheduler", "ForwardPlan", "TextPart"]
 
@@ -21,7 +21,7 @@ __all__ = ["BatchScheduler", "ForwardPlan", "TextPart"]
 class TextPart:
     """Tokens ``[first, last)`` of a text that one forward has; with its last token the next one is drawn."""
 
-    text: Text
+    text: Continuation
     first: int
     last: int
 
@@ -34,7 +34,7 @@ class TextPart:
 class ForwardPlan:
     """What one forward has: a token each of ``under_way``, then ``parts``."""
 
-    under_way: list[Text]
+    under_way: list[Continuation]
     parts: list[TextPart]
 
 
@@ -50,14 +50,14 @@ class BatchScheduler:
 
     def __init__(self, books: PageBooks, *, rows: int, chunk: int) -> None:
         self.books, self.rows, self.chunk = books, rows, chunk
-        self.live: list[Text] = []
-        self._waiting: deque[Text] = deque()
+        self.live: list[Continuation] = []
+        self._waiting: deque[Continuation] = deque()
 
     @property
     def busy(self) -> bool:
         return bool(self.live or self._waiting)
 
-    def add(self, text: Text) -> None:
+    def add(self, text: Continuation) -> None:
         """It waits behind the others.
 
         Raises:
@@ -66,7 +66,7 @@ class BatchScheduler:
         self.check(text)
         self._waiting.append(text)
 
-    def check(self, text: Text) -> None:
+    def check(self, text: Continuation) -> None:
         """
         Raises:
             ConfigError: all pages together do not hold the text at its longest.
@@ -84,7 +84,7 @@ class BatchScheduler:
         for text in list(self.live):
             if text.stored == len(text.tokens) - 1 and text.pages:
                 self._grow(text)
-        under_way: list[Text] = []
+        under_way: list[Continuation] = []
         parts: list[TextPart] = []
         room = self.chunk
         for text in self.live:
@@ -100,7 +100,7 @@ class BatchScheduler:
             text.stored += 1
         return ForwardPlan(under_way, parts)
 
-    def end(self, texts: Iterable[Text]) -> None:
+    def end(self, texts: Iterable[Continuation]) -> None:
         """These are whole, or nobody waits for them any more: their pages are others'."""
         for text in texts:
             if text.pages:
@@ -111,7 +111,7 @@ class BatchScheduler:
             else:
                 self._waiting.remove(text)
 
-    def _grow(self, text: Text) -> None:
+    def _grow(self, text: Continuation) -> None:
         """Gives a text under way the page for its next token; where there is none, the text that began last gives back
         all of its own and waits, perhaps the one that asks."""
         while text.pages and len(text.pages) * self.books.size <= text.stored:
@@ -121,14 +121,14 @@ class BatchScheduler:
             else:
                 text.pages.append(page)
 
-    def _evict(self, text: Text) -> None:
+    def _evict(self, text: Continuation) -> None:
         self.live.remove(text)
         self.books.release(text.pages)
         text.pages, text.stored = [], 0
         text.evicted += 1
         self._waiting.appendleft(text)
 
-    def _admit(self, text: Text) -> bool:
+    def _admit(self, text: Continuation) -> bool:
         """Gives it pages for all that it has, those of others that begin alike among them; False: there are too few.
 
         Others will need pages soon: while there are any, a page for every fourth of them stays free, so that who
@@ -147,7 +147,7 @@ class BatchScheduler:
             text.pages.append(page)
         return True
 
-    def _begin(self, text: Text, room: int, parts: list[TextPart]) -> int:
+    def _begin(self, text: Continuation, room: int, parts: list[TextPart]) -> int:
         """Tokens of a text that begins, as many as there is room for; how many."""
         first, last = text.stored, min(len(text.tokens), text.stored + room)
         parts.append(TextPart(text, first, last))

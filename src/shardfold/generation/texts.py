@@ -8,7 +8,7 @@ from typing import Literal
 
 from shardfold.generation.sampling import SamplingRule
 
-__all__ = ["Generated", "Text"]
+__all__ = ["Continuation", "Generated"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Generated:
 
 
 @dataclass(eq=False)
-class Text:
+class Continuation:
     """One sample of one request.
 
     Attributes:
