@@ -32,6 +32,7 @@ from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.plan.outer import Outer
 from shardfold.plan.presets import PRESETS
+from shardfold.plan.quantized import Quantized
 from shardfold.plan.rewrites import Overlap
 from shardfold.plan.signs import Signs
 from shardfold.plan.version import __version__ as __version__
@@ -81,6 +82,7 @@ __all__ = [
     "Overlap",
     "Parallel",
     "Precision",
+    "Quantized",
     "Runtime",
     "Sampler",
     "ShardfoldError",

@@ -25,23 +25,32 @@ __all__ = ["gather_bundle", "gather_encoded", "scatter_bundle", "scatter_encoded
 
 
 def gather_encoded(
-    transport: Transport, memory: DeviceTier, form: Format, full: Tensor, group: Any
+    transport: Transport, memory: DeviceTier, form: Format, full: Tensor, group: Any, codes: Tensor | None = None
 ) -> tuple[Pending, Pending]:
-    """Completes ``full``, in which this rank's chunk is in place; to be waited for in this order."""
-    return gather_bundle(transport, memory, form, (full,), group)
+    """Completes ``full``, in which this rank's chunk is in place, or of which there are ``codes``; to be waited for in
+    this order."""
+    return gather_bundle(transport, memory, form, (full,), group, codes)
 
 
 def gather_bundle(
-    transport: Transport, memory: DeviceTier, form: Format, fulls: Sequence[Tensor], group: Any
+    transport: Transport,
+    memory: DeviceTier,
+    form: Format,
+    fulls: Sequence[Tensor],
+    group: Any,
+    codes: Tensor | None = None,
 ) -> tuple[Pending, Pending]:
-    """The same of several, which travel as one: each rank's payload has its chunk of each, one behind the other."""
+    """The same of several, which travel as one: each rank's payload has its chunk of each, one behind the other, or
+    these ``codes``."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     several = [full.view(ranks, -1) for full in fulls]
     sizes = [form.nbytes(values.shape[1]) for values in several]
     payload = memory.empty(ranks * sum(sizes), torch.uint8)
     rows = payload.view(ranks, -1).split(sizes, 1)
     with torch.no_grad():
-        for values, row in zip(several, rows, strict=True):
+        if codes is not None:
+            payload.view(ranks, -1)[me].copy_(codes)
+        for values, row in zip(several, rows, strict=True) if codes is None else ():
             _encode(memory, form, values[me : me + 1], row[me : me + 1], None)
     return transport.all_gather(payload, group), Pending([], partial(_decode, memory, form, payload, rows, several))
 

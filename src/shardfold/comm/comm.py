@@ -137,14 +137,15 @@ class Comm:
         add: bool = False,
         resident: Tensor | None = None,
         state: Tensor | None = None,
+        codes: Tensor | None = None,
     ) -> None:
         """Hands one flat to the transport, in the format that ``op`` says, and counts what this rank sends; ``pending``
         gets what is to be waited for. ``out``, ``add`` and ``resident``: see the transport; ``state``: what the format
-        keeps."""
+        keeps; ``codes``: this rank's part of a gather, where that is encoded already."""
         agreement = self._among(op.axes)
         with agreement.uninterrupted():
             agreement.issue(op)
-            self._send(op, flat, pending, out, add, resident, state)
+            self._send(op, flat, pending, out, add, resident, state, codes)
             self.meter.count(op, flat.numel())
 
     def _send(
@@ -156,13 +157,14 @@ class Comm:
         add: bool,
         resident: Tensor | None,
         state: Tensor | None,
+        codes: Tensor | None,
     ) -> None:
         group = self.mesh.group(op.axes)
         if op.kind != "ALL_GATHER" or op.verb in KINDS:
             self.memory.after_compute()  # which writes the gradients; what gathers read was written before the pass
         with self.memory.side():
             if TORCH_DTYPES.get(op.format) is not flat.dtype or op.target == "node":
-                pending += self._encoded(op, flat, group, out, add=add, state=state)
+                pending += self._encoded(op, flat, group, out, add=add, state=state, codes=codes)
             elif op.kind == "ALL_GATHER":
                 pending.append(self.transport.all_gather(flat, group, resident=resident))
             elif op.kind == "REDUCE_SCATTER":
@@ -172,12 +174,20 @@ class Comm:
                 pending.append(self.transport.all_reduce(flat, group))
 
     def _encoded(
-        self, op: Op, flat: Tensor, group: Any, out: Tensor | None, *, add: bool, state: Tensor | None
+        self,
+        op: Op,
+        flat: Tensor,
+        group: Any,
+        out: Tensor | None,
+        *,
+        add: bool,
+        state: Tensor | None,
+        codes: Tensor | None,
     ) -> tuple[Pending, Pending]:
         """As :meth:`collective`, of a flat that does not travel as it lies."""
         form = FORMATS[op.format]
         if op.kind == "ALL_GATHER":
-            return gather_encoded(self.transport, self.memory, form, flat, group)
+            return gather_encoded(self.transport, self.memory, form, flat, group, codes)
         assert op.kind == "REDUCE_SCATTER" and out is not None  # tables of which others would be are not bound
         parts = nodes(self.mesh)[0] if op.target == "node" else 1
         return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state, parts=parts)
@@ -204,14 +214,16 @@ class Comm:
                     pending += scatter_bundle(self.transport, self.memory, form, flats, outs, group, states=states)
             self.meter.count(op, sum(flat.numel() for flat in flats))
 
-    def relay(self, op: Op, flat: Tensor, payload: Tensor | None, *, pending: list[Pending]) -> Tensor:
+    def relay(
+        self, op: Op, flat: Tensor, payload: Tensor | None, *, pending: list[Pending], codes: Tensor | None = None
+    ) -> Tensor:
         """As :meth:`collective`, one of the two hops of a gather: the first gives the payload, which the second takes
         when it is there."""
         with self.agreement.uninterrupted(), self.memory.side():
             self.agreement.issue(op)
             form, length = FORMATS[op.format], flat.numel()
             if payload is None:
-                payload, first = gather_between(self.transport, self.memory, self.mesh, form, flat)
+                payload, first = gather_between(self.transport, self.memory, self.mesh, form, flat, codes)
                 pending.append(first)
                 length //= nodes(self.mesh)[1]
             else:

@@ -37,17 +37,20 @@ def nodes(mesh: DataMesh) -> tuple[int, int]:
 
 
 def gather_between(
-    transport: Transport, memory: DeviceTier, mesh: DataMesh, form: Format, full: Tensor
+    transport: Transport, memory: DeviceTier, mesh: DataMesh, form: Format, full: Tensor, codes: Tensor | None = None
 ) -> tuple[Tensor, Pending]:
-    """The first hop of a gather of ``full``, in which this rank's chunk is in place: a payload of all of it, in which
-    this rank's slice of each node comes."""
+    """The first hop of a gather of ``full``, in which this rank's chunk is in place, unless there are ``codes`` of it:
+    a payload of all of it, in which this rank's slice of each node comes."""
     num_nodes, ranks = nodes(mesh)
     m, i = mesh.coords[BETWEEN], mesh.coords[WITHIN]
     values = full.view(num_nodes, ranks, -1)
     payload = memory.empty(num_nodes * ranks * form.nbytes(values.shape[2]), torch.uint8)
     rows = payload.view(ranks, num_nodes, -1)
     with torch.no_grad():
-        form.encode(values[m, i : i + 1], rows[i, m : m + 1])
+        if codes is None:
+            form.encode(values[m, i : i + 1], rows[i, m : m + 1])
+        else:
+            rows[i, m].copy_(codes)
     return payload, transport.all_gather(rows[i].view(-1), mesh.group((BETWEEN,)))
 
 

@@ -25,7 +25,7 @@ from shardfold.plan.cost import room_for, snapshot_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
+from shardfold.plan.program import BESIDE, Op, Program
 from shardfold.plan.rewrites import Overlap
 from shardfold.plan.walk import Part, of_part
 from shardfold.sharding.unit import Unit
@@ -166,8 +166,7 @@ class Orders:
         self._handlers.gather_again({name for order in orders for name in _repeated(order)})
         self.tracks = {name: self._track(name, ops) for name, ops in self.bound.sections.items()}
         self._part_tracks: dict[tuple[str, Part], Track] = {}
-        moving = (*COLLECTIVES, *MOVES)
-        self._moving = {name: any(op.verb in moving for op in ops) for name, ops in self.bound.sections.items()}
+        self._moving = {name: any(op.verb in BESIDE for op in ops) for name, ops in self.bound.sections.items()}
 
     def _track(self, section: str, ops: Sequence[Op]) -> Track:
         handlers = self._handlers

@@ -78,7 +78,7 @@ def table_of(
         if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
             LOG.warning(found.told)
         layout = found.layout
-    elif isinstance(layout, str) and layout not in presets.NAMES:
+    elif isinstance(layout, str) and layout.partition("+")[0] not in presets.NAMES:
         raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, (*presets.NAMES, AUTO))}")
     return offloaded(presets.named(layout), offload)
 

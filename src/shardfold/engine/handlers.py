@@ -258,13 +258,33 @@ class Handlers:
                 for segment in unit.segments:
                     segment.fill_own_range(source)
         for segment, op in zip(unit.segments, ops, strict=True):
+            with self.comm.memory.side():
+                codes = segment.take_codes(source)
             if op.target == "node":
-                segment.hold_payload(self.comm.relay(op, segment.flat, None, pending=unit.filling))
+                segment.hold_payload(self.comm.relay(op, segment.flat, None, pending=unit.filling, codes=codes))
                 continue
-            resident = None if unit.name in self.repeated else segment.own_copy(source)
-            self.comm.collective(op, segment.flat, pending=unit.filling, resident=resident)
+            resident = None if unit.name in self.repeated or codes is not None else segment.own_copy(source)
+            self.comm.collective(op, segment.flat, pending=unit.filling, resident=resident, codes=codes)
         if again:
             drain(unit.filling, self.comm.agreement.wait)
+
+    def decode(self, unit: Unit, source: str) -> None:
+        """Fills the flats of a unit that rest as codes, all of them here, when it is waited for."""
+        if unit.pins or unit.life is Life.GATHERED:
+            return
+        if unit.life is Life.RESTING:
+            unit.begin_gather()
+            with self.comm.memory.side(), torch.no_grad():
+                for segment in unit.segments:
+                    segment.fill_own_range(source)
+        for segment in unit.segments:
+            codes = segment.take_codes(source)
+            if codes is not None:
+                unit.filling.append(Pending([], partial(self._decode, segment, codes)))
+
+    def _decode(self, segment: Segment, codes: torch.Tensor) -> None:
+        with torch.no_grad():
+            segment.decode(codes)
 
     def gather_within(self, unit: Unit, ops: Sequence[Op]) -> None:
         """The second of two hops: fills the flats of a unit with what has come from other nodes, and this one."""
@@ -530,6 +550,7 @@ def _shared(units: Iterable[Unit]) -> list[tuple[Unit, int, Segment]]:
 HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "CAST": lambda do, op: partial(do.cast, do.units[op.unit]),
     "ALL_GATHER": Handlers.bind_gather,
+    "DECODE": lambda do, op: partial(do.decode, do.units[op.unit], op.source),
     "FILL": Handlers.bind_fill,
     "HOLD": lambda do, op: partial(do.hold, do.units[op.unit]),
     "FREE": lambda do, op: partial(do.free, do.units[op.unit]),

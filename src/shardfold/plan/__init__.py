@@ -18,6 +18,7 @@
     placement        WHERE each element lies: offsets, padding, owners, ranges, and boxes of tensors
     presets          the names people know, as values of the table: one line and one paper each
     program          WHEN things happen: a layout lowered to lists of operations that print as text and parse back
+    quantized        frozen matrices that rest, and travel, as codes: the column base of a table
     report           what an engine says about itself: bytes held beside the table, bytes sent beside the program
     rewrites         what is done ahead, or later, in a program
     rules            WHICH part of a model has what: ordered rules from modules to values, first match wins

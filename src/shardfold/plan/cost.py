@@ -76,11 +76,13 @@ def segment_bytes(
     for state, cell in layout.cells().items():
         if state in alias or (frozen and state not in ("params", "held")):
             continue
-        size = ITEMSIZE[segment.dtype if state in ("params", "held") else segment.dtype_for(state, layout)]
+        if state in ("params", "held"):
+            bytes_[state] = segment.value_bytes(elements) / cell.parts(mesh)
+            continue
         count = num_moments if state == "moments" else 1
-        bytes_[state] = elements * size * count / cell.parts(mesh)
+        bytes_[state] = elements * ITEMSIZE[segment.dtype_for(state, layout)] * count / cell.parts(mesh)
     if frozen and layout.params is None:  # nothing to cast from: the compute copy itself rests, split as master
-        bytes_["params"] = elements * ITEMSIZE[segment.dtype] / layout.rest.parts(mesh)
+        bytes_["params"] = segment.value_bytes(elements) / layout.rest.parts(mesh)
     keeps = FORMATS[segment.format_for("reduce", layout)].state
     if keeps is not None and not frozen:
         second = 1 / mesh[DATA_AXES[1]] if layout.reduce.hops == 2 else 0
@@ -202,7 +204,7 @@ def fetched_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, num_momen
         return sum(_shard_bytes(op, layout, segment, mesh) for segment in op.moves(unit))
     if op.target in ("flat", "params"):  # as what it becomes there
         cell = table.master if op.target == "params" else table.cells()[op.source]
-        return sum(segment.length * ITEMSIZE[segment.dtype] for segment in op.moves(unit)) / cell.parts(mesh)
+        return sum(segment.value_bytes(segment.length) for segment in op.moves(unit)) / cell.parts(mesh)
     if op.source == "grads":
         parts = table.master.parts(mesh)
         return sum(s.length * ITEMSIZE[s.dtype_for("grads", layout)] for s in op.moves(unit)) / parts
@@ -216,7 +218,7 @@ def _shard_bytes(op: Op, layout: Layout, segment: SegmentSpec, mesh: Sizes) -> f
     the same bytes, an update reads and writes them as ``master``; what is frozen has only the compute dtype."""
     table = segment.table_or(layout)
     if not segment.trainable:
-        return segment.length * ITEMSIZE[segment.dtype] / table.rest.parts(mesh)
+        return segment.value_bytes(segment.length) / table.rest.parts(mesh)
     held = segment_bytes(layout, segment, mesh, 0, segment.length)
     if op.verb == "STORE" and op.source == "params" and "master" in table.aliases(own=segment.own):
         return 0.0

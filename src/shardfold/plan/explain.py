@@ -21,6 +21,7 @@ from shardfold.plan.cost import (
     step_of,
     traffic,
 )
+from shardfold.plan.format import typed
 from shardfold.plan.layout import Layout, Precision, Sizes, Tier
 from shardfold.plan.lifetimes import ALONE, Behaviour, peak_bytes
 from shardfold.plan.offload import with_staying
@@ -69,7 +70,8 @@ def explain(
     for name, unit in _runs(units) if instead else [(unit.name, unit) for unit in units]:
         numel, padding = sum(s.numel for s in unit.segments), sum(s.padding for s in unit.segments)
         kinds = ", ".join(
-            f"{s.dtype}{' own' if s.own else ''}{'' if s.trainable else ' frozen'}" for s in unit.segments
+            f"{typed(s.codes) or s.dtype}{' own' if s.own else ''}{'' if s.trainable else ' frozen'}"
+            for s in unit.segments
         )
         held_long = ""
         if unit.root and layout.rest.over:

@@ -44,6 +44,7 @@ from shardfold.plan.checks import (
 from shardfold.plan.format import typed
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, Format, format_named
 from shardfold.plan.outer import Outer
+from shardfold.plan.quantized import Quantized
 from shardfold.plan.signs import Signs
 
 _HOPS = re.compile(r"(?P<name>[a-z]+\d*(/\d+)?)x(?P<hops>\d+)(?P<options>([:+,].*)?)")
@@ -488,6 +489,7 @@ class Layout:
     reduce: Wire = Wire(format="reduce")
     outer: Outer | None = None
     signs: Signs | None = None
+    base: Quantized | None = None
 
     @cached_property
     def rest(self) -> Cell:
@@ -610,6 +612,12 @@ class Layout:
             )
         for name in ("gather", "reduce"):  # and a format's
             object.__setattr__(self, name, Wire.named(getattr(self, name)))
+        if self.base is not None:
+            object.__setattr__(self, "base", Quantized.named(self.base))
+            if not isinstance(self.base, Quantized):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LayoutError(
+                    f"base of the table is {described(self.base)}: it is a Quantized, the name of a format, or None."
+                )
         for names, kind, optional in ((STATES, Cell, ("params", "held")), (("gather", "reduce"), Wire, ())):
             for name in names:
                 value = getattr(self, name)
@@ -869,6 +877,8 @@ class Layout:
                 lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}{part}")
         saved = self.activations
         lines.append(f"{'activations':<13}{saved.over or _axes(()):<16}{'as made':<10}{saved.fate}")
+        if self.base is not None:
+            lines.append(f"{'base':<13}{_axes(self.rest.over):<16}{self.base}")
         lines.append(f"communication: gather as {self.gather}, reduce as {self.reduce}")
         if self.outer is not None:
             lines.append(f"outer steps: {self.outer}")

@@ -150,7 +150,7 @@ class Lifetimes:
         if unit is None:
             return (self._norm(), "norm") if op.verb == "NORM" else (0.0, "")
         more, what = 0.0, ""
-        if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target in ("flat", "node"):
+        if op.verb in ("CAST", "FILL", "ALL_GATHER", "DECODE") and op.target in ("flat", "node"):
             self._gather(op, unit)
         elif op.verb == "GRADS":
             self.buffer(unit)
@@ -193,7 +193,7 @@ class Lifetimes:
             self._give_back(op.unit, "outer gradients")
 
     def _gather(self, op: Op, unit: UnitSpec) -> None:
-        split = [s for s in unit.segments if s.table_or(self._layout).comes_and_goes]
+        split = [s for s in unit.segments if s.comes_and_goes(self._layout)]
         self.hold(unit.name, "gathered", sum(s.length * ITEMSIZE[s.dtype] for s in split))
         if op.verb == "ALL_GATHER" and op.source != "node":  # of two hops, the first one's payload serves both
             self._take(unit.name, "payloads", [(encoded_bytes(op, self._layout, unit, self._mesh), "int8")])
@@ -235,6 +235,9 @@ class Lifetimes:
         """Temporaries of formats: what encodes at a collective, what decodes where it is waited for."""
         if op.verb in ("F", "B", "WAIT"):
             return self._decodes.pop((op.unit, "grads" if op.verb == "WAIT" else "flat"), 0.0)
+        if op.verb == "DECODE":
+            each = ((s.codes, s.dtype, s.length) for s in op.moves(unit))
+            return max(self._coding(*one, decodes=True) for one in each)
         if op.verb != "ALL_GATHER" and op.verb not in REDUCTIONS:
             return 0.0
         gathers, segments = op.verb == "ALL_GATHER", op.moves(unit)
@@ -248,7 +251,7 @@ class Lifetimes:
                     nodes = self._mesh[DATA_AXES[0]]
                     part = here // ranks // nodes
                     encodes = max(encodes, self._coding(one.format, dtype, part, decodes=False, parts=nodes))
-                else:
+                elif not segment.codes:
                     encodes = max(encodes, self._coding(one.format, dtype, here, decodes=False))
                 becomes = dtype if gathers else "fp32"
                 decodes = max(decodes, self._coding(one.format, becomes, there, decodes=True))

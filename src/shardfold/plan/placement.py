@@ -250,7 +250,8 @@ class SegmentSpec:
     state and both transfers are in ``dtype``, whatever the precision policy says. ``table``: the bound layout of its
     part of the model, where that is another than the rest's. ``distinct``: the axes on which each rank has other
     parameters, such as slices of one matrix (see ``axes``). ``places``: of its one parameter, those along the stages of
-    a pipeline that have it, where there are several.
+    a pipeline that have it, where there are several. ``codes``: the format that its values, which are frozen, rest and
+    travel in; empty: they do in ``dtype``.
     """
 
     slots: tuple[Slot, ...]
@@ -262,6 +263,18 @@ class SegmentSpec:
     table: Layout | None = None
     distinct: Axes = ()
     places: tuple[int, ...] = ()
+    codes: str = ""
+
+    def comes_and_goes(self, layout: Layout) -> bool:
+        """Whether its gathered values have memory of the device only while they are read; of codes they always do."""
+        return bool(self.codes) or self.table_or(layout).comes_and_goes
+
+    def value_bytes(self, elements: float) -> float:
+        """Bytes of so many elements of ``params`` or ``held``, as they rest."""
+        if not self.codes:
+            return elements * ITEMSIZE[self.dtype]
+        form = FORMATS[self.codes]
+        return elements * form.nbytes(form.block) / form.block
 
     def dtype_for(self, what: str, layout: Layout) -> str:
         """The dtype of ``grads``, ``master``, ``moments``, or for ``reduce`` of the buffer that feeds it, of this
@@ -273,6 +286,8 @@ class SegmentSpec:
         """As what ``gather``, ``reduce`` or ``grads`` of this segment travel under a bound ``layout``; ``grads``: sums
         that are summed on, as they rest; ``buffer``: what gradients wait in until they travel; ``held``: what forward
         has held, which was rounded to blocks when it came, and is not once more."""
+        if self.codes and what in ("gather", "held"):
+            return self.codes
         table = self.table_or(layout)
         blocks = FORMATS[table.gather.format].native is None
         formats = {
@@ -329,6 +344,11 @@ class UnitSpec:
     @property
     def trainable(self) -> bool:
         return any(segment.trainable for segment in self.segments)
+
+    @property
+    def coded(self) -> bool:
+        """Whether some of its parameters rest as codes."""
+        return any(segment.codes for segment in self.segments)
 
     @property
     def distinct(self) -> Axes:

@@ -75,7 +75,8 @@ NAMES = (*PRESETS, *LOSSY)
 
 
 def named(layout: str | Layout) -> Layout:
-    """The preset of that name, or the layout itself.
+    """The preset of that name, or the layout itself; a format behind ``+`` is its column ``base``, as in
+    ``"zero3+nf4/64"``.
 
     Raises:
         LayoutError: the name is unknown; the message suggests the nearest.
@@ -84,6 +85,9 @@ def named(layout: str | Layout) -> Layout:
         return layout
     if not isinstance(layout, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"layout= is {described(layout)}: it is a Layout or the name of one: {', '.join(NAMES)}.")
+    name, _, base = layout.partition("+")
+    if base and name in NAMES:
+        return named(name).replace(base=base)
     if layout not in NAMES:
         raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout.replace('+', 'p'), NAMES)}")  # zero++
     return PRESETS.get(layout) or LOSSY[layout]

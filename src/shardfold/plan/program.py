@@ -15,6 +15,7 @@ optimizer's own work happens there, and everything up to a marker is done before
     verb            what the engine does
     CAST            write this rank's master shard into its place of the gathered buffer, in the wire's dtype
     ALL_GATHER      fill the gathered buffer of a unit from its shards
+    DECODE          fill it with what this rank's codes stand for, where they rest whole
     F, B            the forward, backward of the unit (markers)
     END             the pass of the whole model is over (marker)
     HOLD            copy this rank's part of the gathered buffer into the held shard
@@ -82,6 +83,7 @@ from shardfold.plan.order import backwards
 from shardfold.plan.placement import SegmentSpec, UnitSpec, enclosing
 
 __all__ = [
+    "BESIDE",
     "COLLECTIVES",
     "MARKERS",
     "MOVES",
@@ -112,6 +114,8 @@ MARKERS = ("F", "B", "END", "STEP", "FRAGMENT")
 KINDS = {"PUSH": "REDUCE_SCATTER", "PULL": "ALL_GATHER"}
 """Collectives that are another one, of other tensors."""
 MOVES = ("READ", "FETCH", "ADD", "FILL", "STORE")
+BESIDE = (*COLLECTIVES, *MOVES, "DECODE")
+"""What a pass has to do beside the model's own work; where there is none of these, it is left to itself."""
 
 TENSORS = (*STATES, "flat", "local", "node", "outer")
 """What an operation reads or writes: a state of the table, or a buffer; the first two have a unit's whole length.
@@ -144,6 +148,7 @@ class Verb(NamedTuple):
 VERBS: Mapping[str, Verb] = {
     "CAST": Verb(source="master", target="flat"),
     "ALL_GATHER": Verb(("unit", "source", "target", "axes", "format")),
+    "DECODE": Verb(("unit", "source", "target", "format")),
     "F": Verb(),
     "B": Verb(),
     "END": Verb(()),
@@ -298,6 +303,8 @@ class Op(_Operands):
 
     def moves(self, unit: UnitSpec) -> tuple[SegmentSpec, ...]:
         """The segments of its unit that it works on: what is frozen has nothing but values."""
+        if self.verb == "DECODE":
+            return tuple(segment for segment in unit.segments if segment.codes)
         ends = (self.source, self.target)
         if "flat" in ends or ("node" in ends and self.purpose == "gather"):
             return unit.segments
@@ -622,6 +629,9 @@ class _Lowering:
         elif source == "master" and self._over(unit, source):
             yield Op("CAST", unit.name)
         yield from self._turn(unit, source, "flat")
+        if unit.coded and not self._over(unit, source):
+            formats = "+".join(dict.fromkeys(segment.codes for segment in unit.segments if segment.codes))
+            yield Op("DECODE", unit.name, source=source, target="flat", format=formats)
 
     def _leave(
         self,
@@ -633,7 +643,9 @@ class _Lowering:
         first: bool = False,
     ) -> Iterator[Op]:
         table = unit.table_or(self._layout)
-        goes = bool(table.held.over) if forward and table.held is not None else table.comes_and_goes
+        goes = table.comes_and_goes or unit.coded
+        if forward and table.held is not None:
+            goes = bool(table.held.over)
         if forward and table.held is not None and table.held.over:
             yield Op("HOLD", unit.name, table.held.over)
         # Gradients can leave as soon as all are there; the values stay until another unit begins, because a node of

@@ -16,7 +16,7 @@ from shardfold.plan.program import MARKERS, REDUCTIONS, Op, Program
 
 __all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch", "updates_beside"]
 
-GATHERS = ("CAST", "READ", "FILL", "ALL_GATHER")
+GATHERS = ("CAST", "READ", "FILL", "ALL_GATHER", "DECODE")
 AHEAD = 32 * 1024 * 1024
 """Bytes on their way from a disk to which small units are fetched further ahead: what keeps a drive at its rate while
 each is asked for by itself, and a fourth of the tier's own buffers."""
@@ -144,7 +144,8 @@ def prefetch(
             if op.verb == "FREE":
                 freed[op.unit] = i
             elif op.verb in moved:
-                ahead = 0 if op.source == "node" else depth  # a second hop has the first to wait for, which is slow
+                # A second hop has the first to wait for, which is slow, and what is decoded has no use for more memory.
+                ahead = 0 if op.source == "node" or op.verb == "DECODE" else depth
                 there = min(i - ahead - (op.verb == "READ"), reach[i] if op.tier == Tier.DISK else i)
                 fetched[max(0, there, freed.get(op.unit, 0))].append(op)
     out: list[Op] = []

@@ -23,7 +23,7 @@ from shardfold.plan.bind import Bound
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.lifetimes import CPU, Behaviour, Lifetimes, room_bytes
-from shardfold.plan.program import COLLECTIVES, MOVES, ROUND, Op
+from shardfold.plan.program import BESIDE, ROUND, Op
 from shardfold.plan.walk import Part, Walk, of_part
 from shardfold.planner.live import coding_bytes
 from shardfold.planner.trace import SMALL, Event, StagePass, Trace
@@ -261,7 +261,7 @@ class _Step:
             setting.bound, setting.behaviour, clip=setting.clip, adopts=setting.adopts, coding=coding_bytes
         )
         self._split = {
-            name: any(segment.table_or(self._layout).comes_and_goes for segment in unit.segments)
+            name: any(segment.comes_and_goes(self._layout) for segment in unit.segments)
             for name, unit in self._units.items()
         }
 
@@ -297,7 +297,7 @@ class _Step:
             name: Walk(of_part(name, ops, program.backward, part), waits=self._setting.bound.waits)
             for name, ops in sections.items()
         }
-        moves = {name: any(op.verb in (*COLLECTIVES, *MOVES) for op in ops) for name, ops in sections.items()}
+        moves = {name: any(op.verb in BESIDE for op in ops) for name, ops in sections.items()}
         section, walk = forward, walks[forward]
         if moves[forward] and forward in ("first", "forward"):
             yield from self._roots("F", walk, numbers.start, forward)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.plan.format import typed
 from shardfold.plan.rules import Rules
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.model import Loan, ShardedModel, alignment, group_numbers
@@ -105,6 +106,13 @@ class Changes:
             for p in model.module.parameters()
             if id(p) in group_of and (p.requires_grad or id(p) in stateful)
         }
+        for segment in model.segments():
+            for slot, p in zip(segment.spec.slots, segment.parameters, strict=True) if segment.spec.codes else ():
+                if id(p) in trained:
+                    raise ConfigError(
+                        f"{slot.name!r} rests as {typed(segment.spec.codes)}, which no step updates, and was unfrozen: "
+                        "freeze it again, or make the engine with it unfrozen, or named in Quantized(keep=...)."
+                    )
         own = {id(p): s.spec.own for s in model.segments() for p in s.parameters}
         # What is new may have been made like the parameters that came, or like those that the engine keeps.
 

@@ -64,5 +64,6 @@ def _more(segment: SegmentSpec) -> str:
     """What else its parameters have to share."""
     more = f", group {segment.group}" if segment.trainable else ", frozen"
     more += ", in its own dtype" if segment.own else ""
+    more += f", as {segment.codes}" if segment.codes else ""
     more += f", distinct on {'+'.join(segment.distinct)}" if segment.distinct else ""
     return more + (f", under {segment.table!r}" if segment.table is not None else "")

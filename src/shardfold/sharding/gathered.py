@@ -305,7 +305,7 @@ def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
     def fill() -> None:
         for unit in resting:
             for segment in unit.segments:
-                segment.fill_own_range()
+                segment.fill_own_values()
 
     try:
         with torch.no_grad():

@@ -44,6 +44,7 @@ from shardfold.plan.offload import with_staying
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack, rest_itemsize
 from shardfold.plan.rules import Rules
 from shardfold.sharding._buckets import LEAST, LEAST_WHOLE, FoundBlock, buckets, joint_name
+from shardfold.sharding.coded import coded_parameters
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.slices import Slice, places_of, slices_on
 
@@ -127,7 +128,9 @@ def cut(
     found = [c for c in (root, small, *drafts) if c.parameters]
     main = main_dtypes(model, rules)
     keeps = keeps or (lambda p, rule: p.dtype != main.get(rule))
-    laid_out = [_lay_out(c, c.name in whole, groups, rules, number, mesh, keeps, align, slices) for c in found]
+    base = rules.layouts[-1].base
+    coded = dict.fromkeys(coded_parameters(model, base, groups), base.format if base is not None else "")
+    laid_out = [_lay_out(c, c.name in whole, groups, rules, number, mesh, keeps, align, slices, coded) for c in found]
     specs = [spec for spec, _ in laid_out]
     if rules.near:
         specs = _let_stay(specs, rules)
@@ -410,9 +413,10 @@ def _lay_out(
     own_dtype: Callable[[nn.Parameter, int], bool],
     align: int,
     slices: Mapping[int, Slice],
+    coded: Mapping[int, str],
 ) -> tuple[UnitSpec, list[list[nn.Parameter]]]:
-    """Sorts the parameters into segments by (dtype, own, trainable, group, policy, distinct axes) and gives each its
-    slot. ``whole``: they are small, and rest so.
+    """Sorts the parameters into segments by (dtype, own, trainable, group, policy, distinct axes, codes) and gives each
+    its slot. ``whole``: they are small, and rest so. ``coded``: the formats of what rests as codes, by ``id``.
 
     Raises:
         ModelError: a parameter has a dtype that cannot be split.
@@ -420,7 +424,7 @@ def _lay_out(
     """
     mesh = Mesh.of(mesh)
     policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
-    segments: dict[tuple[str, bool, bool, int, int, Axes, Any], dict[str, nn.Parameter]] = defaultdict(dict)
+    segments: dict[tuple[str, bool, bool, int, int, Axes, Any, str], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in c.parameters.items():
         own = dtype_name(parameter.dtype)
         if own is None or parameter.is_complex():
@@ -429,15 +433,16 @@ def _lay_out(
             )
         rule = number[id(parameter)]
         precision = rules.precisions[rule]
-        keeps = own_dtype(parameter, rule) and any(role != own for role in precision.dtypes.values())
+        codes = coded.get(id(parameter), "")
+        keeps = not codes and own_dtype(parameter, rule) and any(role != own for role in precision.dtypes.values())
         trainable = id(parameter) in groups
         group = groups.get(id(parameter), 0)
         shared = (name, *places) if (places := places_of(parameter)) else ()  # each in a segment of its own
         of = policy[-1 if keeps else rule], slices.get(id(parameter), WHOLE).axes, shared
-        key = (own if keeps else precision.compute, keeps, trainable, group, *of)
+        key = (own if keeps else precision.compute, keeps, trainable, group, *of, codes)
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []
-    for (dtype, keeps, trainable, group, rule, apart, shared), members in segments.items():
+    for (dtype, keeps, trainable, group, rule, apart, shared, codes), members in segments.items():
         layout = rules.table(rule, apart, whole=whole)
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         boxes = {name: box for name, p in members.items() if (box := slices.get(id(p), WHOLE).box) is not None}
@@ -448,12 +453,12 @@ def _lay_out(
             names.append(layout.outer.format)
         if layout.signs is not None:
             names.append(layout.signs.back)
-        formats = (FORMATS[name] for name in names)
+        formats = (FORMATS[name] for name in ([codes] if codes else names))
         step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
         table = layout if layout != rules.layouts[-1] else None
-        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart, tuple(shared[1:])))
-    summed = {(rules.table(rule, apart, whole=whole).axes, mesh.summed(apart)) for *_, rule, apart, _ in segments}
+        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart, tuple(shared[1:]), codes))
+    summed = {(rules.table(rule, apart, whole=whole).axes, mesh.summed(apart)) for *_, rule, apart, _, _ in segments}
     if len(summed) > 1:
         raise LayoutError(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "

@@ -9,6 +9,8 @@
     grads     (length / parts,)    accumulated gradients, in the grads dtype (whole where they are not split)
     master    (length / parts,)    what the optimizer updates (a view of rest where both have one dtype)
     moments   by the optimizer     laid out as master
+    codes     uint8                what params and held of a frozen segment rest as under a table with ``base``: blocks
+                                   that no shard's boundary cuts
     global    (length / parts,)    of outer steps: the last weights that all groups had
     worker    (length / parts,)    of signs: what this rank has lost in sending
     server    (length / parts / groups,)    the same in answering
@@ -34,9 +36,10 @@ from torch import Tensor, nn
 from shardfold import accelerator
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.errors import ConfigError
-from shardfold.plan.formats import FORMATS
+from shardfold.plan.formats import FORMATS, Format
 from shardfold.plan.layout import DATA_AXES, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
+from shardfold.sharding.coded_shard import CodedShard
 from shardfold.sharding.shard import Shard
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
@@ -88,7 +91,9 @@ class Segment:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.dtypes = {what: TORCH_DTYPES[spec.dtype_for(what, layout)] for what in ROLES if what != "compute"}
         gather, reduce = (FORMATS[spec.format_for(purpose, layout)] for purpose in ("gather", "reduce"))
-        self._rounds = None if gather.native == spec.dtype else gather
+        self.form: Format | None = FORMATS[spec.codes] if spec.codes else None
+        self._brought: Tensor | None = None  # this rank's codes, on their way to be decoded
+        self._rounds = None if gather.native == spec.dtype or self.form is not None else gather
         self.format_state: Tensor | None = None  # what the format of its reductions keeps, ``(length,)``
         self.node_state: Tensor | None = None  # the same of the second of two hops, ``(length / ranks of a node,)``
         self.payload: Tensor | None = None  # of a gather between its two hops
@@ -159,7 +164,7 @@ class Segment:
     @property
     def split(self) -> bool:
         """Whether the flat's memory comes and goes."""
-        return self.table.comes_and_goes
+        return self.table.comes_and_goes or self.form is not None
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat of this segment's length, one per parameter, with its shape."""
@@ -220,8 +225,14 @@ class Segment:
 
     def exact_flat(self) -> Tensor:
         """A flat for values as the master will have them, ``(length,)``; where that has the parameters' dtype, or there
-        is none, the flat itself."""
+        is none, the flat itself. What becomes codes is not rounded before."""
         master = self.dtypes["master"]
+        if self.form is not None:
+            given = {p.dtype for p in self.parameters} - {self.dtype}
+            wide = self.dtype
+            for dtype in given:
+                wide = torch.promote_types(wide, dtype)
+            return self.flat if wide == self.dtype else self.flat.new_empty(self.spec.length, dtype=wide)
         if not self.spec.trainable or master == self.dtype:
             return self.flat
         return torch.empty(self.spec.length, dtype=master, device=self.flat.device)
@@ -230,6 +241,11 @@ class Segment:
         """Makes the states that rest, each in its cell's tier, and the flat, from the values in ``exact`` (see
         :meth:`exact_flat`)."""
         spec, flat, layout = self.spec, self.flat, self.table
+        if layout.held is not None and layout.held.over:
+            self.held_range = shard_range(spec.length, layout.held.over, mesh, coords)
+        if self.form is not None:
+            self._bind_codes(self.form, exact, tiers)
+            return
         if exact is not flat:
             flat.copy_(exact)
             self._point()
@@ -240,8 +256,7 @@ class Segment:
             self.regions["params"] = tiers.device.adopt(flat)
         elif keeps_copy:
             self._rest = self._rest_in(tiers, "params", layout.rest, flat[start:stop])
-        if layout.held is not None and layout.held.over:
-            self.held_range = shard_range(spec.length, layout.held.over, mesh, coords)
+        if layout.held is not None and self.held_range is not None:
             self.held = self._rest_in(tiers, "held", layout.held, flat[slice(*self.held_range)])
         if not spec.trainable:
             return
@@ -273,6 +288,20 @@ class Segment:
             self.format_state = kept.get()[: spec.length]
             self.node_state = kept.get()[spec.length :] if second else None
 
+    def _bind_codes(self, form: Format, exact: Tensor, tiers: Tiers) -> None:
+        """What rests of a segment of codes, and the values that they stand for."""
+        payload = torch.zeros(form.nbytes(self.spec.length), dtype=torch.uint8, device=exact.device)
+        for slot in self.spec.slots:
+            stop = slot.offset + slot.numel
+            end = form.nbytes(-(-stop // form.block) * form.block)
+            form.encode_tensor(exact[slot.offset : stop], payload[form.nbytes(slot.offset) : end])
+        table = self.table
+        for state, cell, bounds in (("params", table.rest, self.rest_range), ("held", table.held, self.held_range)):
+            if cell is not None and bounds is not None:
+                self._rest_in(tiers, state, cell, payload[form.nbytes(bounds[0]) : form.nbytes(bounds[1])])
+        form.decode(payload.view(1, -1), self.flat.view(1, -1))
+        self._point()
+
     def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor | None:
         """A state with these values, in its tier; the memory itself, or None of a file."""
         tier = tiers.named(cell.tier, cell.folder)
@@ -293,7 +322,8 @@ class Segment:
         if state == "params":
             assert memory is not None
             a, b = (end - self.rest_range[0] for end in self.master_range)
-            self._rest, self._master = memory, memory[a:b] if shared else self._master
+            if self.form is None:
+                self._rest, self._master = memory, memory[a:b] if shared else self._master
         elif state == "master":
             self._master = memory
         else:
@@ -338,6 +368,11 @@ class Segment:
         """``params``, ``held``, ``master`` or ``grads`` of this rank, wherever that rests, as it is to be read:
         ``rest_range``, ``held_range`` and, of the last two, ``master_range``; None: there is no such state."""
         self._settle(state)
+        if self.form is not None:
+            bounds = self.held_range if state == "held" else self.rest_range if state == "params" else None
+            if bounds is None:
+                return None
+            return CodedShard(self.regions[state], 0, bounds[1] - bounds[0], self.form, self.dtype)
         if state == "held":
             return None if self.held is None else Shard(self.regions["held"], 0, self.held.numel())
         region = self.regions.get(state)
@@ -428,7 +463,7 @@ class Segment:
         """The segment is no more: nothing here keeps memory."""
         self.forget_fetched()
         self._rest = self.held = self._gradient_flat = self._master = self.sent_grads = self.updated = None
-        self.format_state = self.node_state = self.payload = None
+        self.format_state = self.node_state = self.payload = self._brought = None
         self.under_way = None
         self.regions.clear()
         self.flat = self.flat.new_empty(0)
@@ -492,7 +527,10 @@ class Segment:
 
     def fill_own_range(self, source: str = "params") -> None:
         """Writes this rank's shard of ``source`` (``params``, ``held`` or ``master``) into its range of the flat, ready
-        for a gather; casts if only ``master`` rests."""
+        for a gather; casts if only ``master`` rests. Codes stay beside the flat, see :meth:`take_codes`."""
+        if self.form is not None:
+            self._brought = self._own_codes(source)
+            return
         bounds = self.held_range if source == "held" else self.rest_range
         shard = self.shard("held") if source == "held" else self._resting
         assert shard is not None and bounds is not None
@@ -509,6 +547,38 @@ class Segment:
         else:
             region.fetch(own)
             region.get()  # whoever sends or reads the flat is behind it
+
+    def fill_own_values(self) -> None:
+        """The same, also of codes: for a gather of the values that they stand for."""
+        if self.form is None:
+            self.fill_own_range()
+        else:
+            self.flat[slice(*self.rest_range)].copy_(self._resting.read())
+
+    def take_codes(self, source: str) -> Tensor | None:
+        """This rank's codes of ``source``, uint8, for whoever sends or decodes them; None: it has none."""
+        if self.form is None:
+            return None
+        codes, self._brought = self._brought, None
+        return self._own_codes(source) if codes is None else codes
+
+    def _own_codes(self, source: str) -> Tensor:
+        region = self.regions["held" if source == "held" else "params"]
+        if region.tier == Tier.DISK:
+            values = self.bring(source)
+            self.here.pop(source, None)
+            return (region.values() if values is None else values).to(self.flat.device, non_blocking=True)
+        if region.tier == Tier.DEVICE or not accelerator.has_streams(self.flat.device):
+            return region.values()
+        codes = torch.empty(region.nbytes, dtype=torch.uint8, device=self.flat.device)
+        region.fetch(codes)
+        return region.get()
+
+    def decode(self, codes: Tensor) -> None:
+        """Fills the flat with what codes of all of it stand for."""
+        assert self.form is not None
+        accelerator.used_here(codes)  # where they came on the side stream
+        self.form.decode(codes.view(1, -1), self.flat.view(1, -1))
 
     @property
     def _resting(self) -> Shard:
@@ -556,6 +626,9 @@ class Segment:
         ``exact=False``: where what rests is gathered as the new value already, it keeps its own digits.
         """
         values = values.detach().reshape(-1)
+        if self.form is not None and start == 0 and values.numel() == self.spec.slots[slot].numel:
+            self._take_coded(self.form, slot, values)
+            return
         for _, target, bounds in self.copies():
             piece, part = self._overlap(slot, bounds)
             own, new = target.part(piece), values[part.start - start : part.stop - start]
@@ -569,6 +642,18 @@ class Segment:
         if self.updated is not None and (copy := self.compute_range) is not None:  # it would otherwise come over it
             piece, _ = self._overlap(slot, self.master_range)
             self.updated[piece].copy_(copy[piece])
+
+    def _take_coded(self, form: Format, slot: int, values: Tensor) -> None:
+        """The codes of a whole parameter, whose scales may be coded together, of which this rank keeps its part."""
+        first = self.spec.slots[slot].offset
+        length = -(-values.numel() // form.block) * form.block
+        payload = torch.empty(form.nbytes(length), dtype=torch.uint8, device=values.device)
+        form.encode_tensor(values, payload)
+        for state, _, (low, high) in self.copies():
+            a, b = max(first, low), min(first + length, high)
+            if a < b:
+                part = payload[form.nbytes(a - first) : form.nbytes(b - first)]
+                self.regions[state].write(form.nbytes(a - low), part)
 
     def copies(self) -> Iterator[tuple[str, Shard, tuple[int, int]]]:
         """The states that mirror the parameters, each with its range of the segment; what shares bytes once."""
