@@ -113,15 +113,15 @@ def _lost(how: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     make = DataMesh._make_groups
 
-    def ends(mesh: DataMesh, timeout: timedelta) -> None:
+    def ends(mesh: DataMesh) -> None:
         store.wait(["comes"])
         if how == "silent":
             os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(3)
 
-    def comes(mesh: DataMesh, timeout: timedelta) -> None:
+    def comes(mesh: DataMesh) -> None:
         store.set("comes", "")
-        make(mesh, timeout)
+        make(mesh)
 
     DataMesh._make_groups = ends if rank == 0 else comes  # pyright: ignore
     try:
