@@ -59,6 +59,7 @@ __all__ = [
     "backward_without_context",
     "below_autograd",
     "call_instead",
+    "callback_handler",
     "check",
     "copies_shallowly",
     "counted_together",
@@ -271,6 +272,7 @@ ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch.nn.RNNBase._flat_weight_refs", "recurrent modules built without memory", "recurrent modules"),
     Internal("torch._dynamo.list_backends", "deepspeed's accelerator interface", "that call"),
     Internal("torch._dynamo.exc", "units that cannot be one graph are compiled in pieces", "Runtime(compile='blocks')"),
+    Internal("torch._dynamo.callback.callback_handler", "how long graphs are compiled", "the log does not say it"),
     Internal("torch.compiler.disable._torchdynamo_disable", "what is hidden from the compiler", "it is hidden twice"),
     Internal(
         "torch.optim.lr_scheduler.LRScheduler._update_lr",
@@ -483,6 +485,11 @@ def graph_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def callback_handler() -> Any:
+    """What is told as ``torch.compile`` begins and ends to compile; None: nobody is."""
+    return _find("torch._dynamo.callback.callback_handler")
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -206,8 +206,6 @@ class Replacements:
         measuring = self._chooser is not None and self._chooser.measuring
         regions = {id(module): module for module in self._regions}
         self._restore_regions()
-        if self._graphs is not None:
-            self._graphs.begin()
         for place in self.places:
             place.restore()
             own, graph = place.module.forward, None
@@ -243,6 +241,8 @@ class Replacements:
         for module, forward in self._graphed:
             restore_forward(module, forward)
         self._graphed = []
+        if self._graphs is not None:
+            self._graphs.begin()
 
     def _compiled(self, graphs: UnitGraphs, place: ReplacedForward) -> tuple[Any, Any]:
         """The forward of a place that is compiled, and under ``select`` what keeps and makes again in the graph, where
@@ -334,6 +334,8 @@ class Replacements:
     def end_backward(self) -> None:
         if self._chooser is not None:
             self._chooser.end_backward()
+        if self._graphs is not None:
+            self._graphs.end_backward()
 
     # -- reports
 

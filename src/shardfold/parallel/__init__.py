@@ -24,9 +24,11 @@ ring             ring attention: keys and values travel from rank to rank, queri
 same_batch       ranks along an axis of tensor share each layer, so they have to read the same batch
 sequence         the axis on which ranks read other parts of the same sequences
 sharding_rules   how parts of tensors go through operations
+shared_input     what the columns of one parent are given, as long as its forward runs
 split            modules that are cut where they stand
 stream           sequence parallelism between layers that are cut
 ulysses          attention by two all-to-alls, which divide heads
+_graph_attention  attention over an axis of sequence as one operation of a graph
 _guess           a plan of a model that brings none, by a trace
 _known           the plans of models that bring one, and of some that do not
 """

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -20,14 +19,23 @@ from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.nn.axis_group import OneRank
 from shardfold.parallel.sequence import SequenceAxis, whole_attention
 from shardfold.plan.axes import Role
-from shardfold.torch_internals import untraced_from_call
 
 __all__ = ["Attention", "follow", "open_sequence", "refuse_options"]
 
 NAME = "shardfold_sequence"
 """Of our attention in the registry of transformers."""
 
-_AXES: WeakKeyDictionary[nn.Module, SequenceAxis] = WeakKeyDictionary()
+_CROSSES = "_shardfold_sequence"
+
+
+class _Crosses:
+    """Which axis the attention of a module of transformers crosses; a copy, or what comes of a pickle, crosses none."""
+
+    def __init__(self, axis: SequenceAxis | None = None) -> None:
+        self.axis = axis
+
+    def __reduce__(self) -> Any:
+        return _Crosses, ()
 
 
 class Attention:
@@ -148,7 +156,7 @@ def follow(model: nn.Module, axis: SequenceAxis) -> Callable[[], None]:
     for each in _of_transformers(model):
         undo.append(_rename(each))
         for part in each.modules():
-            _AXES[part] = axis
+            vars(part)[_CROSSES] = _Crosses(axis)
             if hasattr(part, "create_position_ids_from_input_ids"):
                 axis.count_behind(part.padding_idx)
 
@@ -202,7 +210,7 @@ def _rename(model: Any) -> Callable[[], None]:
     def put_back() -> None:
         _name_attention(config, before)
         for part in model.modules():
-            _AXES.pop(part, None)
+            vars(part).pop(_CROSSES, None)
 
     return put_back
 
@@ -212,7 +220,6 @@ def _name_attention(config: Any, name: Any) -> None:
     config._attn_implementation = name
 
 
-@untraced_from_call
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -231,7 +238,8 @@ def _attend(
         UsageError: the module is of no engine, or gets a mask of its own.
         ConfigError: the attention has what is not built.
     """
-    axis = _AXES.get(module)
+    crosses: _Crosses | None = getattr(module, _CROSSES, None)
+    axis = None if crosses is None else crosses.axis
     if axis is None:
         raise UsageError(
             f"{type(module).__name__} names the attention {NAME!r} but no engine holds it (it is a copy, or was added "

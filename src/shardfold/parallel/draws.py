@@ -10,7 +10,7 @@ columns or rows, its calls are looked at, and those that draw for parts begin at
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfold.parallel.module_group import ModuleGroup
+from shardfold.parallel.shared_input import SharedInput
 from shardfold.parallel.stream import apart_draws
 
 __all__ = ["Parts", "look_at_draws"]
@@ -139,12 +140,14 @@ class Looked:
         forward: in place of its class's, if any.
         parts: of the model.
         group: the ranks that have the others.
+        shared: what its columns are given, until it is over.
     """
 
     module: nn.Module
     forward: Callable[..., Any] | None
     parts: Parts
     group: ModuleGroup
+    shared: Sequence[SharedInput] = ()
 
     @property
     def in_graphs(self) -> bool:
@@ -154,18 +157,27 @@ class Looked:
         return not any("drop" in name and isinstance(value, float) and value > 0 for name, value in named)
 
     @property
+    def graph_key(self) -> Any:
+        """See :class:`shardfold.parallel.split.Forward`."""
+        return "looked at", getattr(self.forward, "graph_key", self.forward and id(self.forward))
+
+    @property
     def __wrapped__(self) -> Callable[..., Any]:
         forward: Any = type(self.module).forward
         return self.forward or MethodType(forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            forward: Any = type(self.module).forward
-            return self.forward(*args, **kwargs) if self.forward else forward(self.module, *args, **kwargs)
-        if not self.module.training:
-            return self.__wrapped__(*args, **kwargs)
-        with _Looking(self.parts, self.group):
-            return self.__wrapped__(*args, **kwargs)
+        try:
+            if torch.compiler.is_compiling():
+                forward: Any = type(self.module).forward
+                return self.forward(*args, **kwargs) if self.forward else forward(self.module, *args, **kwargs)
+            if not self.module.training:
+                return self.__wrapped__(*args, **kwargs)
+            with _Looking(self.parts, self.group):
+                return self.__wrapped__(*args, **kwargs)
+        finally:
+            for shared in self.shared:
+                shared.forget()
 
 
 def _rate(module: nn.Module) -> Any:
@@ -173,6 +185,7 @@ def _rate(module: nn.Module) -> Any:
     return getattr(module, "p", 0.0) if "Drop" in type(module).__name__ else 0.0
 
 
-def look_at_draws(module: nn.Module, parts: Parts, group: ModuleGroup) -> None:
-    """Calls in the forward of ``module``, which columns or rows are in, are looked at from now on, in training."""
-    vars(module)["forward"] = Looked(module, vars(module).get("forward"), parts, group)
+def look_at_draws(module: nn.Module, parts: Parts, group: ModuleGroup, shared: Sequence[SharedInput] = ()) -> None:
+    """Calls in the forward of ``module``, which columns or rows are in, are looked at from now on, in training;
+    ``shared`` inputs of its columns are forgotten behind it."""
+    vars(module)["forward"] = Looked(module, vars(module).get("forward"), parts, group, shared)

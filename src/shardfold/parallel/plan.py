@@ -38,7 +38,8 @@ from shardfold.parallel.infer import infer
 from shardfold.parallel.lengths import is_transposed
 from shardfold.parallel.model_trace import leaf_of
 from shardfold.parallel.module_group import group_of
-from shardfold.parallel.split import AxisPart, ModuleCut, Owners, SharedInput, cut_module, is_cut, is_streamed
+from shardfold.parallel.shared_input import SharedInput
+from shardfold.parallel.split import AxisPart, ModuleCut, Owners, cut_module, is_cut, is_streamed
 from shardfold.parallel.stream import DROPOUTS, SequenceParallel
 from shardfold.plan.axes import Mesh, Role
 from shardfold.plan.checks import described, is_integer
@@ -384,8 +385,16 @@ class Splitting:
         for path, why in self._plan.left.items():
             vars(self._modules[path])["_shardfold_left"] = why
         self._follow({cut.name for cut in cuts if cut.word == "column"})
-        for caller in dict.fromkeys(self._caller(cut.name) for cut in cuts if cut.word in ("column", "kv", "row")):
-            look_at_draws(caller, self._parts, group_of(caller, self._place.axis))
+        callers = dict.fromkeys(self._caller(cut.name) for cut in cuts if cut.word in ("column", "kv", "row"))
+        shared: dict[nn.Module, list[SharedInput]] = {}
+        for parent, inputs in self._shared.items():
+            shared.setdefault(self._caller(f"{parent}."), []).append(inputs)
+        for caller in callers:
+            inputs = shared.pop(caller, [])
+            look_at_draws(caller, self._parts, group_of(caller, self._place.axis), inputs)
+        for caller, others in shared.items():
+            for inputs in others:
+                caller.register_forward_hook(inputs.forget, always_call=True)
 
     def _follow(self, columns: set[str]) -> None:
         """Calls on parts of tensors, of a plan that was traced."""
@@ -397,8 +406,7 @@ class Splitting:
     def _of_parent(self, path: str) -> SharedInput:
         parent = path.rpartition(".")[0]
         if parent not in self._shared:
-            shared = self._shared[parent] = SharedInput()
-            self._caller(path).register_forward_hook(shared.forget, always_call=True)
+            self._shared[parent] = SharedInput()
         return self._shared[parent]
 
     def _caller(self, path: str) -> nn.Module:

@@ -22,10 +22,12 @@ from shardfold.parallel.cut import CutBatch, Range, Tile
 from shardfold.parallel.kernels import Kernel, kernel_for, wide
 from shardfold.torch_internals import untraced_from_call
 
-__all__ = ["ring_attention"]
+__all__ = ["RingCall", "ring_attention", "ring_gradients", "ring_outputs"]
 
 
-class _RingCall(NamedTuple):
+class RingCall(NamedTuple):
+    """What there is to know of one attention; see :func:`ring_attention`."""
+
     group: AxisGroup
     cut: CutBatch
     causal: bool
@@ -68,25 +70,15 @@ def ring_attention(
     """
     of_scores = query.shape[-1] ** -0.5 if scale is None else scale
     apply: Any = _Ring.apply
-    return apply(query, key, value, _RingCall(group, cut, causal, of_scores, window, kernel_for(query, value, softcap)))
+    return apply(query, key, value, RingCall(group, cut, causal, of_scores, window, kernel_for(query, value, softcap)))
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _RingCall) -> Tensor:
-        group, rank = ring.group, ring.group.rank
-        sums = _Sums(query, value)
-        pair = own = [key, value]
-        steps = ring.cut.steps(ring.window)
-        for step, following in zip_longest(steps, steps[1:]):
-            source = (rank - step) % group.size
-            coming = _next(ring, own, pair, source, following)
-            for tile in ring.tiles(source):
-                sums.add(tile, ring.kernel.attend(*_operands(query, pair, tile), tile.causal, ring.scale))
-            pair = coming.wait() if coming is not None else pair
-        out = sums.out.to(query.dtype)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: RingCall) -> Tensor:
+        out, lse = ring_outputs(ring, query, key, value)
         ctx.ring = ring
-        ctx.save_for_backward(query, key, value, out, sums.lse)
+        ctx.save_for_backward(query, key, value, out, lse)
         return out
 
     @staticmethod
@@ -94,11 +86,26 @@ class _Ring(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UsageError("ring attention has no gradients of its gradients (create_graph=True).")
         query, key, value, out, lse = ctx.saved_tensors
-        return *_gradients(ctx.ring, outputs[0], query, [key, value], out, lse), None
+        return *ring_gradients(ctx.ring, outputs[0], query, [key, value], out, lse), None
 
 
-def _gradients(
-    ring: _RingCall, grad: Tensor, query: Tensor, pair: list[Tensor], out: Tensor, lse: Tensor
+def ring_outputs(ring: RingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and the logsumexp of each query's scores over all keys, ``(batch, heads, tokens)``."""
+    group, rank = ring.group, ring.group.rank
+    sums = _Sums(query, value)
+    pair = own = [key, value]
+    steps = ring.cut.steps(ring.window)
+    for step, following in zip_longest(steps, steps[1:]):
+        source = (rank - step) % group.size
+        coming = _next(ring, own, pair, source, following)
+        for tile in ring.tiles(source):
+            sums.add(tile, ring.kernel.attend(*_operands(query, pair, tile), tile.causal, ring.scale))
+        pair = coming.wait() if coming is not None else pair
+    return sums.out.to(query.dtype), sums.lse
+
+
+def ring_gradients(
+    ring: RingCall, grad: Tensor, query: Tensor, pair: list[Tensor], out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of queries, keys and values of this rank."""
     group, rank, big = ring.group, ring.group.rank, wide(query.dtype)
@@ -134,7 +141,7 @@ def _add(shares: list[Tensor], moving: Shift) -> None:
         share += came
 
 
-def _next(ring: _RingCall, own: list[Tensor], pair: list[Tensor], source: int, following: int | None) -> Shift | None:
+def _next(ring: RingCall, own: list[Tensor], pair: list[Tensor], source: int, following: int | None) -> Shift | None:
     """The keys and values of the rank ``following`` behind, on their way: through all ranks between, or with a window
     from there at once."""
     if following is None:
@@ -175,7 +182,7 @@ def _turned(tensor: Tensor, tile: Tile) -> Tensor:
 
 
 def _add_gradients(
-    ring: _RingCall, tile: Tile, of_queries: tuple[Tensor, ...], pair: list[Tensor], sums: tuple[Tensor, ...]
+    ring: RingCall, tile: Tile, of_queries: tuple[Tensor, ...], pair: list[Tensor], sums: tuple[Tensor, ...]
 ) -> None:
     """What one tile gives, into ``sums``: of queries, keys and values."""
     grad, query, out, lse = of_queries

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
 from shardfold.nn.axis_group import AxisGroup
+from shardfold.parallel._graph_attention import attend_in_graph, register_axis
 from shardfold.parallel.batch import Sharded, read_batch
-from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG
+from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG, CutBatch
 from shardfold.parallel.kernels import wide
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import check_heads, ulysses_attention
@@ -54,6 +55,7 @@ class SequenceAxis:
     Attributes:
         group: to them.
         choice: ``"ulysses"`` or ``"ring"``.
+        number: by which graphs find it.
         padding: the token behind whose number the model counts positions, as RoBERTa does; None: it counts from 0.
 
     Args:
@@ -73,6 +75,7 @@ class SequenceAxis:
             for number in heads:
                 check_heads(number, group.size)
         self.choice = attention
+        self.number = register_axis(self)
         self.padding: int | None = None
         self._batch: Sharded | None = None
         self._compared = True  # with that of the other ranks
@@ -139,7 +142,6 @@ class SequenceAxis:
 
     # -- passes
 
-    @untraced_from_call
     def attend(
         self,
         query: Tensor,
@@ -161,35 +163,60 @@ class SequenceAxis:
                 not above 0, or heads that do not divide.
             UsageError: the batch was not cut for this axis.
         """
-        if query.shape[1] % key.shape[1]:
-            raise ConfigError(
-                f"attention has {query.shape[1]} heads of queries and {key.shape[1]} of keys: the first have to be a "
-                "multiple of the second."
-            )
-        if window is not None and (not causal or window < 1):
-            raise ConfigError(
-                f"attention has a sliding window of {window} tokens{'' if causal else ' on both sides'}: over an axis "
-                "of sequence it is 1 or more, and causal."
-            )
-        _check_softcap(softcap)
+        if torch.compiler.is_compiling() and not dropout and not self._local and self.group.size > 1:
+            return attend_in_graph(query, key, value, self.number, causal, scale, window, softcap)
+        return self._attend(
+            query, key, value, causal=causal, scale=scale, dropout=dropout, window=window, softcap=softcap
+        )
+
+    @untraced_from_call
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        dropout: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        _check(query, key, causal, window, softcap)
         if self._local:
             return whole_attention(
                 query, key, value, causal=causal, scale=scale, dropout=dropout, window=window, softcap=softcap
             )
-        batch = self._batch_of(query, key)
-        if window is not None and window >= batch.cut.length:
-            window = None
+        cut, window = self._cut_for(query, key, window, grads=torch.is_grad_enabled())
         how: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
         if self.choice == "ulysses":
-            return ulysses_attention(query, key, value, self.group, batch.cut, dropout=dropout, **how)
+            return ulysses_attention(query, key, value, self.group, cut, dropout=dropout, **how)
         if dropout:
             raise ConfigError(
                 "Parallel(attention='ring') has no dropout: set the model's dropout of attention to 0, or choose "
                 "'ulysses'."
             )
-        return ring_attention(query, key, value, self.group, batch.cut, **how)
+        return ring_attention(query, key, value, self.group, cut, **how)
 
-    def _batch_of(self, query: Tensor, key: Tensor) -> Sharded:
+    def cut_for(
+        self, query: Tensor, key: Tensor, causal: bool, window: int | None, softcap: float | None, *, grads: bool
+    ) -> tuple[CutBatch, int | None]:
+        """How tokens of the batch that comes to attention are divided, and the window, where it is narrower than all.
+
+        Args:
+            grads: whether a backward may come.
+
+        Raises:
+            ConfigError, UsageError: see :meth:`attend`.
+        """
+        _check(query, key, causal, window, softcap)
+        return self._cut_for(query, key, window, grads=grads)
+
+    def _cut_for(self, query: Tensor, key: Tensor, window: int | None, *, grads: bool) -> tuple[CutBatch, int | None]:
+        cut = self._batch_of(query, key, grads=grads).cut
+        return cut, None if window is not None and window >= cut.length else window
+
+    def _batch_of(self, query: Tensor, key: Tensor, *, grads: bool) -> Sharded:
         again = in_backward()
         if again and len({each.cut for each in self._pending}) > 1:
             raise UsageError(
@@ -213,7 +240,7 @@ class SequenceAxis:
         if not again:
             self._compare(batch)
         self._attended = batch
-        if torch.is_grad_enabled() and not again and batch not in self._pending:
+        if grads and not again and batch not in self._pending:
             self._pending.append(batch)
         return batch
 
@@ -312,6 +339,24 @@ def _capped(
         scores = scores.masked_fill(~mask, -inf)
     weights = scores.softmax(-1, dtype=wide(query.dtype)).to(query.dtype)
     return F.dropout(weights, dropout) @ value
+
+
+def _check(query: Tensor, key: Tensor, causal: bool, window: int | None, softcap: float | None) -> None:
+    """
+    Raises:
+        ConfigError: see :meth:`SequenceAxis.attend`.
+    """
+    if query.shape[1] % key.shape[1]:
+        raise ConfigError(
+            f"attention has {query.shape[1]} heads of queries and {key.shape[1]} of keys: the first have to be a "
+            "multiple of the second."
+        )
+    if window is not None and (not causal or window < 1):
+        raise ConfigError(
+            f"attention has a sliding window of {window} tokens{'' if causal else ' on both sides'}: over an axis "
+            "of sequence it is 1 or more, and causal."
+        )
+    _check_softcap(softcap)
 
 
 def _check_softcap(softcap: Any) -> None:

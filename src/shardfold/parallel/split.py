@@ -27,11 +27,11 @@ from shardfold.parallel.draws import Parts
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
 from shardfold.parallel.lengths import adapt_lengths, is_transposed, keep_part
 from shardfold.parallel.module_group import ModuleGroup, group_of
+from shardfold.parallel.shared_input import SharedInput
 from shardfold.parallel.stream import DROPOUTS, TOKENS, SequenceParallel, apart_draws
 from shardfold.plan.axes import nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
-from shardfold.torch_internals import version_of
 
 __all__ = [
     "WORKS",
@@ -39,7 +39,6 @@ __all__ = [
     "Forward",
     "ModuleCut",
     "Owners",
-    "SharedInput",
     "Summed",
     "cut_forward",
     "cut_module",
@@ -91,36 +90,6 @@ class AxisPart(AxisGroup):
     def sizes(self, length: int) -> list[int]:
         """Of all ranks' parts."""
         return [length // self.size + (rank < length % self.size) for rank in range(self.size)]
-
-
-@dataclass(eq=False)
-class SharedInput:
-    """What the columns of one parent are given: one tensor for several of them is copied, and its gradients are summed,
-    once."""
-
-    given: Tensor | None = None
-    version: int | None = None
-    copied: Tensor | None = None
-
-    def copy(self, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """What ``make`` gives of ``x``, or gave of it before."""
-        if torch.compiler.is_compiling():  # a change in place shows in the copy, which is a view
-            if self.copied is None or self.given is not x:
-                self.given, self.copied = x, make(x)
-            return self.copied
-        version = version_of(x)  # None: it may have been changed, and nobody would know
-        if self.copied is None or self.given is not x or self.version != version or version is None:
-            copied = make(x)
-            self.given, self.version, self.copied = x, version, copied
-            return copied
-        return self.copied
-
-    def forget(self, *_: Any) -> None:
-        """The parent's forward is over."""
-        self.given = self.copied = None
-
-    def __reduce__(self) -> Any:
-        return SharedInput, ()
 
 
 @dataclass(eq=False)
@@ -193,6 +162,13 @@ class Forward:
     def in_graphs(self) -> bool:
         """Whether torch.compile can look into it."""
         return self.word in ("column", "row", "kv", "partial", "sequence", "scattered", "collected", "joined")
+
+    @property
+    def graph_key(self) -> Any:
+        """What torch.compile finds the same in another one, with which this one can share a graph."""
+        product = None if self.product is None else tuple(sorted(getattr(self.product, "keywords", {}).items()))
+        own = self.word, self.start, tuple(self.sizes), self.rows, self.collected, self.begins
+        return (*own, self.group.axis, id(self.stream), product)
 
     @property
     def _cut(self) -> bool:

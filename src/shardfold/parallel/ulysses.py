@@ -25,10 +25,12 @@ from shardfold.parallel.cut import CutBatch
 from shardfold.parallel.ring import ring_attention
 from shardfold.torch_internals import untraced_from_call
 
-__all__ = ["across_heads", "check_heads", "ulysses_attention"]
+__all__ = ["TokenExchange", "across_heads", "by_heads", "check_heads", "repeated_for_ranks", "ulysses_attention"]
 
 
-class _TokenExchange(NamedTuple):
+class TokenExchange(NamedTuple):
+    """Tokens of all ranks for heads of this one, or the way back."""
+
     group: AxisGroup
     split: int
     concat: int
@@ -36,12 +38,13 @@ class _TokenExchange(NamedTuple):
     """Tokens by rank."""
 
     def send(self, tensor: Tensor) -> Tensor:
+        """What comes for it; autograd does not see it."""
         if self.split == 1:
             return self.group.all_to_all(tensor, 1, 2, concat_sizes=self.sizes)
         return self.group.all_to_all(tensor, 2, 1, split_sizes=self.sizes)
 
     @property
-    def back(self) -> _TokenExchange:
+    def back(self) -> TokenExchange:
         return self._replace(split=self.concat, concat=self.split)
 
 
@@ -119,27 +122,29 @@ def across_heads(
         ConfigError: the heads do not divide by the ranks.
     """
     check_heads(query.shape[1], group.size)
-    key, value = (_for_ranks(each, group.size) for each in (key, value))
-    there = _TokenExchange(group, 1, 2, sizes)
-    query, key, value = _exchanged([query, key, value], there)
+    key, value = (repeated_for_ranks(each, group.size) for each in (key, value))
+    there = TokenExchange(group, 1, 2, sizes)
+    query, key, value = by_heads([query, key, value], there, _sent)
     return _sent(attend(query, key, value), there.back)
 
 
-def _for_ranks(tensor: Tensor, ranks: int) -> Tensor:
+def repeated_for_ranks(tensor: Tensor, ranks: int) -> Tensor:
     """With heads repeated until ranks divide them."""
     own = tensor.shape[1]
     return tensor if own % ranks == 0 else tensor.repeat_interleave(lcm(own, ranks) // own, dim=1)
 
 
-def _sent(tensor: Tensor, way: _TokenExchange) -> Tensor:
+def _sent(tensor: Tensor, way: TokenExchange) -> Tensor:
     return paired(tensor, way.send, way.back.send)
 
 
-def _exchanged(tensors: Sequence[Tensor], way: _TokenExchange) -> list[Tensor]:
-    """Each by heads, in one exchange if it can be."""
+def by_heads(
+    tensors: Sequence[Tensor], way: TokenExchange, send: Callable[[Tensor, TokenExchange], Tensor]
+) -> list[Tensor]:
+    """Each by heads, in one exchange if it can be; ``send`` sends a tensor that way."""
     ranks = way.group.size
     if len({(tensor.dtype, tensor.shape[3]) for tensor in tensors}) > 1:
-        return [_sent(tensor, way) for tensor in tensors]
+        return [send(tensor, way) for tensor in tensors]
     each = [tensor.unflatten(1, (ranks, tensor.shape[1] // ranks)) for tensor in tensors]
-    together = _sent(torch.cat(each, dim=2).flatten(1, 2), way)
+    together = send(torch.cat(each, dim=2).flatten(1, 2), way)
     return list(together.split([part.shape[2] for part in each], dim=1))
