@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["chats", "labelled", "model_folder", "pairs", "texts", "tiny_tokenizer", "write_rows"]
+__all__ = ["chats", "labelled", "model_folder", "pairs", "scored_folder", "texts", "tiny_tokenizer", "write_rows"]
 
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -118,3 +118,21 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write rows as jsonl."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def scored_folder(base: Path, folder: Path) -> Path:
+    """Write the reward model that a run begins with, from seed 0."""
+    import copy
+
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from shardfold.tools.tune.adapters import beginning
+    from shardfold.tools.tune.models import ModelPlace, hollow_model
+
+    place = ModelPlace.find(base)
+    _, tensors = beginning(hollow_model(copy.deepcopy(place.config), "score"), place, None, "score", 0)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    model.load_state_dict({name: tensors[name] for name in tensors}, strict=True)
+    model.save_pretrained(folder)
+    return folder

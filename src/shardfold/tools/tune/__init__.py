@@ -4,15 +4,23 @@
 
     result = tune(SFTConfig(model="base/", data="chats.jsonl", adapter=Adapter(rank=16)))
 
-adapters    what is trained instead of all parameters: peft's LoRA and prefix, the last layers, or new blocks
-config      the settings of the tuning recipes: model, data, adapter, base, text, and the run around them
-data        from files to windows of tokens
-models      from a folder to a model without memory, and to its values, which are read one tensor at a time
-noise       noise on embeddings while a model is tuned: NEFTune
-results     what a tuning leaves behind that others read: an adapter in peft's format, or a folder of transformers
-run         one tuning: the engine, the data, the run folder, and how far it is
-sft         supervised fine-tuning: the mean cross-entropy of all targets
-tuned       a tuning from its settings to what it leaves behind
+adapters   what is trained instead of all parameters: peft's LoRA and prefix, the last layers, or new blocks
+config     the settings of the tuning recipes: model, data, adapter, base, text, and the run around them
+data       from files to windows of tokens
+distill    distillation: each target learns the whole distribution of a teacher
+dpo        direct preference optimization: of two answers the better one gains
+kto        Kahneman-Tversky optimization: answers are good or bad, each by itself
+log_probs  log-probabilities of samples, as losses over pairs and labels need them
+models     from a folder to a model without memory, and to its values, which are read one tensor at a time
+noise      noise on embeddings while a model is tuned: NEFTune
+orpo       odds-ratio preference optimization
+pt         more pre-training: supervised fine-tuning in which every token of every text is a target
+reference  what the model said before it was tuned, without a second model
+results    what a tuning leaves behind that others read: an adapter in peft's format, or a folder of transformers
+reward     a reward model: one number for an answer, larger for the better of two
+run        one tuning: the engine, the data, the run folder, and how far it is
+sft        supervised fine-tuning: the mean cross-entropy of all targets
+tuned      a tuning from its settings to what it leaves behind
 """
 
 from __future__ import annotations

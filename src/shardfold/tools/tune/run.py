@@ -63,8 +63,14 @@ class Recipe:
 
     task = "lm"
 
+    def made(self, run: TuneRun, model: nn.Module) -> None:
+        """Called with the model before it has an engine."""
+
     def begin(self, run: TuneRun) -> None:
         """Called once before the first step, on every rank, when the engine is made and a checkpoint is loaded."""
+
+    def window(self, run: TuneRun, window: Window) -> None:
+        """Called with the micro-batches of a step before the first of them; of an evaluation with each."""
 
     def loss(self, run: TuneRun, batch: Batch) -> Loss:
         """The loss of one micro-batch of this rank."""
@@ -72,13 +78,17 @@ class Recipe:
 
     def step(self, run: TuneRun, windows: Iterator[Window]) -> tuple[Any, Totals]:
         """One optimizer step; what the engine said, and the means of all ranks."""
-        totals, said = Totals(), None
-        for batch in next(windows).batches:
+        totals, said, window = Totals(), None, next(windows)
+        self.window(run, window)
+        for batch in window.batches:
             loss = self.loss(run, batch)
             run.engine.backward(loss.value, weight=loss.weight)
             said = run.engine.step(tokens=int((batch.documents >= 0).sum()))
             totals.add(loss, batch)
         return said, totals
+
+    def close(self) -> None:
+        """The run is over."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -174,6 +184,7 @@ class TuneRun:
         numel, trained: how many elements each parameter has, by name, and the names of those that are trained.
         total: optimizer steps of the whole run.
         done: optimizer steps so far.
+        split: of which rows batches are: ``"train"`` or ``"eval"``.
     """
 
     def __init__(self, config: TuneConfig, console: Console, recipe: Recipe | None = None) -> None:
@@ -188,6 +199,7 @@ class TuneRun:
         self.model, self.tensors = beginning(
             hollow_model(self.model_config, self.recipe.task), self.place, config.adapter, self.recipe.task, config.seed
         )
+        self.recipe.made(self, self.model)
         self.noise = EmbeddingNoise(self.model, config.text.noise, config.seed) if config.text.noise else None
         self.numel = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -215,6 +227,7 @@ class TuneRun:
         self.history: list[StepMetrics] = []
         self.stop = StopSignal()
         self.interrupted = False
+        self.split = "train"
         self.began = time.perf_counter()
         self.model.train()
 
@@ -226,7 +239,7 @@ class TuneRun:
 
         return prepare(list(sources), self.tokenizer, self.config.text, kind, cache=self.config.cache_folder())
 
-    def batches_of(self, rows: Prepared, *, accumulate: int | None = None) -> Batches:
+    def batches_of(self, rows: Prepared, *, accumulate: int | None = None, shuffle: bool = True) -> Batches:
         """This rank's windows of some rows."""
         from shardfold.tools.tune.data.batches import Batches
 
@@ -240,6 +253,7 @@ class TuneRun:
             seed=config.seed,
             data_rank=self.engine.data_rank,
             data_ranks=self.engine.data_ranks,
+            shuffle=shuffle,
             pad=self.tokenizer.pad_token_id or 0,
         )
 
@@ -280,9 +294,21 @@ class TuneRun:
             self.noise.lengths = lengths
         return replace(batch, inputs=inputs, labels=labels, documents=documents)
 
+    def on_rank_of(self, values: Tensor, batch: Batch) -> Tensor:
+        """This rank's part of ``(B, L)`` more values of the tokens of a batch, on its device; before :meth:`on_rank`, as
+        attention goes by the batch that was cut last."""
+        values = values.to(self.engine.device)
+        if self.engine.sequence is None:
+            return values
+        inputs = {"input_ids": batch.inputs["input_ids"].to(self.engine.device), "values": values}
+        return sf.sequence_shard(inputs, also=("values",), engine=self.engine)["values"]
+
     def logits(self, batch: Batch) -> Tensor:
         """``(B, L, vocabulary)``, of a batch of this rank (:meth:`on_rank`)."""
-        found = self.engine(**batch.inputs, use_cache=False).logits
+        inputs = dict(batch.inputs)
+        if self.config.adapter is not None and self.config.adapter.kind == "prefix":
+            inputs.pop("position_ids")  # peft counts them from behind the prefix
+        found = self.engine(**inputs, use_cache=False).logits
         return found[:, -batch.labels.shape[1] :]  # a prefix may stand before them
 
     def summed(self, values: Tensor) -> Tensor:
@@ -340,9 +366,12 @@ class TuneRun:
         batches = self.batches_of(self.held_out, accumulate=1)
         totals = Totals()
         self.model.eval()
+        self.split = "eval"
         for window in batches.epoch():
+            self.recipe.window(self, window)
             for batch in window.batches:
                 totals.add(self.recipe.loss(self, batch), batch)
+        self.split = "train"
         self.model.train()
         return totals.means(self.engine)
 

@@ -133,6 +133,7 @@ def _whole(run: TuneRun, out: Path, writer: MetricsWriter | None, resumed: str |
         _write_summary(run, out, held_out)
         write_page(out)
         _show(run, out, held_out, written)
+    run.recipe.close()
     run.engine.close()
     run.stop.release()
     return TuneResult(
