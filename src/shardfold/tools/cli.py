@@ -341,6 +341,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     ours = arguments.index("run") if "run" in arguments[:2] else len(arguments)
     debug = "--debug" in arguments[:ours]
     words = [each for each in arguments if each != "--debug"]
+    if words[:2] == cli_tune.PLAN.split():
+        arguments[arguments.index("plan") : arguments.index("tune") + 1] = [cli_tune.PLAN]
     if words[:2] == FACE.split():
         arguments[arguments.index("train") : arguments.index("face") + 1] = [FACE]
     try:

@@ -38,6 +38,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+PLAN = "plan tune"
+"""The command that ``plan tune`` is: its options are others than those of ``plan``."""
+NOTHING_FITS = 1
+plans = typer.Typer(
+    help="Say what a run of `shardfold tune` takes on some devices, before anything runs.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
 
 @app.callback()
 def common(
@@ -71,7 +80,7 @@ def settings_of(recipe: str, config: Path | None, options: dict[str, Any]) -> Tu
         ConfigError: one is unknown or wrong, or the file is of another recipe.
     """
     kind = config_class(recipe)
-    given = from_options(kind, {name: value for name, value in options.items() if value is not None})
+    given = from_options(kind, _given(options))
     if config is not None:
         read = read_settings(config)
         if (named := read.pop("recipe", recipe)) != recipe:
@@ -149,9 +158,47 @@ def launch_ranks(recipe: str, settings: TuneConfig, *, debug: bool) -> int:
                 os.environ.pop(RESOLVED, None)
 
 
+def plan_command_of(recipe: str) -> Callable[..., None]:
+    """The command that plans a recipe: with its options, and devices."""
+
+    def command(
+        gpus: Annotated[
+            str, typer.Option(help="How many of which device, nodes first: 8xA100-40G, 4x8xH100.")
+        ] = "1xH100",
+        config: Annotated[Path | None, typer.Option(help="TOML or JSON file with any of these settings.")] = None,
+        **options: Any,
+    ) -> None:
+        settings = settings_of(recipe, config, {"data": "rows.jsonl", "precision": "bf16", **_given(options)})
+        from shardfold.planner.division import Division
+        from shardfold.tools.planning.command import print_plan
+        from shardfold.tools.tune.planned import planned_tuning
+
+        division = Division(
+            tensor=settings.tensor, sequence_parallel=settings.sequence_parallel, sequence=settings.sequence,
+            attention=None if settings.attention == "auto" else settings.attention,
+        )  # fmt: skip
+        fits = print_plan(
+            lambda how: planned_tuning(settings, how), gpus, memory=settings.memory, precision=settings.precision,
+            micro_batch=settings.micro_batch or "max", accumulate=settings.accumulate, length=None,
+            tables={settings.layout: settings.table()}, modes=[settings.activations], divisions=[division],
+        )  # fmt: skip
+        if not fits:
+            raise typer.Exit(NOTHING_FITS)
+
+    command.__doc__ = f"Say what a run of {recipe} takes on some devices, before anything runs."
+    return with_settings(command, {name: field for name, (_, field) in option_fields(config_class(recipe)).items()})
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def register(into: typer.Typer) -> None:
     """Add the commands to the application."""
     for recipe in recipe_names():
         example = f"For example: shardfold tune {recipe} --model base/ --data rows.jsonl --lora 16 --layout zero3"
         app.command(recipe, epilog=example)(command_of(recipe))
+        example = f"For example: shardfold plan tune {recipe} --model base/ --lora 16 --gpus 2x4090"
+        plans.command(recipe, epilog=example)(plan_command_of(recipe))
     into.add_typer(app, name="tune")
+    into.add_typer(plans, name=PLAN, hidden=True)

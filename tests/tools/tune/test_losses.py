@@ -110,7 +110,9 @@ def theirs(recipe: str, folder: str, lora: dict[str, Any] | None, more: dict[str
         os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
         options["max_completion_length"] = 64
         arguments, trainer_class = ORPOConfig(**options), ORPOTrainer
-        columns = {name: [row[name] for row in support.pairs(_number(recipe))] for name in ("prompt", "chosen", "rejected")}
+        columns = {
+            name: [row[name] for row in support.pairs(_number(recipe))] for name in ("prompt", "chosen", "rejected")
+        }
     else:
         names = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward"}
         arguments = getattr(trl, f"{names[recipe]}Config")(**options)

@@ -32,35 +32,41 @@ __all__ = ["print_inference", "print_plan", "write_plan_page"]
 
 
 def print_plan(
-    model: str, gpus: str, *, memory: str | None, precision: str, micro_batch: int | str | None, accumulate: int,
-    length: int | None, tables: Mapping[str, Layout], modes: Sequence[str], batch: int | None = None,
+    model: str | Callable[[Division], Planned], gpus: str, *, memory: str | None, precision: str,
+    micro_batch: int | str | None, accumulate: int, length: int | None, tables: Mapping[str, Layout], modes: Sequence[str], batch: int | None = None,
     host: str | None = None, divisions: Sequence[Division] = (UNDIVIDED,), wire: AutoWire | None = None,
     real: bool | None = None, price: float | None = None,
 ) -> bool:  # fmt: skip
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
-    train that fits; returns whether anything fits."""
+    train that fits; returns whether anything fits. ``model``: a name, or what makes it for a division."""
     where, room = cluster(gpus, memory=memory), host_bytes(host)
     searched: dict[str, Any] = {"precision": precision, "layouts": tables, "modes": modes, "batch": batch, "wire": wire}
     searched["host"] = room
+
+    def make(division: Division | None = None) -> Planned:
+        with _making(model if isinstance(model, str) else "a model"):
+            if not isinstance(model, str):
+                return model(division or Division())
+            return planned_model(model, length=length, samples=2, division=division, real=real)
+
+    name = model if isinstance(model, str) else ""
     if len(divisions) > 1:
-        with _making(model):
-            planned = planned_model(model, length=length, samples=2, real=real)
+        planned = make()
         print(show.head(planned, where, precision))
         print(flush=True)
         with _traced(planned) as tick:
             found = rank(planned.subject, where, divisions, tick=tick, **searched)
         found = replace(found, refused=[replace(r, why=_by_command(r.why, planned)) for r in found.refused])
-        return _print_found(found, where, precision, model, price)
+        return _print_found(found, where, precision, name, price)
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
-    with _making(model):
-        planned = planned_model(model, length=length, samples=2, division=division, real=real)
+    planned = make(division)
     print(show.head(planned, where, precision, mesh))
     print(flush=True)
     if micro_batch is None:
         with _traced(planned) as tick:
             found = rank(planned.subject, where, tick=tick, **searched)
-        return _print_found(found, where, precision, model, price)
+        return _print_found(found, where, precision, name, price)
     on = PlannedRank.on(where, division, precision=precision, micro_batches=accumulate, host=room)
     size = micro_batch if isinstance(micro_batch, int) else None
     with _traced(planned) as tick:

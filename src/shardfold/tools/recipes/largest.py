@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 import torch
@@ -22,7 +23,7 @@ from shardfold.sharding.materialize import meta_init
 from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT
 
-__all__ = ["rank_of", "subjects_of", "with_most_samples"]
+__all__ = ["most_that_fit", "rank_of", "subjects_of", "with_most_samples"]
 
 
 def with_most_samples(config: TrainConfig, engine: Engine, windows: int) -> TrainConfig:
@@ -36,20 +37,36 @@ def with_most_samples(config: TrainConfig, engine: Engine, windows: int) -> Trai
     Raises:
         ConfigError: on all ranks: not even one sequence fits.
     """
-    budget = _budget(config, engine.device)
-    found = _largest(config, engine, budget)
-    held = 0.0 if accelerator.has_streams(engine.device) else found.plan.tiers.get(Tier.HOST, 0.0)
-    if held:  # one memory
-        found = _largest(config, engine, budget - held)
-    (most,) = engine.sharded.comm.control([float(min(found.largest, windows))], dist.ReduceOp.MIN)
+    most, peak, budget = most_that_fit(engine, config.memory, lambda budget: _largest(config, engine, budget), windows)
     if most < 1:
         raise ConfigError(
             f"--micro-batch max: not even one sequence of {config.model_shape().context:,} bytes fits: a step peaks at "
-            f"{human(found.plan.peak + held)}, {found.plan.top.where}, and each rank has {human(budget)}: choose "
-            "another --layout, --activations recompute, a smaller --size, or more ranks."
+            f"{human(peak)}, and each rank has {human(budget)}: choose another --layout, --activations recompute, a "
+            "smaller --size, or more ranks."
         )
     each = windows // (engine.data_ranks * config.accumulate)
-    return config.model_copy(update={"micro_batch": max(1, min(int(most), each))})
+    return config.model_copy(update={"micro_batch": max(1, min(most, each))})
+
+
+def most_that_fit(
+    engine: Engine, memory: str | None, find: Callable[[float], Option], most: int
+) -> tuple[int, float, float]:
+    """Samples of a micro-batch that fit on all ranks, which all call it; the peak of a step, and the bytes that there
+    are.
+
+    Args:
+        engine: that trains.
+        memory: of a rank; None: what there is.
+        find: the largest micro-batch in so many bytes.
+        most: samples that there are.
+    """
+    budget = _budget(memory, engine.device)
+    found = find(budget)
+    held = 0.0 if accelerator.has_streams(engine.device) else found.plan.tiers.get(Tier.HOST, 0.0)
+    if held:  # one memory
+        found = find(budget - held)
+    (fits,) = engine.sharded.comm.control([float(min(found.largest, most))], dist.ReduceOp.MIN)
+    return int(fits), found.plan.peak + held, budget
 
 
 def _largest(config: TrainConfig, engine: Engine, budget: float) -> Option:
@@ -57,10 +74,10 @@ def _largest(config: TrainConfig, engine: Engine, budget: float) -> Option:
     return largest_of(subjects, rank_of(config, engine, budget), config.table(), config.activations)
 
 
-def _budget(config: TrainConfig, device: torch.device) -> float:
+def _budget(memory: str | None, device: torch.device) -> float:
     """Bytes of a rank: those that are given, or what there is without what a process takes by itself."""
-    if config.memory is not None:
-        return float(parse_bytes(config.memory) or 0)
+    if memory is not None:
+        return float(parse_bytes(memory) or 0)
     return memory_of(device) - RESERVE
 
 

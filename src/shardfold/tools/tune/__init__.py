@@ -14,6 +14,7 @@ log_probs  log-probabilities of samples, as losses over pairs and labels need th
 models     from a folder to a model without memory, and to its values, which are read one tensor at a time
 noise      noise on embeddings while a model is tuned: NEFTune
 orpo       odds-ratio preference optimization
+planned    what a tuning takes, before anything runs: the model as a plan sees it, and the largest micro-batch
 pt         more pre-training: supervised fine-tuning in which every token of every text is a target
 reference  what the model said before it was tuned, without a second model
 results    what a tuning leaves behind that others read: an adapter in peft's format, or a folder of transformers

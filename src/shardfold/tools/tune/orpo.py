@@ -60,7 +60,9 @@ class ORPO(Recipe):
         ratio = F.logsigmoid(odds[:, 0] - odds[:, 1]).sum() / max(pairs, 1)
         with torch.no_grad():
             right = (odds[:, 0] > odds[:, 1]).double().sum() / max(pairs, 1)
-        return Loss(learned - run.config.beta * ratio, pairs, {"learned": learned, "log_odds": ratio, "accuracy": right})
+        return Loss(
+            learned - run.config.beta * ratio, pairs, {"learned": learned, "log_odds": ratio, "accuracy": right}
+        )
 
 
 RECIPE = ORPO

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardfold.tools.tune.data.batches import Batch, Batches, Window
     from shardfold.tools.tune.data.prepared import Prepared
 
-__all__ = ["Loss", "Recipe", "TuneRun", "recipe_of"]
+__all__ = ["Loss", "Recipe", "Totals", "TuneRun", "changed_config", "recipe_of", "with_length"]
 
 BETAS = (0.9, 0.999)
 
@@ -191,11 +191,11 @@ class TuneRun:
         self.config, self.console = config, console
         self.recipe = recipe_of(config.recipe) if recipe is None else recipe
         self.place = ModelPlace.find(config.model)
-        config = self.config = _with_length(config, self.place)
+        config = self.config = with_length(config, self.place)
         self.tokenizer = self.place.tokenizer()
         self.rows = self.prepare(config.data, config.kind)
         self.held_out = self.prepare(config.eval_data, config.kind) if config.eval_data else None
-        self.model_config = _changed_config(config, self.place)
+        self.model_config = changed_config(config, self.place)
         self.model, self.tensors = beginning(
             hollow_model(self.model_config, self.recipe.task), self.place, config.adapter, self.recipe.task, config.seed
         )
@@ -220,6 +220,10 @@ class TuneRun:
             lr_schedule=_schedule(config, config.steps or 1),
             init=sf.Init(weights=self.tensors, seed=config.seed),
         )
+        if not config.micro_batch:
+            from shardfold.tools.tune.planned import most_samples  # plans of models take a while to import
+
+            config = self.config = config.model_copy(update={"micro_batch": most_samples(self)})
         self.batches = self.batches_of(self.rows)
         self.total = config.steps or max(1, math.ceil(config.epochs * self.batches.epoch_windows))
         self._renew_schedule()
@@ -276,7 +280,8 @@ class TuneRun:
 
     def stops(self) -> int | list[int]:
         """The tokens at which an answer ends."""
-        return self.tokenizer.eos_token_id
+        found: list[int] = self.rows.facts["stop"] or [self.tokenizer.eos_token_id]
+        return found[0] if len(found) == 1 else found
 
     # -- batches and what the model makes of them
 
@@ -458,7 +463,7 @@ class _SumOfParts(torch.autograd.Function):
         return ctx.group.all_reduce(grads[0].clone()), None
 
 
-def _with_length(config: TuneConfig, place: ModelPlace) -> TuneConfig:
+def with_length(config: TuneConfig, place: ModelPlace) -> TuneConfig:
     """The settings, where no length is given with at most as many tokens as the model has positions for."""
     most = getattr(place.config, "max_position_embeddings", None)
     if most is None or config.text.rope is not None or "length" in config.text.model_fields_set:
@@ -467,7 +472,7 @@ def _with_length(config: TuneConfig, place: ModelPlace) -> TuneConfig:
     return config.model_copy(update={"text": text})
 
 
-def _changed_config(config: TuneConfig, place: ModelPlace) -> Any:
+def changed_config(config: TuneConfig, place: ModelPlace) -> Any:
     """transformers' config of the model that is trained: other positions, more blocks."""
     found = copy.deepcopy(place.config)
     if (rope := config.text.rope) is not None:

@@ -1,0 +1,93 @@
+"""What a tuning takes, before anything runs: the model with its adapter as a plan sees it, and the largest micro-batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardfold import accelerator
+from shardfold.errors import ConfigError
+from shardfold.plan.checks import human
+from shardfold.plan.lifetimes import CPU, GPU
+from shardfold.planner.choice import Option, largest_of
+from shardfold.planner.division import Division
+from shardfold.planner.setting import LINE, PlannedRank, Subject
+from shardfold.tools.planning.models import Planned
+from shardfold.tools.recipes.largest import most_that_fit
+from shardfold.tools.tune.adapters import adapted
+from shardfold.tools.tune.config import TuneConfig
+from shardfold.tools.tune.models import ModelPlace, hollow_model
+from shardfold.tools.tune.run import changed_config, recipe_of, with_length
+
+if TYPE_CHECKING:
+    from shardfold.tools.tune.run import TuneRun
+
+__all__ = ["most_samples", "planned_tuning"]
+
+
+def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0]) -> Planned:
+    """The model of a run, and a micro-batch of it.
+
+    Args:
+        config: of the run.
+        division: how ranks share the model.
+        samples: of the micro-batch; of recipes of pairs, pairs.
+    """
+    place = ModelPlace.find(config.model)
+    config = with_length(config, place)
+    task = recipe_of(config.recipe).task
+    model = adapted(hollow_model(changed_config(config, place), task), config.adapter, task, place.folder)
+    shape = (samples, 2, config.text.length) if config.kind == "pair" else (samples, config.text.length)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    parameters = sum({id(p): p.numel() for p in model.parameters()}.values())
+    subject = Subject(model, {"input_ids": tokens, "labels": tokens}, _loss, division=division)
+    return Planned(f"{config.recipe} of {config.model}", subject, parameters, config.text.length)
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A loss that holds what those of recipes do: logits in fp32, and a value for each token."""
+    ids, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("input_ids", "labels"))
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    logits = model(**inputs).logits
+    if logits.dim() == 2:  # of a reward model
+        return -F.logsigmoid(logits[::2] - logits[1::2]).mean()
+    logits = logits[:, -labels.shape[1] :].float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
+
+
+def most_samples(run: TuneRun) -> int:
+    """The most samples of a micro-batch that fit on all ranks, by plan; all ranks call it.
+
+    Raises:
+        ConfigError: on all ranks: not even one fits.
+    """
+    config, engine = run.config, run.engine
+    streams = accelerator.has_streams(engine.device)
+    division = Division(
+        tensor=config.tensor, sequence_parallel=config.sequence_parallel, sequence=config.sequence, streams=streams,
+        attention=None if config.attention == "auto" else config.attention,
+    )  # fmt: skip
+    subjects = planned_tuning(config, division).subject.ranks
+
+    def find(budget: float) -> Option:
+        rank = PlannedRank(
+            mesh=engine.mesh.sizes.axes,
+            budget=budget,
+            precision=config.precision,
+            micro_batches=config.accumulate,
+            clip=bool(config.clip_norm),
+            behaviour=GPU if streams else CPU,
+        )
+        return largest_of(subjects, rank, config.table(), config.activations)
+
+    most, peak, budget = most_that_fit(engine, config.memory, find, len(run.rows))
+    if most < 1:
+        raise ConfigError(
+            f"--micro-batch max: not even one {'pair' if config.kind == 'pair' else 'sample'} of {config.text.length:,} "
+            f"tokens fits: a step peaks at {human(peak)}, and each rank has {human(budget)}: choose another --layout, "
+            "--activations recompute, a smaller --length, or more ranks."
+        )
+    return min(most, max(1, len(run.rows) // (engine.data_ranks * config.accumulate)))

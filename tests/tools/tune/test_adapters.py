@@ -1,0 +1,238 @@
+"""Adapters are peft's own under an engine: losses, what is trained, and what is written, beside peft alone."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardfold.errors import ConfigError
+from shardfold.testing import Ranks
+from tests.support.clients import needs
+from tests.tools.tune import support
+
+pytestmark = needs("transformers", "peft")
+
+STEPS = 20
+LR = 5e-3
+LOOSE = 1e-6
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 4},
+    "rslora": {"rank": 4, "variant": "rslora"},
+    "dora": {"rank": 4, "variant": "dora"},
+    "pissa": {"rank": 4, "variant": "pissa"},
+    "olora": {"rank": 4, "variant": "olora"},
+    "loftq": {"rank": 4, "variant": "loftq"},
+    "lora+": {"rank": 4, "lr_ratio": 8, "targets": "q_proj,down_proj"},
+    "whole": {"rank": 4, "modules": "lm_head"},
+    "prefix": {"kind": "prefix", "pre_seq_len": 4},
+    "projected": {"kind": "prefix", "pre_seq_len": 4, "prefix_projection": True},
+}
+
+
+def _settings(folder: Path, adapter: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "model": folder / "base", "data": str(folder / "rows.jsonl"), "cache": folder / "cache", "steps": STEPS,
+        "lr": LR, "schedule": "constant", "clip_norm": 0.0, "adapter": adapter, **more,
+    }  # fmt: skip
+
+
+def _run(settings: dict[str, Any]) -> Any:
+    from shardfold.tools.observe.console import lenient_console
+    from shardfold.tools.tune.config import SFTConfig
+    from shardfold.tools.tune.run import TuneRun
+
+    run = TuneRun(SFTConfig.load(settings), lenient_console())
+    run.batches = run.batches_of(run.rows, shuffle=False)
+    run.recipe.begin(run)
+    return run
+
+
+def ours(folder: str, name: str, more: dict[str, Any]) -> tuple[list[float], list[list[float]]]:
+    """Losses under an engine, and logits of the base with the adapter that was written, as plain peft reads it."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from shardfold.tools.tune.results import write_model
+
+    here = Path(folder)
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    out = here / f"{name}-{world}-{more.get('layout')}-{more.get('activations')}"
+    run = _run(_settings(here, KINDS[name], micro_batch=4 // world, **more))
+    windows = iter(run.batches)
+    losses = [run.step(windows).loss for _ in range(STEPS)]
+    if run.leads:
+        out.mkdir()
+    write_model(run, out)
+    run.engine.close()
+    if not run.leads:
+        return losses, []
+    named = json.loads((out / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = AutoModelForCausalLM.from_pretrained(named, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+        model = PeftModel.from_pretrained(base, str(out / "adapter"), is_trainable=False)
+    return losses, _logits(model.eval())
+
+
+def _logits(model: Any) -> list[list[float]]:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.arange(5, 13)[None]).logits[0].tolist()
+
+
+def alone(folder: str, name: str) -> tuple[list[float], list[list[float]], float]:
+    """The same with peft alone, in one process, from the same first values; and by how much what peft makes of the base
+    differs from the base where an adapter is to change nothing."""
+    import torch
+    import torch.nn.functional as F
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from shardfold.tools.tune.adapters import beginning, optimizer_groups
+    from shardfold.tools.tune.config import Adapter
+    from shardfold.tools.tune.models import ModelPlace, hollow_model
+
+    here, adapter = Path(folder), Adapter.load(KINDS[name])
+    place = ModelPlace.find(here / "base")
+    wrapped, tensors = beginning(hollow_model(place.config, "lm"), place, adapter, "lm", 0)
+    base = AutoModelForCausalLM.from_pretrained(here / "base", dtype=torch.float32)
+    first = _logits(base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+        model: Any = get_peft_model(base, wrapped.peft_config["default"])
+    model.load_state_dict({n: tensors[n] for n in tensors}, strict=False)
+    changed = max(
+        abs(a - b) for x, y in zip(first, _logits(model.eval()), strict=True) for a, b in zip(x, y, strict=True)
+    )
+    run = _run(_settings(here, KINDS[name], micro_batch=4))
+    batches = [window.batches[0] for _, window in zip(range(STEPS), iter(run.batches), strict=False)]
+    run.engine.close()
+    if adapter.lr_ratio is None:
+        optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
+    else:
+        optimizer = optimizer_groups(model, adapter, torch.optim.AdamW, LR, 0.0)
+    model.train()
+    losses: list[float] = []
+    for batch in batches:
+        inputs = {k: v for k, v in batch.inputs.items() if k != "position_ids" or adapter.kind == "lora"}
+        logits = model(**inputs).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, _logits(model.eval()), changed
+
+
+def _prepared(tmp_path: Path) -> str:
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.write_rows(tmp_path / "rows.jsonl", support.chats(STEPS * 4))
+    return str(tmp_path)
+
+
+def _near(found: list[list[float]], wanted: list[list[float]], tolerance: float) -> bool:
+    return all(a == pytest.approx(b, abs=tolerance, rel=tolerance) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("dora", "pissa") else pytest.param(n, marks=pytest.mark.soak) for n in KINDS]
+)
+def test_as_with_peft_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """20 losses on one rank and under zero3 on two are those of peft alone, and so are the logits of what is written,
+    read by plain peft. Before the first step the model answers as its base does, but for what LoftQ rounds and a
+    prefix adds."""
+    folder = _prepared(tmp_path)
+    losses, logits, changed = ranks.run(alone, folder, name, world_size=1)[0]
+    assert losses[-1] < losses[0]
+    if name not in ("loftq", "prefix", "projected"):
+        assert changed < 1e-4
+    for world, layout in ((1, "ddp"), (2, "zero3")):
+        found, written = ranks.run(ours, folder, name, {"layout": layout}, world_size=world)[0]
+        assert found == pytest.approx(losses, abs=LOOSE, rel=LOOSE)
+        assert _near(written, logits, 1e-4 if name in ("pissa", "olora") else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["projected", pytest.param("prefix", marks=pytest.mark.soak)])
+def test_a_prefix_with_recomputation(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Blocks that are computed again see the prefix once: losses are peft's without."""
+    folder = _prepared(tmp_path)
+    losses, logits, _ = ranks.run(alone, folder, name, world_size=1)[0]
+    more = {"layout": "zero3", "activations": "recompute"}
+    found, written = ranks.run(ours, folder, name, more, world_size=2)[0]
+    assert found == pytest.approx(losses, abs=LOOSE, rel=LOOSE)
+    assert _near(written, logits, 1e-5)
+
+
+def expanded(folder: str) -> tuple[bool, list[float], set[str], set[str]]:
+    """Whether the expanded model answers as its base to the bit, losses, and which parameters changed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    here = Path(folder)
+    adapter = {"kind": "expand", "layers": 2}
+    run = _run(_settings(here, adapter, micro_batch=2, layout="zero3"))
+    base = AutoModelForCausalLM.from_pretrained(here / "base", dtype=torch.float32)
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        same = torch.equal(run.engine(input_ids=ids, use_cache=False).logits, base(input_ids=ids).logits)
+    before = run.engine.state_dict()
+    windows = iter(run.batches)
+    losses = [run.step(windows).loss for _ in range(4)]
+    after = run.engine.state_dict()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    trained = set(run.trained)
+    run.engine.close()
+    return same, losses, changed, trained
+
+
+def test_an_expanded_model_begins_as_its_base(ranks: Ranks, tmp_path: Path) -> None:
+    """New blocks add nothing at first, to the bit, and are all that is trained."""
+    folder = _prepared(tmp_path)
+    same, losses, changed, trained = ranks.run(expanded, folder, world_size=2)[0]
+    assert same and losses[-1] < losses[0]
+    assert {name.split(".")[2] for name in trained} == {"1", "3"}
+    assert changed and changed <= trained
+
+
+def bf16(folder: str) -> list[float]:
+    """How far DoRA's magnitudes have moved in bf16."""
+    run = _run(_settings(Path(folder), KINDS["dora"], micro_batch=2, layout="zero3", precision="bf16"))
+    names = [name for name in run.trained if "magnitude" in name]
+    first = {name: run.tensors[name].float() for name in names}
+    windows = iter(run.batches)
+    for _ in range(4):
+        run.step(windows)
+    state = run.engine.state_dict(frozen="skip")
+    run.engine.close()
+    return [float((state[name].float() - first[name]).abs().max()) for name in names]
+
+
+def test_magnitudes_of_dora_move_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+    """They rest in fp32, where four steps of the rate are seen."""
+    moved = ranks.run(bf16, _prepared(tmp_path), world_size=2)[0]
+    assert len(moved) == 14 and min(moved) > LR
+
+
+def test_what_does_not_go_together() -> None:
+    """Sentences, before a model is read."""
+    from shardfold.tools.tune.config import SFTConfig, from_options
+
+    common = {"model": "base", "data": "rows.jsonl"}
+    with pytest.raises(ConfigError, match="--lora and --freeze choose different adapters"):
+        from_options(SFTConfig, {"lora": "4", "freeze": "1"})
+    with pytest.raises(ConfigError, match=r"\[adapter\]: there is no setting 'rang'.*rank"):
+        SFTConfig.load({**common, "adapter": {"rang": 4}})
+    with pytest.raises(ConfigError, match=r"--pre-seq-len has no effect here, as it is of a prefix"):
+        SFTConfig.load({**common, "adapter": {"pre_seq_len": 4}})
+    with pytest.raises(ConfigError, match="there is no setting 'lora'"):
+        SFTConfig.load({**common, "lora": 4})
+    with pytest.raises(ConfigError, match="leave --pack out"):
+        SFTConfig.load({**common, "adapter": {"kind": "prefix"}, "text": {"pack": True}})
+    with pytest.raises(ConfigError, match="there is no data"):
+        SFTConfig.load({"model": "base"})
