@@ -53,7 +53,7 @@ def ours(recipe: str, folder: str, layout: str, adapter: dict[str, Any] | None, 
 
 
 def _columns(recipe: str, rows: Any) -> dict[str, list[Any]]:
-    """The rows as TRL's trainers take what is tokens already."""
+    """The rows as TRL's trainers take what is tokens already; pairs as their text, of which it makes the same."""
     found: dict[str, list[Any]] = {}
 
     def add(**values: Any) -> None:
@@ -72,9 +72,7 @@ def _columns(recipe: str, rows: Any) -> dict[str, list[Any]]:
         elif recipe == "reward":
             add(chosen_ids=row.chosen.ids.tolist(), rejected_ids=row.rejected.ids.tolist())
         else:
-            start = int(row.chosen.trained.argmax())
-            add(prompt_ids=row.chosen.ids[:start].tolist(), chosen_ids=row.chosen.ids[start:].tolist(),
-                rejected_ids=row.rejected.ids[start:].tolist())  # fmt: skip
+            add(**support.pairs(len(rows))[number])
     if recipe == "kto":
         found["KL_completion_ids"] = [found["completion_ids"][-1], *found["completion_ids"][:-1]]
     return found
@@ -110,14 +108,11 @@ def theirs(recipe: str, folder: str, lora: dict[str, Any] | None, more: dict[str
         os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
         options["max_completion_length"] = 64
         arguments, trainer_class = ORPOConfig(**options), ORPOTrainer
-        columns = {
-            name: [row[name] for row in support.pairs(_number(recipe))] for name in ("prompt", "chosen", "rejected")
-        }
     else:
         names = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward"}
         arguments = getattr(trl, f"{names[recipe]}Config")(**options)
         trainer_class = getattr(trl, f"{names[recipe]}Trainer")
-        columns = _columns(recipe, rows)
+    columns = _columns(recipe, rows)
     kind_of = AutoModelForSequenceClassification if recipe == "reward" else AutoModelForCausalLM
     model: Any = kind_of.from_pretrained(here / ("scored" if recipe == "reward" else "base"), dtype=torch.float32)
     trainer = trainer_class(

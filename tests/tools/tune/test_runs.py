@@ -166,7 +166,7 @@ def test_options_and_files_say_the_same() -> None:
     assert config.text.pack and config.text.rope == {"type": "yarn", "factor": 4.0} and len(config.data) == 2
     assert SFTConfig.load(config.plain()) == config
     assert {"beta", "loss", "label_smoothing", "lora", "pre_seq_len"} <= option_fields(DPOConfig).keys()
-    with pytest.raises(ConfigError, match="label_smoothing.*|--label-smoothing has no effect here"):
+    with pytest.raises(ConfigError, match="--label-smoothing has no effect here"):
         DPOConfig.load({"model": "base", "data": "a", "loss": "ipo", "label_smoothing": 0.1})
 
 
@@ -174,9 +174,9 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     """Each with what it is, and what to give."""
     from shardfold.tools.tune.models import ModelPlace
 
-    with pytest.raises(ConfigError, match="there is no folder .* Nothing is downloaded"):
+    with pytest.raises(ConfigError, match=r"there is no folder .* Nothing is downloaded"):
         ModelPlace.find(tmp_path / "none")
-    with pytest.raises(ConfigError, match="neither config.json nor adapter_config.json"):
+    with pytest.raises(ConfigError, match=r"neither config\.json nor adapter_config\.json"):
         ModelPlace.find(tmp_path)
     (tmp_path / "config.json").write_text('{"recipe": "sft"}')
     with pytest.raises(ConfigError, match="has no model yet"):

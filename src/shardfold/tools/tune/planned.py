@@ -1,4 +1,4 @@
-"""What a tuning takes, before anything runs: the model with its adapter as a plan sees it, and the largest micro-batch."""
+"""What a tuning takes, before anything runs: the model as a plan sees it, and the largest micro-batch."""
 
 from __future__ import annotations
 
@@ -85,9 +85,10 @@ def most_samples(run: TuneRun) -> int:
 
     most, peak, budget = most_that_fit(engine, config.memory, find, len(run.rows))
     if most < 1:
+        one = "pair" if config.kind == "pair" else "sample"
         raise ConfigError(
-            f"--micro-batch max: not even one {'pair' if config.kind == 'pair' else 'sample'} of {config.text.length:,} "
-            f"tokens fits: a step peaks at {human(peak)}, and each rank has {human(budget)}: choose another --layout, "
+            f"--micro-batch max: not even one {one} of {config.text.length:,} tokens fits: a step peaks at {human(peak)}, and "
+            f"each rank has {human(budget)}: choose another --layout, "
             "--activations recompute, a smaller --length, or more ranks."
         )
     return min(most, max(1, len(run.rows) // (engine.data_ranks * config.accumulate)))

@@ -300,8 +300,8 @@ class TuneRun:
         return replace(batch, inputs=inputs, labels=labels, documents=documents)
 
     def on_rank_of(self, values: Tensor, batch: Batch) -> Tensor:
-        """This rank's part of ``(B, L)`` more values of the tokens of a batch, on its device; before :meth:`on_rank`, as
-        attention goes by the batch that was cut last."""
+        """This rank's part of ``(B, L)`` more values of the tokens of a batch, on its device; before :meth:`on_rank`,
+        as attention goes by the batch that was cut last."""
         values = values.to(self.engine.device)
         if self.engine.sequence is None:
             return values
