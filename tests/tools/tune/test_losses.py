@@ -53,7 +53,7 @@ def ours(recipe: str, folder: str, layout: str, adapter: dict[str, Any] | None, 
 
 
 def _columns(recipe: str, rows: Any) -> dict[str, list[Any]]:
-    """The rows as TRL's trainers take what is tokens already; pairs as their text, of which it makes the same."""
+    """The rows as TRL's trainers take them: tokens, or else the text, of which they make the same."""
     found: dict[str, list[Any]] = {}
 
     def add(**values: Any) -> None:
@@ -65,16 +65,10 @@ def _columns(recipe: str, rows: Any) -> dict[str, list[Any]]:
         if recipe == "sft":
             labels = [int(i) if t else -100 for i, t in zip(row.ids, row.trained, strict=True)]
             add(input_ids=row.ids.tolist(), labels=labels)
-        elif recipe == "kto":
-            start = int(row.tokens.trained.argmax())
-            add(prompt_ids=row.tokens.ids[:start].tolist(), completion_ids=row.tokens.ids[start:].tolist(),
-                label=bool(row.good))  # fmt: skip
         elif recipe == "reward":
             add(chosen_ids=row.chosen.ids.tolist(), rejected_ids=row.rejected.ids.tolist())
         else:
-            add(**support.pairs(len(rows))[number])
-    if recipe == "kto":
-        found["KL_completion_ids"] = [found["completion_ids"][-1], *found["completion_ids"][:-1]]
+            add(**ROWS[recipe](len(rows))[number])
     return found
 
 

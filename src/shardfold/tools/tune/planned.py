@@ -87,8 +87,7 @@ def most_samples(run: TuneRun) -> int:
     if most < 1:
         one = "pair" if config.kind == "pair" else "sample"
         raise ConfigError(
-            f"--micro-batch max: not even one {one} of {config.text.length:,} tokens fits: a step peaks at {human(peak)}, and "
-            f"each rank has {human(budget)}: choose another --layout, "
-            "--activations recompute, a smaller --length, or more ranks."
+            f"--micro-batch max: not even one {one} of {config.text.length:,} tokens fits: a step peaks at "
+            f"{human(peak)}, and each rank has {human(budget)}: choose another --layout, --activations recompute, a smaller --length, or more ranks."
         )
     return min(most, max(1, len(run.rows) // (engine.data_ranks * config.accumulate)))
