@@ -88,6 +88,7 @@ def most_samples(run: TuneRun) -> int:
         one = "pair" if config.kind == "pair" else "sample"
         raise ConfigError(
             f"--micro-batch max: not even one {one} of {config.text.length:,} tokens fits: a step peaks at "
-            f"{human(peak)}, and each rank has {human(budget)}: choose another --layout, --activations recompute, a smaller --length, or more ranks."
+            f"{human(peak)}, and each rank has {human(budget)}: choose another --layout, --activations recompute, "
+            "a smaller --length, or more ranks."
         )
     return min(most, max(1, len(run.rows) // (engine.data_ranks * config.accumulate)))
