@@ -81,15 +81,17 @@ class _OfTransformers:
         self.layers: int | None = getattr(config, "num_hidden_layers", None)
         names = inspect.signature(model.forward).parameters
         self._picks = "logits_to_keep" in names
-        self._check(config, names)
+        self._check(module, config, names)
 
-    def _check(self, config: Any, names: Any) -> None:
+    def _check(self, module: nn.Module, config: Any, names: Any) -> None:
         why = ""
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
         kinds = [each.get("rope_type", each.get("type", "default")) for each in ropes if isinstance(each, dict)]
         layers = set(getattr(config, "layer_types", None) or ())
-        if getattr(self._model.config, "is_encoder_decoder", False):
+        if any(_is_prefixed(each) for each in module.modules()):
+            why = "peft puts a prefix before its keys"
+        elif getattr(self._model.config, "is_encoder_decoder", False):
             why = "it has an encoder"
         elif not getattr(self._model, "_supports_attention_backend", False):
             why = "its attention does not come from transformers' registry"
@@ -125,6 +127,11 @@ class _OfTransformers:
                 f"{type(self._model).__name__} gives no logits: take its class for causal language models."
             )
         return logits[0] if self._picks else logits[0, draws]
+
+
+def _is_prefixed(module: nn.Module) -> bool:
+    given = getattr(module, "peft_config", None)
+    return isinstance(given, dict) and any(each.is_prompt_learning for each in given.values())
 
 
 @untraced_from_call

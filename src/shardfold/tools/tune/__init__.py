@@ -9,6 +9,7 @@ config     the settings of the tuning recipes: model, data, adapter, base, text,
 data       from files to windows of tokens
 distill    distillation: each target learns the whole distribution of a teacher
 dpo        direct preference optimization: of two answers the better one gains
+grpo       group relative policy optimization: answers to one prompt are compared with each other
 kto        Kahneman-Tversky optimization: answers are good or bad, each by itself
 log_probs  log-probabilities of samples, as losses over pairs and labels need them
 models     from a folder to a model without memory, and to its values, which are read one tensor at a time
@@ -19,6 +20,8 @@ pt         more pre-training: supervised fine-tuning in which every token of eve
 reference  what the model said before it was tuned, without a second model
 results    what a tuning leaves behind that others read: an adapter in peft's format, or a folder of transformers
 reward     a reward model: one number for an answer, larger for the better of two
+rewards    what rates an answer
+rollouts   answers of the model that trains, what they are worth, and batches of them
 run        one tuning: the engine, the data, the run folder, and how far it is
 sft        supervised fine-tuning: the mean cross-entropy of all targets
 tuned      a tuning from its settings to what it leaves behind
@@ -33,6 +36,7 @@ from shardfold.tools.tune.config import (
     Base,
     DistillConfig,
     DPOConfig,
+    GRPOConfig,
     KTOConfig,
     ORPOConfig,
     PTConfig,
@@ -51,6 +55,7 @@ __all__ = [
     "Base",
     "DPOConfig",
     "DistillConfig",
+    "GRPOConfig",
     "KTOConfig",
     "ORPOConfig",
     "PTConfig",

@@ -29,11 +29,13 @@ __all__ = [
     "Base",
     "DPOConfig",
     "DistillConfig",
+    "GRPOConfig",
     "KTOConfig",
     "Kind",
     "ORPOConfig",
     "PTConfig",
     "RewardConfig",
+    "RolloutConfig",
     "SFTConfig",
     "Source",
     "Text",
@@ -404,6 +406,66 @@ class DistillConfig(TuneConfig):
     mix: float = Field(0.0, ge=0, le=1, description="Share of the usual loss in the whole.")
 
 
+class RolloutConfig(TuneConfig):
+    """What recipes have that learn from answers of their own, which rewards rate."""
+
+    kind: ClassVar[Kind] = "prompt"
+    effects: ClassVar[tuple[Effect, ...]] = (
+        *TUNE_EFFECTS,
+        Effect("reference", lambda run: run.beta > 0, "nothing is kept to a reference", "give --beta 0.04"),
+    )
+
+    reward: str = Field(
+        description="What rates an answer, added up: contains, ends, gsm8k, or rewards.py:name, a function in a file "
+        "of yours, which is run; with commas between them."
+    )
+    max_tokens: int = Field(64, ge=1, le=2**20, description="Tokens of an answer, at most.")
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="At which answers are drawn.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Of the likeliest tokens, those that sum to it are drawn from.")
+    top_k: int = Field(0, ge=0, description="The likeliest so many tokens are drawn from; 0: all.")
+    pages: int | None = Field(
+        None, ge=1, description="Pages of 16 tokens for keys and values while answers are drawn; as many as they fill, "
+        "if not given."
+    )  # fmt: skip
+    beta: float = Field(0.0, ge=0, allow_inf_nan=False, description="How closely the reference is kept to.")
+    reference: Literal["adapter", "copy"] = Field(
+        "adapter", description="What is kept to: adapter, the model without its adapter; copy, a second, frozen model."
+    )
+    updates: int = Field(1, ge=1, le=2**10, description="Optimizer steps on the same answers.")
+    epsilon: float = Field(0.2, gt=0, allow_inf_nan=False, description="Ratios are clipped to 1 -+ epsilon.")
+
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> RolloutConfig:
+        if self.sequence > 1:
+            raise ConfigError("answers are not drawn along an axis of sequence: leave --sequence out.")
+        if self.adapter is not None and self.adapter.kind == "prefix":
+            raise ConfigError("answers are not drawn with a prefix: give --lora, or leave --pre-seq-len out.")
+        if self.beta and self.reference == "adapter" and (self.adapter is None or self.adapter.kind != "lora"):
+            raise ConfigError(
+                "the reference is the model without its adapter, and there is none: give --lora 16, --reference copy "
+                "for a second, frozen model, or --beta 0."
+            )
+        return self
+
+
+class GRPOConfig(RolloutConfig):
+    """Group relative policy optimization (arXiv 2402.03300): answers to one prompt are compared with each other."""
+
+    recipe: ClassVar[str] = "grpo"
+    n: int = Field(8, ge=2, le=2**12, description="Answers to each prompt; --micro-batch counts prompts.")
+    epsilon_high: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Upper bound of ratios, 1 + this; without it as --epsilon."
+    )
+    scale: Literal["group", "batch", "none"] = Field(
+        "group", description="Advantages are divided by the deviation of rewards in their group, in all, or not."
+    )
+    loss: Literal["dapo", "grpo", "dr_grpo"] = Field(
+        "dapo",
+        description="Mean over: dapo, all tokens (arXiv 2503.14476); grpo, the tokens of an answer, then answers; "
+        "dr_grpo, --max-tokens of each answer (arXiv 2503.20783).",
+    )
+
+
 _RECIPES: dict[str, type[TuneConfig]] = {}
 
 
@@ -413,7 +475,7 @@ def register(settings: type[TuneConfig]) -> type[TuneConfig]:
     return settings
 
 
-for _each in (PTConfig, SFTConfig, RewardConfig, DPOConfig, ORPOConfig, KTOConfig, DistillConfig):
+for _each in (PTConfig, SFTConfig, RewardConfig, DPOConfig, ORPOConfig, KTOConfig, DistillConfig, GRPOConfig):
     register(_each)
 
 

@@ -59,9 +59,11 @@ class Recipe:
 
     Attributes:
         task: what the model ends in: ``"lm"``, logits over tokens, or ``"score"``, one number.
+        updates: of the optimizer in one step of the recipe.
     """
 
     task = "lm"
+    updates = 1
 
     def made(self, run: TuneRun, model: nn.Module) -> None:
         """Called with the model before it has an engine."""
@@ -185,11 +187,13 @@ class TuneRun:
         total: optimizer steps of the whole run.
         done: optimizer steps so far.
         split: of which rows batches are: ``"train"`` or ``"eval"``.
+        out: the run folder, once it trains.
     """
 
     def __init__(self, config: TuneConfig, console: Console, recipe: Recipe | None = None) -> None:
         self.config, self.console = config, console
         self.recipe = recipe_of(config.recipe) if recipe is None else recipe
+        self.recipe.updates = getattr(config, "updates", 1)
         self.place = ModelPlace.find(config.model)
         config = self.config = with_length(config, self.place)
         self.tokenizer = self.place.tokenizer()
@@ -217,7 +221,7 @@ class TuneRun:
             precision=config.precision,
             accumulate=config.accumulate,
             clip_norm=_clip(config),
-            lr_schedule=_schedule(config, config.steps or 1),
+            lr_schedule=_schedule(config, (config.steps or 1) * self.recipe.updates),
             init=sf.Init(weights=self.tensors, seed=config.seed),
         )
         if not config.micro_batch:
@@ -232,6 +236,7 @@ class TuneRun:
         self.stop = StopSignal()
         self.interrupted = False
         self.split = "train"
+        self.out: Path | None = None
         self.began = time.perf_counter()
         self.model.train()
 
@@ -269,7 +274,7 @@ class TuneRun:
     def _renew_schedule(self) -> None:
         """The rates of as many steps as the data make."""
         if self.config.steps is None and (schedule := self.engine.lr_schedule) is not None:
-            fresh = _schedule(self.config, self.total)(_Rates(schedule.optimizer))
+            fresh = _schedule(self.config, self.total * self.recipe.updates)(_Rates(schedule.optimizer))
             schedule.lr_lambdas = [fresh.lr_lambdas[0]] * len(schedule.lr_lambdas)
             renew_rates(schedule)
 
@@ -383,7 +388,7 @@ class TuneRun:
     def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
         """Step until the end, or until some rank was asked to stop; checkpoints go to ``out``."""
         config = self.config
-        self.began = time.perf_counter()
+        self.began, self.out = time.perf_counter(), out
         with self.stop as stop:
             windows = iter(self.batches)
             while self.done < self.total:
