@@ -169,6 +169,22 @@ def test_a_prefix_with_recomputation(name: str, ranks: Ranks, tmp_path: Path) ->
     assert _near(written, logits, 1e-5)
 
 
+def test_each_round_of_loftq_is_nearer() -> None:
+    """What is left of a weight falls, and is less than what rounding alone leaves; LoRA's scaling is counted."""
+    import torch
+
+    from shardfold.tools.tune.loftq import loftq, rounded
+
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    left: list[float] = []
+    for rounds in range(1, 5):
+        base, a, b = loftq(weight, 8, 2.0, "nf4/64", rounds)
+        assert torch.equal(rounded(base, "nf4/64"), base)
+        left.append(float((weight - base - 2.0 * b @ a).norm()))
+    assert left == sorted(left, reverse=True) and left[-1] < 0.95 * left[0]
+    assert left[0] < float((weight - rounded(weight, "nf4/64")).norm())
+
+
 def expanded(folder: str) -> tuple[bool, list[float], set[str], set[str]]:
     """Whether the expanded model answers as its base to the bit, losses, and which parameters changed."""
     import torch

@@ -37,16 +37,17 @@ def ours(recipe: str, folder: str, layout: str, adapter: dict[str, Any] | None, 
 
     torch.manual_seed(0)
     here, world = Path(folder), torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    shared = more.get("tensor", 1) * more.get("sequence", 1)
     settings = {
         "model": here / "base", "data": str(here / "rows.jsonl"), "cache": here / "cache", "layout": layout,
-        "steps": STEPS, "micro_batch": BATCH // world, "lr": LR, "schedule": "constant", "clip_norm": 0.0,
+        "steps": STEPS, "micro_batch": BATCH * shared // world, "lr": LR, "schedule": "constant", "clip_norm": 0.0,
         "adapter": adapter, **more,
     }  # fmt: skip
     run = TuneRun(config_class(recipe).load(settings), lenient_console())
     run.batches = run.batches_of(run.rows, shuffle=False)
     run.recipe.begin(run)
     windows = iter(run.batches)
-    losses = [run.step(windows).loss for _ in range(STEPS)]
+    losses = [run.step(windows).loss for _ in range(run.total)]
     run.recipe.close()
     run.engine.close()
     return losses
@@ -138,3 +139,120 @@ def _both(ranks: Ranks, recipe: str, tmp_path: Path, more: dict[str, Any] | None
 def test_losses_are_those_of_trl(recipe: str, ranks: Ranks, tmp_path: Path) -> None:
     """All parameters trained by AdamW, 20 steps of 4 rows or pairs: within 1e-5, whoever shares them out."""
     _both(ranks, recipe, tmp_path)
+
+
+def references(folder: str, recipe: str, adapter: dict[str, Any] | None) -> list[float]:
+    """Losses of 3 steps over the same rows, whose first one is of a model that is its reference."""
+    return ours(recipe, folder, "zero3", adapter, {"steps": 3})[:3]
+
+
+@pytest.mark.parametrize("adapter", [{"rank": 4}, {"rank": 4, "variant": "pissa"}], ids=["apart", "in the base"])
+def test_the_reference_is_the_model_as_it_was(adapter: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
+    """With an adapter the losses of DPO are those of a reference that was computed before, from its log 2 on; also with
+    one that takes its first matrices out of the base."""
+    import math
+
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.write_rows(tmp_path / "rows.jsonl", support.pairs(_number("dpo")))
+    found = ranks.run(references, str(tmp_path), "dpo", adapter, world_size=2)[0]
+    assert found[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(found[1] - math.log(2)) > 1e-4
+    kept = list((tmp_path / "cache" / "reference").glob("*.npy")) if (tmp_path / "cache" / "reference").exists() else []
+    assert len(kept) == (1 if adapter.get("variant") else 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+@pytest.mark.parametrize("recipe", list(ROWS))
+@pytest.mark.parametrize("adapter", [None, {"rank": 4, "targets": "q_proj,v_proj"}], ids=["whole", "lora"])
+def test_ranks_that_share_layers_or_sequences(
+    recipe: str, axis: str, adapter: dict[str, Any] | None, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Two ranks along an axis that is none of data come to the losses of one rank, of every recipe."""
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.write_rows(tmp_path / "rows.jsonl", ROWS[recipe](_number(recipe)))
+    folder = str(tmp_path)
+    one = ranks.run(ours, recipe, folder, "ddp", adapter, {}, world_size=1)[0]
+    two = ranks.run(ours, recipe, folder, "zero3", adapter, {axis: 2}, world_size=2)[0]
+    assert two == pytest.approx(one, abs=TOLERANCE, rel=TOLERANCE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hsdp", "offload", "infinity"])
+def test_every_layout_is_the_same(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    """DPO with LoRA, whose reference is the base, on two ranks."""
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.write_rows(tmp_path / "rows.jsonl", support.pairs(_number("dpo")))
+    one = ranks.run(ours, "dpo", str(tmp_path), "ddp", {"rank": 4}, {}, world_size=1)[0]
+    two = ranks.run(ours, "dpo", str(tmp_path), layout, {"rank": 4}, {}, world_size=2)[0]
+    assert two == pytest.approx(one, abs=TOLERANCE, rel=TOLERANCE)
+
+
+def distilled(folder: str, more: dict[str, Any]) -> list[float]:
+    """Losses of a student that begins as its teacher, or as another model."""
+    return ours("distill", folder, "zero3", None, {"steps": STEPS, **more})
+
+
+def test_distillation_comes_nearer_to_its_teacher(ranks: Ranks, tmp_path: Path) -> None:
+    """From its teacher a student has nothing to learn; another one comes nearer, and begins with the divergence that
+    plain PyTorch finds, in the direction that is asked for."""
+    import torch
+    import torch.nn.functional as F
+
+    from shardfold.tools.tune.config import DistillConfig
+    from shardfold.tools.tune.distill import divergences
+
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.model_folder(tmp_path / "teacher", scale=4.0, seed=1, num_hidden_layers=3)
+    support.write_rows(tmp_path / "rows.jsonl", support.chats(STEPS * BATCH))
+    same = ranks.run(distilled, str(tmp_path), {"teacher": tmp_path / "base"}, world_size=2)[0]
+    assert abs(same[0]) < 1e-6
+    losses = ranks.run(distilled, str(tmp_path), {"teacher": tmp_path / "teacher"}, world_size=2)[0]
+    assert losses[-1] < losses[0] / 2
+    draw = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 5, 11, generator=draw)
+    for direction, of, to in (("forward", teacher, student), ("reverse", student, teacher)):
+        config = DistillConfig.load(
+            {"model": "a", "data": "b", "teacher": "c", "divergence": direction, "temperature": 2}
+        )
+        wanted = 4 * F.kl_div((to / 2).log_softmax(-1), (of / 2).softmax(-1), reduction="none").sum(-1)
+        assert torch.allclose(divergences(student, teacher, config), wanted, atol=1e-6)
+
+
+def test_noise_has_the_law_of_the_paper() -> None:
+    """Uniform within alpha over the root of tokens times width, of each sample by its own length; other on other ranks
+    and in other steps, the same again in the same ones, and none where nothing is trained."""
+    import torch
+    from torch import nn
+
+    from shardfold.tools.tune.noise import EmbeddingNoise, sample_lengths
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 64)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.table
+
+    model, ids = Model(), torch.zeros(2, 100, dtype=torch.int64)
+    documents = torch.zeros(2, 100, dtype=torch.int32)
+    documents[0, 75:], documents[1] = 1, 2
+    noise = EmbeddingNoise(model, 5.0, seed=0)
+    noise.lengths = sample_lengths(documents)
+    assert noise.lengths[0].tolist() == [75] * 75 + [25] * 25
+
+    def drawn(rank: int, step: int) -> torch.Tensor:
+        noise.step((rank, 0), step)
+        return model.table(ids).detach() - model.table.weight[0].detach()
+
+    first = drawn(0, 0)
+    for row, part, length in ((0, slice(0, 75), 75), (0, slice(75, 100), 25), (1, slice(0, 100), 100)):
+        most = 5.0 / (length * 64) ** 0.5
+        found = first[row, part]
+        assert 0.99 * most < found.abs().max() <= most * (1 + 1e-5)
+        assert found.var() == pytest.approx(most**2 / 3, rel=0.1)
+    assert torch.equal(first, drawn(0, 0))
+    assert not torch.allclose(first, drawn(1, 0)) and not torch.allclose(first, drawn(0, 1))
+    model.eval()
+    assert not drawn(0, 0).any()

@@ -11,6 +11,7 @@ distill    distillation: each target learns the whole distribution of a teacher
 dpo        direct preference optimization: of two answers the better one gains
 grpo       group relative policy optimization: answers to one prompt are compared with each other
 kto        Kahneman-Tversky optimization: answers are good or bad, each by itself
+loftq      LoftQ: a rounded weight and two small matrices that together are near the weight
 log_probs  log-probabilities of samples, as losses over pairs and labels need them
 models     from a folder to a model without memory, and to its values, which are read one tensor at a time
 noise      noise on embeddings while a model is tuned: NEFTune

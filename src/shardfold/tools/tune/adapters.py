@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError, ModelError, did_you_mean
 from shardfold.sharding.materialize import meta_init
 from shardfold.tools.tune.config import Adapter
+from shardfold.tools.tune.loftq import loftq
 from shardfold.tools.tune.models import (
     FolderTensors,
     FreshTensors,
@@ -58,11 +59,6 @@ def lora_config(adapter: Adapter, model: nn.Module, task: str) -> Any:
     from peft import LoraConfig
 
     variant = adapter.variant
-    more: dict[str, Any] = {}
-    if variant == "loftq":
-        from peft import LoftQConfig
-
-        more["loftq_config"] = LoftQConfig(loftq_bits=4)
     targets: Any = adapter.targets if adapter.targets == "all-linear" else adapter.targets.split(",")
     last = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     for name in targets if isinstance(targets, list) else ():
@@ -78,10 +74,9 @@ def lora_config(adapter: Adapter, model: nn.Module, task: str) -> Any:
         target_modules=targets,
         use_rslora=variant == "rslora",
         use_dora=variant == "dora",
-        init_lora_weights=variant if variant in BASE_CHANGES else True,  # pyright: ignore[reportArgumentType]
+        init_lora_weights=variant if variant in ("pissa", "olora") else True,  # pyright: ignore[reportArgumentType]
         modules_to_save=modules or None,
         task_type="SEQ_CLS" if task == "score" else "CAUSAL_LM",
-        **more,
     )
 
 
@@ -220,15 +215,18 @@ class LoneLayers:
         model: that peft has wrapped, without memory.
         given: values of the base.
         seed: of the first values.
+        finish: changes a layer that peft has made; None: nothing does.
     """
 
-    def __init__(self, model: Any, given: Mapping[str, Tensor], seed: int) -> None:
+    def __init__(
+        self, model: Any, given: Mapping[str, Tensor], seed: int, finish: Callable[[Any], None] | None = None
+    ) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         config = copy.copy(model.peft_config[NAME])
         config.target_modules, config.modules_to_save, config.exclude_modules = {"layer"}, None, None
         config.inference_mode = False
-        self._config, self._given, self._seed = config, given, seed
+        self._config, self._given, self._seed, self._finish = config, given, seed, finish
         self._hollow = {
             path: copy.deepcopy(module.get_base_layer())
             for path, module in model.get_base_model().named_modules()
@@ -256,7 +254,19 @@ class LoneLayers:
         holder.layer = layer
         with seeded(self._seed, path), quiet():
             inject_adapter_in_model(self._config, holder)
-        return holder.get_submodule("layer")
+        made = holder.get_submodule("layer")
+        if self._finish is not None:
+            self._finish(made)
+        return made
+
+
+def _round_base(format: str, layer: Any) -> None:
+    """Makes of a layer what LoftQ begins with."""
+    a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    weight = layer.get_base_layer().weight
+    with torch.no_grad():
+        for parameter, value in zip((weight, a, b), loftq(weight, len(a), layer.scaling[NAME], format), strict=True):
+            parameter.copy_(value)
 
 
 class AdaptedTensors(Mapping[str, Tensor]):
@@ -265,15 +275,20 @@ class AdaptedTensors(Mapping[str, Tensor]):
     Args:
         model: that peft has wrapped, without memory.
         given: values of the base, by the names of the base.
+        adapter: the settings that peft's config was made of.
         seed: of the adapter's.
+        resting: the format in which the base is to rest; None: it is not rounded, but by LoftQ as nf4.
     """
 
-    def __init__(self, model: Any, given: Mapping[str, Tensor], seed: int) -> None:
+    def __init__(
+        self, model: Any, given: Mapping[str, Tensor], adapter: Adapter, seed: int, resting: str | None = None
+    ) -> None:
         self._given, self._seed = given, seed
         self._config = model.peft_config[NAME]
-        self._changes = getattr(self._config, "init_lora_weights", None) in BASE_CHANGES
-        lora = self._config.peft_type == "LORA"
-        self._layers = LoneLayers(model, given, seed) if lora else None
+        self._changes = adapter.kind == "lora" and adapter.variant in BASE_CHANGES
+        lora = adapter.kind == "lora"
+        finish = partial(_round_base, resting or "nf4/64") if adapter.variant == "loftq" else None
+        self._layers = LoneLayers(model, given, seed, finish) if lora else None
         self._makes_prefix = None if lora else partial(type(model.prompt_encoder[NAME]), self._config)
         base = {id(p): name for name, p in model.get_base_model().named_parameters(remove_duplicate=False)}
         self._places: dict[str, tuple[str, str]] = {}
@@ -325,7 +340,7 @@ class MergedTensors(Mapping[str, Tensor]):
         from peft import LoraConfig, get_peft_model
         from safetensors import safe_open
 
-        config = LoraConfig.from_pretrained(str(adapter))
+        config: Any = LoraConfig.from_pretrained(str(adapter))
         config.init_lora_weights = False
         with meta_init(), quiet():
             wrapped = get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
@@ -383,13 +398,14 @@ class JoinedTensors(Mapping[str, Tensor]):
 
 
 def beginning(
-    model: nn.Module, place: ModelPlace, adapter: Adapter | None, task: str, seed: int
+    model: nn.Module, place: ModelPlace, adapter: Adapter | None, task: str, seed: int, resting: str | None = None
 ) -> tuple[nn.Module, Mapping[str, Tensor]]:
     """The model with its adapter, and what an engine is given as ``Init(weights=...)``.
 
     Args:
         model: without memory, already with the blocks that ``expand`` adds.
         place: where its values are.
+        resting: the format in which frozen parameters are to rest; None: their own.
     """
     if adapter is not None and adapter.kind == "expand":
         before = hollow_model(copy.deepcopy(place.config), task)
@@ -398,18 +414,18 @@ def beginning(
         given = merged_tensors(model, place, task)
     given = JoinedTensors(given, FreshTensors(model, given, seed))
     wrapped = adapted(model, adapter, task, place.folder)
-    if wrapped is model:
+    if wrapped is model or adapter is None:
         return model, given
-    return wrapped, AdaptedTensors(wrapped, given, seed)
+    return wrapped, AdaptedTensors(wrapped, given, adapter, seed, resting)
 
 
-def optimizer_groups(model: nn.Module, adapter: Adapter, make: Callable[..., Any], lr: float, decay: float) -> Any:
+def optimizer_groups(model: nn.Module, adapter: Adapter, kind: type, lr: float, decay: float, **options: Any) -> Any:
     """An optimizer with LoRA+'s groups of rates, which peft makes (arXiv 2402.12354)."""
     from peft.optimizers import create_loraplus_optimizer
 
     made = create_loraplus_optimizer(
-        model=model, optimizer_cls=make, lr=lr, loraplus_lr_ratio=adapter.lr_ratio,  # pyright: ignore
-        loraplus_weight_decay=decay,
+        model=model, optimizer_cls=kind, lr=lr, loraplus_lr_ratio=adapter.lr_ratio,  # pyright: ignore
+        loraplus_weight_decay=decay, **options,
     )  # fmt: skip
     made.param_groups[:] = [group for group in made.param_groups if group["params"]]
     return made

@@ -177,7 +177,10 @@ def _sources(given: Any) -> Any:
     made: list[Any] = []
     for each in given:
         if isinstance(each, str | Path):
-            made += [Source(path=Path(part)) for part in (each.split(",") if isinstance(each, str) else [each])]
+            made += [
+                Source.model_validate({"path": Path(part)})
+                for part in (each.split(",") if isinstance(each, str) else [each])
+            ]
         else:
             made.append(Source.load(dict(each), where="data") if isinstance(each, Mapping) else each)
     return tuple(made)
@@ -218,8 +221,8 @@ class TuneConfig(RecipeSettings):
     )
     procs: int = _as_in_train("procs", default=1)
     adapter: Adapter | None = Field(None, description="What is trained; without it, all parameters.")
-    base: Base = Field(Base(), description="As what frozen parameters rest.")
-    text: Text = Field(Text(), description="How rows become tokens.")
+    base: Base = Field(Base.model_validate({}), description="As what frozen parameters rest.")
+    text: Text = Field(Text.model_validate({}), description="How rows become tokens.")
     layout: str = _as_in_train("layout")
     gather: str | None = _as_in_train("gather")
     reduce: str | None = _as_in_train("reduce")
@@ -317,6 +320,8 @@ class TuneConfig(RecipeSettings):
         """Return the layout's table, with the wires that are named and the tiers that `offload` names."""
         wires = {"gather": self.gather, "reduce": self.reduce}
         table = presets.named(self.layout).replace(**{purpose: name for purpose, name in wires.items() if name})
+        if self.base.resting is not None:
+            table = table.replace(base=self.base.resting)
         return offloaded(table, self.offload)
 
     def axes(self) -> dict[str, int]:

@@ -75,9 +75,10 @@ def _write_adapter(run: TuneRun, folder: Path, base: Path) -> None:
     if not run.leads:
         return
     folder.mkdir()
-    if config.init_lora_weights in ("pissa", "olora") if hasattr(config, "init_lora_weights") else False:
+    variant = run.config.adapter.variant if run.config.adapter is not None else ""
+    if variant in ("pissa", "olora"):
         config, values = _on_the_base_as_it_was(run, config, values)
-    elif getattr(config, "init_lora_weights", None) == "loftq":
+    elif variant == "loftq":
         _write_changed_base(run, base)
         config.base_model_name_or_path = str(base.resolve())
     if hasattr(config, "init_lora_weights"):

@@ -152,16 +152,16 @@ def _optimizer(config: TuneConfig, model: nn.Module) -> Any:
         return sf.optim.Muon(
             sf.optim.muon_groups(model, lr=config.lr, adamw_lr=config.lr, betas=BETAS), weight_decay=config.weight_decay
         )
-    classes = {
-        "adamw": partial(torch.optim.AdamW, betas=BETAS),
-        "adamw8bit": partial(sf.optim.AdamW8bit, betas=BETAS),
-        "adafactor": sf.optim.Adafactor,
-        "lion": sf.optim.Lion,
+    classes: dict[str, tuple[type, dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, {"betas": BETAS}),
+        "adamw8bit": (sf.optim.AdamW8bit, {"betas": BETAS}),
+        "adafactor": (sf.optim.Adafactor, {}),
+        "lion": (sf.optim.Lion, {}),
     }
-    make: Any = classes[config.optimizer]
+    kind, options = classes[config.optimizer]
     if config.adapter is not None and config.adapter.lr_ratio is not None:
-        return optimizer_groups(model, config.adapter, make, config.lr, config.weight_decay)
-    return partial(make, lr=config.lr, weight_decay=config.weight_decay)
+        return optimizer_groups(model, config.adapter, kind, config.lr, config.weight_decay, **options)
+    return partial(kind, lr=config.lr, weight_decay=config.weight_decay, **options)
 
 
 def _clip(config: TuneConfig) -> sf.Clip | None:
@@ -200,8 +200,9 @@ class TuneRun:
         self.rows = self.prepare(config.data, config.kind)
         self.held_out = self.prepare(config.eval_data, config.kind) if config.eval_data else None
         self.model_config = changed_config(config, self.place)
+        task = self.recipe.task
         self.model, self.tensors = beginning(
-            hollow_model(self.model_config, self.recipe.task), self.place, config.adapter, self.recipe.task, config.seed
+            hollow_model(self.model_config, task), self.place, config.adapter, task, config.seed, config.base.resting
         )
         self.recipe.made(self, self.model)
         self.noise = EmbeddingNoise(self.model, config.text.noise, config.seed) if config.text.noise else None
@@ -210,7 +211,7 @@ class TuneRun:
         self.engine = sf.Engine(
             self.model,
             optimizer=_optimizer(config, self.model),
-            layout=self._table(),
+            layout=config.table(),
             activations=None if config.activations == "keep" else config.activations,
             parallel=sf.Parallel(
                 mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
@@ -265,11 +266,6 @@ class TuneRun:
             shuffle=shuffle,
             pad=self.tokenizer.pad_token_id or 0,
         )
-
-    def _table(self) -> sf.Layout:
-        if self.config.base.resting is not None:
-            raise ConfigError("frozen parameters do not rest in few bits yet: leave --bits out.")
-        return self.config.table()
 
     def _renew_schedule(self) -> None:
         """The rates of as many steps as the data make."""
