@@ -73,12 +73,22 @@ def muon(parameters: Iterable[nn.Parameter], ns_dtype: torch.dtype | None = torc
     return sf.optim.Muon(groups, lr=0.02, ns_dtype=ns_dtype)
 
 
+def galore(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Three projectors in 20 steps."""
+    every = list(parameters)
+    hidden = [p for p in every if p.dim() == 2 and p.shape[0] != models.VOCAB]
+    rest = [p for p in every if all(p is not other for other in hidden)]
+    groups = [{"params": hidden, "rank": 6, "update_proj_gap": 7}, {"params": rest}]
+    return sf.optim.GaLore(groups, lr=1e-3, weight_decay=0.1)
+
+
 #: What is ours, with how far parameters may be apart after 20 steps. 8-bit codes can fall to the other side.
 OURS: dict[str, tuple[Callable[[Iterable[Any]], torch.optim.Optimizer], float]] = {
     "LAMB": (partial(sf.optim.LAMB, lr=1e-2), 1e-4),
     "Lion": (partial(sf.optim.Lion, lr=1e-3, weight_decay=0.1), 1e-4),
     "Adafactor": (partial(sf.optim.Adafactor, lr=1e-2, weight_decay=0.1), 1e-4),
     "Muon": (muon, 1e-4),
+    "GaLore": (galore, 1e-4),
     "AdamW8bit": (partial(sf.optim.AdamW8bit, lr=1e-3, block=256, min_8bit_size=256), 5e-3),
 }
 
@@ -226,7 +236,7 @@ def test_what_ours_keep_and_send_is_what_the_books_say(ranks: Ranks, name: str, 
     said = ranks.run(_books, layout, name, world_size=3)
     for books, (program, sent), (held, kinds), _ in said:
         assert all(table == row_held == held for table, row_held in books)
-        assert program == sent and kinds == (name == "Muon" and layout == "zero3") == (sent > 0)
+        assert program == sent and kinds == (name in ("Muon", "GaLore") and layout == "zero3") == (sent > 0)
     each, whole = [held for _, _, (held, _), _ in said], said[0][3]
     if layout == "ddp":
         assert each == [whole] * 3

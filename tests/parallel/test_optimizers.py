@@ -24,8 +24,16 @@ def muon(model: nn.Module) -> Any:
     )
 
 
+def galore(model: nn.Module) -> Any:
+    groups = sf.optim.galore_groups(
+        model, rank=3, update_proj_gap=2, scale=0.5, others=["*head*", "*embed*"], lr=0.01, eps=1e-3
+    )
+    return sf.optim.GaLore(groups, lr=0.02, eps=1e-3)
+
+
 MAKE: dict[str, Callable[[nn.Module], Any]] = {
     "muon": muon,
+    "galore": galore,
     "lamb": lambda model: sf.optim.LAMB(model.parameters(), lr=0.02),
     "adafactor": lambda model: sf.optim.Adafactor(model.parameters(), lr=0.02),
 }
@@ -67,7 +75,7 @@ def _trains(name: str, cases: list[tuple[str, str]], size: int, folder: str) -> 
             if step == 1:
                 engine.save(f"{folder}/{kind}-{layout}", latest=False)
         moved = {row.purpose: (row.sent, row.program) for row in engine.traffic().rows if row.purpose == "update"}
-        assert bool(moved) == (kind == "muon")
+        assert bool(moved) == (kind in ("muon", "galore"))
         assert all(sent == program for sent, program in moved.values()), moved
         with engine.gathered():
             for key, value in engine.module.named_parameters():
@@ -89,7 +97,7 @@ def _goes_on(name: str, kind: str, layout: str, size: int, folder: str) -> None:
     engine.close()
 
 
-CASES = [("muon", "zero3"), ("lamb", "zero1"), ("adafactor", "zero2")]
+CASES = [("muon", "zero3"), ("galore", "zero2"), ("lamb", "zero1"), ("adafactor", "zero2")]
 
 
 def test_the_update_is_that_of_whole_matrices(ranks: Ranks, tmp_path: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.optim import muon_groups, warmup_cosine
+from shardfold.optim import galore_groups, muon_groups, warmup_cosine
 from tests.support.keeping import WIDTH, WORDS, Odd, Setting, adamw, batches, contents, mesh
 from tests.support.options import grouped
 
@@ -84,6 +84,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "Lion": _of(sf.optim.Lion, lr=1e-3),
     "Adafactor": _of(sf.optim.Adafactor, lr=1e-2),
     "AdamW8bit": _of(sf.optim.AdamW8bit, lr=1e-2, block=16, min_8bit_size=64),
+    "GaLore": lambda model: sf.optim.GaLore(galore_groups(model, rank=4, update_proj_gap=4), lr=1e-2),
     "Muon": lambda model: sf.optim.Muon(muon_groups(model, lr=1e-2, adamw_lr=3e-3)),
 }
 
@@ -98,6 +99,7 @@ CASES: dict[str, tuple[Case, Setting]] = {
     ),
     "fp16": (Case(Wet, precision="fp16", average=True, options=(("loss_scale", GROWING),)), Setting("zero2", 2)),
     "stochastic rounding": (Case(Wet, precision=STOCHASTIC), Setting("hpz", 2)),
+    "GaLore": (Case(Plain, "GaLore"), Setting("zero3", 2)),
     "Muon": (Case(Plain, "Muon", average=True), Setting("zero1", 2)),
     "AdamW8bit": (Case(Plain, "AdamW8bit", precision="bf16"), Setting("fsdp2", 2)),
     "Adafactor": (Case(Plain, "Adafactor"), Setting("zero3", 2)),

@@ -293,18 +293,22 @@ def _places(model: ShardedModel) -> Iterator[tuple[Segment, int]]:
 def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, segment: Segment, slot: Slot) -> tuple[int, int]:
     """This rank's share of a range that all ranks have which differ from it on other axes only: data axes, or, of a
     parameter that is whole, any."""
-    sizes = model.comm.mesh.sizes
-    every = slot.box is None and not segment.spec.distinct
-    shared = sizes.meeting if every else [a for a in sizes.alike if a not in segment.spec.distinct]
-    others = tuple(axis for axis in shared if axis not in over and sizes[axis] > 1)
-    replicas = model.comm.mesh.parts(others)
-    number = shard_index(others, sizes, model.comm.mesh.coords)
+    number, replicas = _replica(model, over, segment, slot)
     align = alignment(model.optimizer)
     steps = (bounds[1] - bounds[0]) // align
     low, high = steps * number // replicas * align, steps * (number + 1) // replicas * align
     if number == replicas - 1:
         high = bounds[1] - bounds[0]
     return bounds[0] + low, bounds[0] + high
+
+
+def _replica(model: ShardedModel, over: Axes, segment: Segment, slot: Slot) -> tuple[int, int]:
+    """Which of the ranks that have the same of a parameter this one is, and how many there are."""
+    sizes = model.comm.mesh.sizes
+    every = slot.box is None and not segment.spec.distinct
+    shared = sizes.meeting if every else [a for a in sizes.alike if a not in segment.spec.distinct]
+    others = tuple(axis for axis in shared if axis not in over and sizes[axis] > 1)
+    return shard_index(others, sizes, model.comm.mesh.coords), model.comm.mesh.parts(others)
 
 
 def _of_parameter(
@@ -336,6 +340,9 @@ def _of_parameter(
             parts.append(_range(place, average_state(number), a - place.offset, values))
         if lost is not None:
             parts.append(_range(place, LOST, a - place.offset, lost[a - bounds[0] : b - bounds[0]]))
+    if not _replica(model, segment.table.master.over, segment, place)[0]:
+        for name, value in update.owned(segment, slot).items():
+            parts.append(UnwrittenPiece.whole("once", name, place.name, value))
     if first and not any(place.starts):  # of boxes the one that begins the parameter: what is kept once is equal in all
         numbers: dict[str, Any] = {}
         for name, value in update.kept_once(segment, slot).items():

@@ -494,7 +494,7 @@ class _Work:
     def _once(self, segment: Segment, slot: int, old: str) -> None:
         update = self._model.updater
         assert update is not None
-        for name, value in self._checkpoint.once(old).items():
+        for name, value in self._checkpoint.once(old, update.elsewhere(segment, slot)).items():
             update.take_value(segment, slot, name, value)
 
     def _fill(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -284,11 +284,12 @@ class Checkpoint:
         """A buffer, in its shape and dtype."""
         return self.read(name).view((self.buffers.get(name) or self.parameters[name]).shape)
 
-    def once(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps of a parameter once: numbers and tensors, by name."""
+    def once(self, name: str, without: Collection[str] = ()) -> dict[str, Any]:
+        """What the optimizer keeps of a parameter once: numbers and tensors, by name; some tensors are not read."""
         said = {key: decode(value, self._no_tensor) for key, value in self.index.once.get(name, {}).items()}
         for piece in self._once.get(name, ()):
-            said[piece.state] = self._reader.tensor(piece)
+            if piece.state not in without:
+                said[piece.state] = self._reader.tensor(piece)
         return said
 
     def run(self) -> dict[str, Any]:

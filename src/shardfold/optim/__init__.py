@@ -10,6 +10,7 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     class_optimizer   any class on shards: it steps by itself, and what it keeps it keeps by piece
     compiled          Adam's update of host memory as one compiled pass
     fused             AdamW, Adam and SGD in one pass over a shard, block by block while a block is in cache
+    galore            GaLore: AdamW whose moments are of gradients that are projected to a low rank
     global_weights    the weights that all groups of ranks share, and how outer steps change them
     guard             methods of an engine's optimizer that users must not call
     lamb              LAMB
@@ -29,12 +30,14 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     threads           threads that update blocks in host memory beside each other, each with one thread of torch's
     zero_one_adam     0/1 Adam
     _fused_optimizer  AdamW, Adam and SGD on shards, which the fused pass updates
+    _hidden_matrices  which parameters are matrices of hidden layers
     _owners           whole matrices on one rank each
     _parts_optimizer  an optimizer of ours on shards, which is told where its pieces lie
 """
 
 from shardfold.optim.adafactor import Adafactor
 from shardfold.optim.adamw8bit import AdamW8bit
+from shardfold.optim.galore import GaLore, galore_groups
 from shardfold.optim.lamb import LAMB
 from shardfold.optim.lion import Lion
 from shardfold.optim.muon import Muon, muon_groups
@@ -47,6 +50,7 @@ __all__ = [
     "LAMB",
     "Adafactor",
     "AdamW8bit",
+    "GaLore",
     "LRRangeTest",
     "Lion",
     "Muon",
@@ -57,6 +61,7 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "ZeroOneAdam",
+    "galore_groups",
     "muon_groups",
     "warmup_cosine",
 ]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardfold.nn.axis_group import AxisGroup
-from shardfold.optim.parts import ShardPlacement
+from shardfold.optim.parts import PartRanks, ShardPlacement
 
-__all__ = ["balanced", "exchanged", "on_owners"]
+__all__ = ["balanced", "exchanged", "joined_place", "on_owners"]
 
 BATCH = 64 * 1024 * 1024
 """Bytes of whole matrices that one rank completes at a time (or one matrix, if it is larger)."""
@@ -65,6 +65,18 @@ def exchanged(
     home = sum(place.numel - place.part_numel for place, owner in owned if owner == group.rank)
     calls = 2 * len(list(_batches_of([place.numel * itemsize for place in places], owners)))
     return calls, (away + home) * itemsize
+
+
+def joined_place(place: ShardPlacement, ranks: PartRanks) -> ShardPlacement:
+    """Where parts of a matrix are on all ranks that have some: its boxes lie one behind the other, ``(boxes, rows,
+    columns)``."""
+    if place.box is None:
+        return place
+    shares = tuple(
+        (box * place.numel + place.shares[own][0], box * place.numel + place.shares[own][1])
+        for own, box in ranks.places
+    )
+    return ShardPlacement((ranks.group.size // len(place.shares), *place.shape), shares, ranks.group.rank)
 
 
 def _batches(parts: Sequence[Tensor], places: Sequence[ShardPlacement], owners: Sequence[int]) -> Iterator[list[int]]:

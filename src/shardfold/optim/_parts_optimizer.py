@@ -5,7 +5,7 @@ It has a piece of every parameter on every rank, and may ask other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class PartsOptimizer(ClassOptimizer):
         kept: dict[SegmentSpec, float] = {}
         for piece in self._every_piece():
             spec, place = piece.segment.spec, self._ours.places[piece.tensor]
-            num_bytes = self._ours.state_bytes(self._group(piece.segment), place, piece.tensor.itemsize)
+            num_bytes = self._ours.kept_bytes(self._group(piece.segment), piece.tensor, place)
             kept[spec] = kept.get(spec, 0.0) + num_bytes
         return lambda spec: kept.get(spec, 0.0)
 
@@ -67,6 +67,21 @@ class PartsOptimizer(ClassOptimizer):
 
     def dtypes(self, piece: MasterPiece) -> dict[str, torch.dtype]:
         return self._ours.dtypes(piece.tensor)
+
+    def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]:
+        said = super().describe(segment)
+        for piece in self._pieces[id(segment)]:
+            if owned := self._ours.owned(piece.tensor):  # it knows more than any rank with a part
+                said[piece.slot] = (self._ours.places[piece.tensor].numel + 1, {**said[piece.slot][1], **owned})
+        return said
+
+    def owned(self, segment: Segment, slot: int) -> dict[str, Tensor]:
+        return {
+            n: value for piece in self._pieces_of(segment, slot) for n, value in self._ours.owned(piece.tensor).items()
+        }
+
+    def elsewhere(self, segment: Segment, slot: int) -> Collection[str]:
+        return {name for piece in self._pieces_of(segment, slot) for name in self._ours.elsewhere(piece.tensor)}
 
     def value(self, piece: MasterPiece, name: str) -> Tensor:
         return self._ours.value(piece.tensor, name)

@@ -126,7 +126,7 @@ class AdamW8bit(PartOptimizer):
 
     def stored(self, tensor: Tensor) -> dict[str, tuple[int, Tensor]]:
         state = self.state.get(tensor, {})
-        if not state or "exp_avg" in state:
+        if "exp_avg_codes" not in state:
             return super().stored(tensor)
         codes = {f"{name}_codes": (1, state[f"{name}_codes"]) for name in self.per_element}
         return codes | {f"{name}_scales": (self.block, state[f"{name}_scales"]) for name in self.per_element}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 
 from shardfold import accelerator
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.optim._owners import balanced, exchanged, on_owners
+from shardfold.optim._hidden_matrices import hidden_matrices
+from shardfold.optim._owners import balanced, exchanged, joined_place, on_owners
 from shardfold.optim.adamw import adamw_
-from shardfold.optim.parts import PartOptimizer, PartRanks, ShardPlacement, Use, check_betas, check_number
+from shardfold.optim.parts import PartOptimizer, ShardPlacement, Use, check_betas, check_number
 from shardfold.plan.axes import Axes
 from shardfold.plan.checks import known_arguments
 from shardfold.plan.cost import Sent
@@ -161,7 +161,7 @@ class Muon(PartOptimizer):
 
     def _exchange(self, axes: Axes, uses: list[Use], parts: list[Tensor]) -> None:
         ranks = self.ranks.beside(axes)
-        places = [_joined(use.place, ranks) for use in uses]
+        places = [joined_place(use.place, ranks) for use in uses]
         owners = balanced([_cost(use.place, use.group) for use in uses], ranks.group.size)
         boxes = [use.place for use in uses]
 
@@ -187,7 +187,7 @@ class Muon(PartOptimizer):
             ranks = self.ranks.beside(axes)
             some = [(g, place) for g, place in matrices if g["ns_dtype"] is dtype and place.axes == axes]
             owners = balanced([_cost(place, group) for group, place in some], ranks.group.size)
-            joined = [_joined(place, ranks) for _, place in some]
+            joined = [joined_place(place, ranks) for _, place in some]
             more = exchanged(joined, owners, (dtype or TRAVELS).itemsize, ranks.group)
             calls, sent = found.get(ranks.kind, (0, 0))
             if more[0]:
@@ -217,13 +217,7 @@ def muon_groups(
         >>> [len(group["params"]) for group in groups]
         [2, 2]
     """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    matrices: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
-    for name, p in model.named_parameters():
-        hidden = p.dim() == 2 and id(p) not in embeddings and not any(fnmatchcase(name, o) for o in others)
-        if p.requires_grad:
-            (matrices if hidden else rest).append(p)
+    matrices, rest = hidden_matrices(model, others)
     return [{"params": matrices, "lr": lr}, {"params": rest, "lr": adamw_lr, "adamw": True, **adamw}]
 
 
@@ -236,18 +230,6 @@ def _equalized(matrix: Tensor, group: dict[str, Any]) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
-
-
-def _joined(place: ShardPlacement, ranks: PartRanks) -> ShardPlacement:
-    """Where parts of a matrix are on all ranks that have some: its boxes lie one behind the other, ``(boxes, rows,
-    columns)``."""
-    if place.box is None:
-        return place
-    shares = tuple(
-        (box * place.numel + place.shares[own][0], box * place.numel + place.shares[own][1])
-        for own, box in ranks.places
-    )
-    return ShardPlacement((ranks.group.size // len(place.shares), *place.shape), shares, ranks.group.rank)
 
 
 def _whole_equalized(matrix: Tensor, place: ShardPlacement, group: dict[str, Any]) -> Tensor:

@@ -6,7 +6,7 @@ in the same order, so that ranks which sum or exchange something per parameter m
 
     elementwise          reads its part only                                       Lion, AdamW8bit
     sums per parameter   ``summed``: one small vector for all parameters           LAMB, Adafactor
-    whole matrices       ``owners.on_owners``: parts go to a rank that completes   Muon
+    whole matrices       ``owners.on_owners``: parts go to a rank that completes   Muon, GaLore
                          the matrix, what it makes of it comes back
 """
 
@@ -164,6 +164,10 @@ class PartOptimizer(Optimizer):
         """Bytes of a part's state, in tensors, for elements of ``itemsize`` bytes."""
         raise NotImplementedError
 
+    def kept_bytes(self, group: dict[str, Any], tensor: Tensor, place: ShardPlacement) -> int:
+        """Of :meth:`state_bytes`, what this rank keeps."""
+        return self.state_bytes(group, place, tensor.itemsize)
+
     def traffic(self) -> dict[Sent, tuple[int, int]]:
         """Collectives, and bytes that this rank sends in them, in a step that uses all parameters, by kind; sums are
         not counted here, as they are control messages."""
@@ -262,8 +266,16 @@ class PartOptimizer(Optimizer):
         state = self.state.get(tensor, {})
         return {name: state[name] for name in self.per_parameter if name in state}
 
+    def owned(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The states of a parameter that one rank keeps for all, by name, on that rank; else none."""
+        return {}
+
+    def elsewhere(self, tensor: Tensor) -> Iterable[str]:
+        """Names of states of that kind that another rank keeps."""
+        return ()
+
     def take_once(self, tensor: Tensor, name: str, value: Any) -> None:
-        """Sets one of :meth:`once`."""
+        """Sets one of :meth:`once` or, on the rank that keeps it, of :meth:`owned`."""
         self.state[tensor][name] = value.to(tensor.device, copy=True) if isinstance(value, Tensor) else value
 
 

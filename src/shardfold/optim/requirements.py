@@ -70,6 +70,11 @@ def build(optimizer: Any, model: nn.Module, *, empty: bool = False) -> Optimizer
             f"torch's {name} is not element-wise: its update of a shard would need the other shards; "
             f"use {f'shardfold.optim.{name}, which asks them' if name in OURS else instead}."
         )
+    if not isinstance(optimizer, PartOptimizer) and any("update_proj_gap" in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"a group of {name} has update_proj_gap, as of an optimizer that projects whole matrices: its update of a "
+            "shard would need the other shards; use sf.optim.GaLore, which takes the groups of galore-torch."
+        )
     return optimizer
 
 

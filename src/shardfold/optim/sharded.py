@@ -12,7 +12,7 @@ is updated, is of one of three kinds (``shard_optimizer`` chooses):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,6 +301,12 @@ class ShardedOptimizer(Updater):
     def traffic(self) -> dict[Sent, tuple[int, float]]:
         """Collectives of the optimizer's own in a step, and bytes this rank sends in them, by kind."""
         return {}
+
+    def owned(self, segment: Segment, slot: int) -> dict[str, Tensor]:
+        return {}
+
+    def elsewhere(self, segment: Segment, slot: int) -> Collection[str]:
+        return ()
 
     def regions(self) -> list[Region]:
         """What the optimizer's own state rests in."""

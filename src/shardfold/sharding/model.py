@@ -208,6 +208,14 @@ class Updater(Protocol):
         """What a parameter has once, such as its step count; where this rank has a piece of it."""
         ...
 
+    def owned(self, segment: Segment, slot: int) -> dict[str, Tensor]:
+        """What this rank keeps of a whole parameter for all that have parts of it, by name; only its owner has it."""
+        ...
+
+    def elsewhere(self, segment: Segment, slot: int) -> Collection[str]:
+        """Names of what another rank keeps so."""
+        ...
+
     def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool = False) -> None:
         """Writes this rank's piece of a parameter's state from ``values`` ``(numel,)``, or makes it.
 
