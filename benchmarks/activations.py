@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import shardfold as sf
 from shardfold.activations.modes import KEPT, MODES
-from shardfold.tools.recipes.config import GPTConfig
 from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.train_config import GPTConfig
 
 ROUNDS = 3
 ROWS = 4

@@ -27,8 +27,8 @@ from shardfold.optim import OneBitAdam
 from shardfold.plan.presets import named
 from shardfold.testing import run_ranks
 from shardfold.testing.links import Links, sent, why_not
-from shardfold.tools.recipes.config import GPTConfig
 from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.train_config import GPTConfig
 
 MESH = {"inter": 2, "intra": 2}
 RATES = ("100mbit", "1gbit", None)

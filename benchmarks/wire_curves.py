@@ -30,8 +30,8 @@ from shardfold.optim import OneBitAdam, warmup_cosine
 from shardfold.plan.presets import named
 from shardfold.testing import run_ranks
 from shardfold.tools.recipes._corpus import load_corpus, windows_at
-from shardfold.tools.recipes.config import GPTConfig
 from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.train_config import GPTConfig
 
 MESH = {"inter": 2, "intra": 2}
 ROUND = 10

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.plan.checks import human
 from shardfold.testing import Ranks, RanksFailed
-from shardfold.tools.recipes.config import GPTConfig
 from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.train_config import GPTConfig
 from tests.activations.test_product import job
 from tests.support import zoo
 from tests.support.held import HeldBytes

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.activations.modes import MODES
 from shardfold.testing import Ranks
-from shardfold.tools.recipes.config import GPTConfig
 from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.train_config import GPTConfig
 from tests.support import models
 from tests.training import test_peak
 

@@ -22,8 +22,8 @@ import typer
 
 from shardfold.testing import Ranks
 from shardfold.tools import cli
-from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.face.face_config import FaceConfig
+from shardfold.tools.recipes.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -95,7 +95,7 @@ from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.face.images import sources
 from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.vit import FaceModel
-from shardfold.tools.planning.models import planned_model
+from shardfold.tools.planning.known_models import planned_model
 folder = Path("images")
 for name in "abcd":
     (folder / name).mkdir(parents=True)

@@ -21,7 +21,7 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
-from shardfold.tools.planning.models import planned_model
+from shardfold.tools.planning.known_models import planned_model
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from tests.support.options import grouped
 

@@ -17,8 +17,8 @@ from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
 from shardfold.tools.recipes import lm
-from shardfold.tools.recipes.config import TrainConfig, read_settings
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from shardfold.tools.recipes.train_config import TrainConfig, read_settings
 from tests.support.options import grouped
 
 SHAPE = GPTConfig(d_model=64, layers=4, heads=4, context=64)

@@ -26,8 +26,8 @@ from shardfold.planner.memory import plan_memory
 from shardfold.planner.ranking import LAYOUTS, layouts_for, rank
 from shardfold.planner.seconds import HOST_UPDATE, Work, plan_seconds
 from shardfold.planner.setting import PlannedRank, Subject
-from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
+from shardfold.tools.recipes.train_config import TrainConfig
 
 SHAPE = GPTConfig(d_model=64, layers=2, heads=4, context=32)
 

@@ -22,7 +22,7 @@ from shardfold.planner.memory import plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.planner.surface import Surface, activity_of, surface_of
 from shardfold.tools.planning._plan_page import SCRIPT, plan_page
-from shardfold.tools.planning.models import Planned
+from shardfold.tools.planning.known_models import Planned
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 LENGTH = 32

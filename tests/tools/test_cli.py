@@ -17,7 +17,7 @@ from shardfold import launch
 from shardfold.checkpoint import Checkpoint
 from shardfold.tools import cli
 from shardfold.tools.observe.metrics import StepMetrics
-from shardfold.tools.recipes.config import TrainConfig
+from shardfold.tools.recipes.train_config import TrainConfig
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

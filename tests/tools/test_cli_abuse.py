@@ -28,12 +28,12 @@ from shardfold.tools.observe import pictures, tables
 from shardfold.tools.observe.console import Lenient
 from shardfold.tools.observe.pictures import loss_picture
 from shardfold.tools.observe.progress import Progress
-from shardfold.tools.planning.models import planned_model
+from shardfold.tools.planning.known_models import planned_model
 from shardfold.tools.recipes._needed_memory import check_memory, saved_bytes, states_bytes
-from shardfold.tools.recipes.config import GPTConfig, TrainConfig
 from shardfold.tools.recipes.folder import CLAIM, claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.lm import Position
+from shardfold.tools.recipes.train_config import GPTConfig, TrainConfig
 
 TINY = [
     "--size",

@@ -14,8 +14,8 @@ from shardfold.checkpoint import export_to, import_from
 from shardfold.errors import ConfigError
 from shardfold.tools import cli
 from shardfold.tools.effects import Effect, idle
-from shardfold.tools.recipes.config import RecipeSettings, TrainConfig, resumed_settings
 from shardfold.tools.recipes.face.face_config import FaceConfig
+from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig, resumed_settings
 
 IDLE: list[tuple[type[RecipeSettings], dict[str, Any], str, dict[str, Any]]] = [
     (TrainConfig, {"top_k": 1}, "--top-k has no effect here, .*: give --experts, or leave it out", {"experts": 2}),

@@ -19,7 +19,7 @@ from shardfold.errors import ShardfoldError
 from shardfold.launch.decision import Node
 from shardfold.launch.options import Options
 from shardfold.launch.process import SAID
-from shardfold.launch.run import become_deepspeed, quietly_imported
+from shardfold.launch.run_script import become_deepspeed, quietly_imported
 
 __all__ = ["main"]
 

@@ -22,9 +22,9 @@ from shardfold.tools import cli_ckpt, cli_plan, cli_run, cli_tune, extras
 from shardfold.tools.cli_options import argument, with_settings
 from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
-from shardfold.tools.recipes.config import TrainConfig, read_settings, resumed_settings
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.folder import claimed
+from shardfold.tools.recipes.train_config import TrainConfig, read_settings, resumed_settings
 
 __all__ = ["app", "main"]
 

@@ -10,7 +10,7 @@ import typer
 
 from shardfold.errors import ConfigError
 from shardfold.launch.options import REFUSED, Options, option_fields
-from shardfold.launch.run import run as run_script
+from shardfold.launch.run_script import run as run_script
 
 __all__ = ["register"]
 

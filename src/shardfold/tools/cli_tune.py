@@ -14,8 +14,8 @@ import typer
 from shardfold import launch
 from shardfold.errors import ConfigError
 from shardfold.tools.cli_options import with_settings
-from shardfold.tools.recipes.config import read_settings
 from shardfold.tools.recipes.folder import claimed
+from shardfold.tools.recipes.train_config import read_settings
 from shardfold.tools.tune.config import (
     TuneConfig,
     config_class,
@@ -171,7 +171,7 @@ def plan_command_of(recipe: str) -> Callable[..., None]:
         settings = settings_of(recipe, config, {"data": "rows.jsonl", "precision": "bf16", **_given(options)})
         from shardfold.planner.division import Division
         from shardfold.tools.planning.command import print_plan
-        from shardfold.tools.tune.planned import planned_tuning
+        from shardfold.tools.tune.tuning_plan import planned_tuning
 
         division = Division(
             tensor=settings.tensor, sequence_parallel=settings.sequence_parallel, sequence=settings.sequence,

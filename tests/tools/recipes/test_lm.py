@@ -11,8 +11,8 @@ import pytest
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
 from shardfold.tools import cli
-from shardfold.tools.recipes.config import TrainConfig, read_settings, resumed_settings
 from shardfold.tools.recipes.lm import train
+from shardfold.tools.recipes.train_config import TrainConfig, read_settings, resumed_settings
 
 
 def _run(data: str, out: str, tensor: int, parallel: bool = False) -> tuple[float, bytes]:

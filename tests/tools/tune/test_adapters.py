@@ -57,7 +57,7 @@ def ours(folder: str, name: str, more: dict[str, Any]) -> tuple[list[float], lis
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from shardfold.tools.tune.results import write_model
+    from shardfold.tools.tune.written import write_model
 
     here = Path(folder)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

@@ -10,7 +10,7 @@ from typing import Any
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.launch.namespaces import check_rate, why_not
 from shardfold.tools.effects import Effect
-from shardfold.tools.recipes.config import GPTConfig
+from shardfold.tools.recipes.train_config import GPTConfig
 
 __all__ = ["EFFECTS", "JOBS", "UNITS", "Settings", "gpt_shape"]
 

@@ -16,7 +16,7 @@ from shardfold.planner.hardware import Cluster
 from shardfold.planner.setting import Subject
 from shardfold.planner.surface import Activity, activity_of, surface_of
 from shardfold.tools.observe.page_parts import page
-from shardfold.tools.planning.models import Planned
+from shardfold.tools.planning.known_models import Planned
 from shardfold.tools.planning.show import states
 
 __all__ = ["plan_page", "plan_values"]

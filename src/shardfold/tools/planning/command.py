@@ -25,8 +25,8 @@ from shardfold.planner.staged import usual_count
 from shardfold.tools.observe.console import working
 from shardfold.tools.planning import show
 from shardfold.tools.planning._plan_page import plan_page
-from shardfold.tools.planning.models import Planned, planned_model
-from shardfold.tools.recipes.config import SIZES
+from shardfold.tools.planning.known_models import Planned, planned_model
+from shardfold.tools.recipes.train_config import SIZES
 
 __all__ = ["print_inference", "print_plan", "write_plan_page"]
 

@@ -18,7 +18,7 @@ from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.inference import RESERVE, Served, Size
 from shardfold.planner.ranking import Ranking
-from shardfold.tools.planning.models import Planned
+from shardfold.tools.planning.known_models import Planned
 
 __all__ = ["advice", "detail", "head", "notes", "ranking", "served_by", "serving", "stages", "states", "table"]
 

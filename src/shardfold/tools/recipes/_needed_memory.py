@@ -9,7 +9,7 @@ from shardfold.plan.cost import resting_bytes, tier_bytes
 from shardfold.plan.layout import Precision, Tier
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.tools.observe.readable import format_bytes
-from shardfold.tools.recipes.config import GPTConfig, TrainConfig
+from shardfold.tools.recipes.train_config import GPTConfig, TrainConfig
 
 __all__ = ["check_memory", "saved_bytes", "states_bytes"]
 

@@ -13,8 +13,8 @@ from shardfold.plan.checks import human
 from shardfold.plan.layout import Tier
 from shardfold.planner.memory import MemoryPlan
 from shardfold.tools.bench.planned import WatchedBytes, inside_hooks
-from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.largest import rank_of, subjects_of
+from shardfold.tools.recipes.train_config import TrainConfig
 
 __all__ = ["Peak"]
 

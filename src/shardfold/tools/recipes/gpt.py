@@ -18,7 +18,7 @@ from shardfold.nn import MoE, parallel_cross_entropy
 from shardfold.parallel import Attention as Attend
 from shardfold.parallel.functions import copy
 from shardfold.parallel.module_group import group_of
-from shardfold.tools.recipes.config import SIZES, GPTConfig
+from shardfold.tools.recipes.train_config import SIZES, GPTConfig
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "generate"]
 

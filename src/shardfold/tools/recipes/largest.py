@@ -20,8 +20,8 @@ from shardfold.planner.division import Division
 from shardfold.planner.hardware import RESERVE
 from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.sharding.materialize import meta_init
-from shardfold.tools.recipes.config import TrainConfig
 from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.train_config import TrainConfig
 
 __all__ = ["most_that_fit", "rank_of", "subjects_of", "with_most_samples"]
 

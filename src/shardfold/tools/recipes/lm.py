@@ -46,10 +46,10 @@ from shardfold.tools.observe.run_page import write_page
 from shardfold.tools.recipes._corpus import Corpus, Windows, baselines, held_out_windows, load_corpus
 from shardfold.tools.recipes._needed_memory import check_memory
 from shardfold.tools.recipes._planned_peak import Peak
-from shardfold.tools.recipes.config import SHAPE, TrainConfig, flops_or_file
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
+from shardfold.tools.recipes.train_config import SHAPE, TrainConfig, flops_or_file
 from shardfold.tools.stop_signal import StopSignal
 
 __all__ = ["Result", "TrainConfig", "train"]

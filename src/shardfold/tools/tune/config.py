@@ -1,7 +1,7 @@
 """The settings of the tuning recipes: model, data, adapter, base, text, and the run around them.
 
 Imports no torch, so that the command line can print its help and refuse bad values at once. Every setting is written
-down here only, or in :class:`~shardfold.tools.recipes.config.TrainConfig` where both have it: its default, its bounds
+down here only, or in :class:`~shardfold.tools.recipes.train_config.TrainConfig` where both have it: its default, its bounds
 and its help text serve the Python API, config files and the command line alike.
 """
 
@@ -22,7 +22,7 @@ from shardfold.plan.checks import parse_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
-from shardfold.tools.recipes.config import RecipeSettings, TrainConfig, read_settings, samples_or_max
+from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig, read_settings, samples_or_max
 
 __all__ = [
     "Adapter",

@@ -226,7 +226,7 @@ class TuneRun:
             init=sf.Init(weights=self.tensors, seed=config.seed),
         )
         if not config.micro_batch:
-            from shardfold.tools.tune.planned import most_samples  # plans of models take a while to import
+            from shardfold.tools.tune.tuning_plan import most_samples  # plans of models take a while to import
 
             config = self.config = config.model_copy(update={"micro_batch": most_samples(self)})
         self.batches = self.batches_of(self.rows)

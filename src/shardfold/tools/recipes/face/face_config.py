@@ -13,7 +13,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.packages import package_of
-from shardfold.tools.recipes.config import RecipeSettings
+from shardfold.tools.recipes.train_config import RecipeSettings
 
 __all__ = ["DEFAULT_WARMUP", "STUDY_CHOOSES", "FaceConfig"]
 

@@ -20,8 +20,8 @@ from shardfold.planner.division import Division
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
 from shardfold.tools.packages import PACKAGES, config_of_type, package_of, timm_model
-from shardfold.tools.recipes.config import SIZES, GPTConfig
 from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.train_config import SIZES, GPTConfig
 
 __all__ = ["KNOWN", "Planned", "planned_model"]
 

@@ -15,7 +15,7 @@ from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.choice import Option, largest_of
 from shardfold.planner.division import Division
 from shardfold.planner.setting import LINE, PlannedRank, Subject
-from shardfold.tools.planning.models import Planned
+from shardfold.tools.planning.known_models import Planned
 from shardfold.tools.recipes.largest import most_that_fit
 from shardfold.tools.tune.adapters import adapted
 from shardfold.tools.tune.config import TuneConfig
