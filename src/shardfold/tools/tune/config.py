@@ -1,8 +1,8 @@
 """The settings of the tuning recipes: model, data, adapter, base, text, and the run around them.
 
 Imports no torch, so that the command line can print its help and refuse bad values at once. Every setting is written
-down here only, or in :class:`~shardfold.tools.recipes.train_config.TrainConfig` where both have it: its default, its bounds
-and its help text serve the Python API, config files and the command line alike.
+down here only, or in :class:`~shardfold.tools.recipes.train_config.TrainConfig` where both have it: its default, its
+bounds and its help text serve the Python API, config files and the command line alike.
 """
 
 from __future__ import annotations
