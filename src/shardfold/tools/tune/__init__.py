@@ -16,6 +16,7 @@ log_probs    log-probabilities of samples, as losses over pairs and labels need 
 models       from a folder to a model without memory, and to its values, which are read one tensor at a time
 noise        noise on embeddings while a model is tuned: NEFTune
 orpo         odds-ratio preference optimization
+ppo          proximal policy optimization: a second model tells what an answer is going to be worth
 pt           more pre-training: supervised fine-tuning in which every token of every text is a target
 reference    what the model said before it was tuned, without a second model
 reward       a reward model: one number for an answer, larger for the better of two
@@ -40,6 +41,7 @@ from shardfold.tools.tune.config import (
     GRPOConfig,
     KTOConfig,
     ORPOConfig,
+    PPOConfig,
     PTConfig,
     RewardConfig,
     SFTConfig,
@@ -59,6 +61,7 @@ __all__ = [
     "GRPOConfig",
     "KTOConfig",
     "ORPOConfig",
+    "PPOConfig",
     "PTConfig",
     "RewardConfig",
     "SFTConfig",

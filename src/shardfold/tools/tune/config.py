@@ -33,6 +33,7 @@ __all__ = [
     "KTOConfig",
     "Kind",
     "ORPOConfig",
+    "PPOConfig",
     "PTConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -471,6 +472,31 @@ class GRPOConfig(RolloutConfig):
     )
 
 
+class PPOConfig(RolloutConfig):
+    """Proximal policy optimization (arXiv 1707.06347): a second model tells what an answer is going to be worth."""
+
+    recipe: ClassVar[str] = "ppo"
+    n: int = Field(1, ge=1, le=2**12, description="Answers to each prompt; --micro-batch counts prompts.")
+    beta: float = Field(
+        0.05,
+        ge=0,
+        allow_inf_nan=False,
+        description="By how much of the divergence from the reference rewards are less.",
+    )
+    updates: int = Field(4, ge=1, le=2**10, description="Optimizer steps on the same answers.")
+    gamma: float = Field(1.0, gt=0, le=1, description="By what a reward counts less a token earlier.")
+    lam: float = Field(0.95, ge=0, le=1, description="Lambda of GAE: 0 trusts the value model, 1 the rewards.")
+    value: Path | None = Field(
+        None, description="What the value model begins with, as a reward model; without it, --model."
+    )
+    value_lr: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="The value model's learning rate, if not --lr."
+    )
+    value_clip: float = Field(
+        0.2, gt=0, allow_inf_nan=False, description="How far the value of a token moves on the same answers."
+    )
+
+
 _RECIPES: dict[str, type[TuneConfig]] = {}
 
 
@@ -480,7 +506,9 @@ def register(settings: type[TuneConfig]) -> type[TuneConfig]:
     return settings
 
 
-for _each in (PTConfig, SFTConfig, RewardConfig, DPOConfig, ORPOConfig, KTOConfig, DistillConfig, GRPOConfig):
+for _each in (
+    PTConfig, SFTConfig, RewardConfig, DPOConfig, ORPOConfig, KTOConfig, DistillConfig, GRPOConfig, PPOConfig
+):  # fmt: skip
     register(_each)
 
 

@@ -149,6 +149,10 @@ class RolloutRecipe(Recipe):
         self.rewards = rewards_of(config.reward)
         self.reference = _frozen(run) if config.beta and config.reference == "copy" else None
 
+    def close(self) -> None:
+        if self.reference is not None:
+            self.reference.close()
+
     # -- answers
 
     def draw(self, run: TuneRun, window: Window, n: int) -> list[list[DrawnAnswer]]:

@@ -92,6 +92,12 @@ class Recipe:
     def close(self) -> None:
         """The run is over."""
 
+    def saved(self, run: TuneRun, path: Path) -> None:
+        """Called behind each save of the engine to ``path``, on every rank: for what it has in other engines."""
+
+    def resumed(self, run: TuneRun, path: Path) -> None:
+        """Called when a checkpoint was loaded from ``path``, on every rank, before :meth:`begin`."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
         return {}
@@ -208,23 +214,7 @@ class TuneRun:
         self.noise = EmbeddingNoise(self.model, config.text.noise, config.seed) if config.text.noise else None
         self.numel = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.engine = sf.Engine(
-            self.model,
-            optimizer=_optimizer(config, self.model),
-            layout=config.table(),
-            activations=None if config.activations == "keep" else config.activations,
-            parallel=sf.Parallel(
-                mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
-                tensor="auto" if config.tensor > 1 else None,
-                sequence_parallel=config.sequence_parallel,
-                attention=config.attention if config.sequence > 1 else None,
-            ),
-            precision=config.precision,
-            accumulate=config.accumulate,
-            clip_norm=_clip(config),
-            lr_schedule=_schedule(config, (config.steps or 1) * self.recipe.updates),
-            init=sf.Init(weights=self.tensors, seed=config.seed),
-        )
+        self.engine = self.engine_of(self.model, self.tensors, (config.steps or 1) * self.recipe.updates)
         if not config.micro_batch:
             from shardfold.tools.tune.tuning_plan import most_samples  # plans of models take a while to import
 
@@ -242,6 +232,27 @@ class TuneRun:
         self.model.train()
 
     # -- what it is made of
+
+    def engine_of(self, model: nn.Module, tensors: Mapping[str, Tensor], updates: int, lr: float | None = None) -> Any:
+        """An engine that trains a model by the settings, for so many updates; ``lr``: in place of the settings'."""
+        config = self.config if lr is None else self.config.model_copy(update={"lr": lr})
+        return sf.Engine(
+            model,
+            optimizer=_optimizer(config, model),
+            layout=config.table(),
+            activations=None if config.activations == "keep" else config.activations,
+            parallel=sf.Parallel(
+                mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
+                tensor="auto" if config.tensor > 1 else None,
+                sequence_parallel=config.sequence_parallel,
+                attention=config.attention if config.sequence > 1 else None,
+            ),
+            precision=config.precision,
+            accumulate=config.accumulate,
+            clip_norm=_clip(config),
+            lr_schedule=_schedule(config, updates),
+            init=sf.Init(weights=tensors, seed=config.seed),
+        )
 
     def prepare(self, sources: tuple[Source, ...], kind: Kind) -> Prepared:
         """Rows as tokens, of the whole of some sources."""
@@ -417,10 +428,10 @@ class TuneRun:
     def save(self, out: Path, *, wait: bool = False) -> None:
         """Write a checkpoint into the run folder, beside the training unless it is the last."""
         state = {"data": self.batches, "done": self.done, "recipe": self.recipe}
-        self.engine.save(
-            out / IN_RUN / f"step-{self.done:06d}", state=state, keep=self.config.keep, wait=wait,
-            frozen="keep" if self.trains_base else "skip",
-        )  # fmt: skip
+        path = out / IN_RUN / f"step-{self.done:06d}"
+        frozen = "keep" if self.trains_base else "skip"
+        self.engine.save(path, state=state, keep=self.config.keep, wait=wait, frozen=frozen)
+        self.recipe.saved(self, path)
 
     def resume(self, path: Path) -> str:
         """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
@@ -435,6 +446,7 @@ class TuneRun:
         schedule.base_lrs = rates
         renew_rates(schedule)
         self.done = self.begun_at = report.state["done"]
+        self.recipe.resumed(self, Path(report.path))
         if self.done >= self.total:
             raise ConfigError(
                 f"{report.path} has done {self.done} steps of {self.total}, which leaves none to do: give more "

@@ -1,0 +1,122 @@
+"""How many useful tokens a second :func:`shardfold.generate` makes on this machine, beside transformers.
+
+    python benchmarks/generation.py [--model FOLDER] [--prompts 64] [--rounds 3]
+
+Prompts and answers are of unequal lengths. In turns, with the same model, threads and greedy decoding: ours;
+transformers' continuous batching, ``generate_batch``; padded batches, ``generate``, with prompts of about equal length
+together, and of all prompts. A padded batch goes on until its longest answer ends: tokens that nobody asked for do not
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardfold as sf
+
+PADDED = 32  # prompts of one padded batch
+
+
+def made(folder: str | None) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if folder is not None:
+        return AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=1024, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def ours(model: Any, prompts: list[list[int]], most: list[int]) -> None:
+    assert sum(len(each.tokens) for each in sf.generate(model, prompts, max_tokens=most, temperature=0)) == sum(most)
+
+
+def continuous(model: Any, prompts: list[list[int]], most: list[int]) -> None:
+    """All answers are as long as the longest here: ``generate_batch`` takes one length. Its rate counts them all."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=max(most), do_sample=False, pad_token_id=0, eos_token_id=-1)
+    model.generate_batch(prompts, generation_config=config, progress_bar=False)
+
+
+def padded(model: Any, prompts: list[list[int]], most: list[int], together: int) -> None:
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for start in range(0, len(order), together):
+        part = order[start : start + together]
+        longest = max(len(prompts[number]) for number in part)
+        ids = torch.tensor([[0] * (longest - len(prompts[n])) + prompts[n] for n in part])
+        mask = torch.tensor([[0] * (longest - len(prompts[n])) + [1] * len(prompts[n]) for n in part])
+        with torch.no_grad():
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=max(most[number] for number in part), do_sample=False,
+                pad_token_id=0, eos_token_id=None,
+            )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", help="a folder of transformers; without it a random LLaMA of 7M parameters")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--longest", type=int, nargs=2, default=(300, 150), help="of prompts, of answers")
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    model, draw = made(given.model), random.Random(0)
+    vocabulary = model.config.vocab_size
+    prompts = [
+        [draw.randrange(3, vocabulary) for _ in range(draw.randint(8, given.longest[0]))] for _ in range(given.prompts)
+    ]
+    most = [draw.randint(8, given.longest[1]) for _ in prompts]
+    useful, all_longest = sum(most), max(most) * len(most)
+    ways: dict[str, tuple[Callable[[], None], int]] = {
+        "shardfold.generate": (lambda: ours(model, prompts, most), useful),
+        "shardfold.generate, all answers as long as the longest": (
+            lambda: ours(model, prompts, [max(most)] * len(most)),
+            all_longest,
+        ),
+        "transformers generate_batch, the same": (lambda: continuous(model, prompts, most), all_longest),
+        f"transformers generate, padded, {PADDED} together": (lambda: padded(model, prompts, most, PADDED), useful),
+        "transformers generate, padded, all together": (lambda: padded(model, prompts, most, len(prompts)), useful),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(given.rounds):
+        for name, (call, tokens) in ways.items():
+            began = time.perf_counter()
+            call()
+            rates[name].append(tokens / (time.perf_counter() - began))
+            print(f"{rates[name][-1]:9.0f} tokens/s  {name}", flush=True)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    cpu = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if "model name" in line), "")
+    print(
+        f"{size / 1e6:.1f}M parameters, {given.prompts} prompts, {useful} tokens asked; {given.threads} threads,",
+        end=" ",
+    )
+    print(f"{cpu or platform.processor()}")
+    first = statistics.median(rates["shardfold.generate"])
+    for name, found in rates.items():
+        middle = statistics.median(found)
+        print(f"{middle:9.0f} tokens/s  {first / middle:5.2f}x  {name}")
+    again = statistics.median(rates["shardfold.generate, all answers as long as the longest"])
+    theirs = statistics.median(rates["transformers generate_batch, the same"])
+    print(f"of equal answers {again / theirs:.2f}x generate_batch")
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+if __name__ == "__main__":
+    main()
