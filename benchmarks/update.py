@@ -72,14 +72,16 @@ class OneSegment:
         self.slots = [None]
 
 
-def ours(held: Held, threads: UpdateThreads, block: int, compiled: Any = None) -> Callable[[], None]:
+def ours(
+    held: Held, threads: UpdateThreads, block: int, compiled: Any = None, factor: torch.Tensor | None = None
+) -> Callable[[], None]:
     memory = DeviceTier(torch.device("cpu"))
     regions: dict[str, Region] = {
         name: memory.adopt(value) for name, value in (("m", held.averages), ("v", held.squares))
     }
     segment: Any = OneSegment(held)
     shard = FusedShard(segment, torch.optim.AdamW, regions, threads=threads, compiled=compiled)
-    return lambda: shard.update(GROUP, [True], None, block)
+    return lambda: shard.update(GROUP, [True], factor, block)
 
 
 def separate(held: Held) -> None:
@@ -146,7 +148,9 @@ def measure(held: Held, threads: int, rounds: int, block: int) -> None:
     ways: dict[str, Callable[[], Any]] = {
         COPY: lambda: held.spare[0].copy_(held.spare[1]),
         OURS: ours(held, pool, block),
-        COMPILED: ours(held, pool, 0, compiled_adam(True, *[torch.float32] * 2, *[torch.bfloat16] * 2)),
+        COMPILED: ours(
+            held, pool, 0, compiled_adam(True, *[torch.float32] * 2, *[torch.bfloat16] * 2, torch.device("cpu"))
+        ),
         SEPARATE: partial(separate, held),
         LOOPED: partial(around, held, loop.step),
     }

@@ -301,6 +301,14 @@ def _seed(device: torch.device, seed: int) -> None:
         module.set_device(index)
 
 
+# -- what is compiled
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether ``torch.compile`` may make kernels for it: the module of one that has none says ``compiles = False``."""
+    return device.type == "cpu" or bool(getattr(_module(device), "compiles", True))
+
+
 # -- products of matrices
 
 

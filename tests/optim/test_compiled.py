@@ -20,6 +20,7 @@ from tests.support.options import grouped
 
 #: Roundings of fp32 in one element's update that may fall otherwise, in another order of the same operations.
 STEPS_OF_ROUNDING = 8 * 2.0**-24
+CPU = torch.device("cpu")
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
@@ -58,7 +59,7 @@ def _differences(name: str, gradient_dtype: torch.dtype, coefficient: Tensor | N
     optimizer = OPTIMIZERS[name]([parameter])
     group = optimizer.param_groups[0]
     decoupled = isinstance(optimizer, torch.optim.AdamW)
-    run = compiled_adam(decoupled, torch.float32, torch.float32, gradient_dtype, torch.bfloat16)
+    run = compiled_adam(decoupled, torch.float32, torch.float32, gradient_dtype, torch.bfloat16, CPU)
     states = [value.clone(), torch.zeros_like(value), torch.zeros_like(value)]
     copy = torch.empty(len(value), dtype=torch.bfloat16)
     for step in range(1, 5):
@@ -66,7 +67,8 @@ def _differences(name: str, gradient_dtype: torch.dtype, coefficient: Tensor | N
         parameter.grad = gradient.float() if coefficient is None else gradient.float() * coefficient
         optimizer.step()
         with torch.no_grad():
-            run(*states, gradient, copy, constants(group, decoupled, step, coefficient))
+            factor = torch.ones(()) if coefficient is None else coefficient
+            run(*states, gradient, copy, constants(group, decoupled, step, CPU), factor)
         state = optimizer.state[parameter]
         assert torch.equal(copy, states[0].bfloat16())
         for got, expected in zip(states, (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True):
@@ -97,18 +99,18 @@ def test_the_compiled_pass_is_adam(name: str) -> None:
 @pytest.mark.soak
 def test_the_compiled_pass_is_the_same_wherever_it_is_cut() -> None:
     """Each element is computed from its own values alone: also at the end of a vector, and alone."""
-    run = compiled_adam(True, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
+    run = compiled_adam(True, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, CPU)
     draw = torch.Generator().manual_seed(0)
     value, gradient = torch.randn(10_007, generator=draw), torch.randn(10_007, generator=draw).bfloat16()
     given = constants(
-        {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8, "maximize": False}, True, 1, None
+        {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8, "maximize": False}, True, 1, CPU
     )
     results: list[list[Tensor]] = []
     for cuts in ([0, 10_007], [0, 1, 2, 19, 64, 4999, 10_006, 10_007]):
         states = [value.clone(), torch.zeros_like(value), torch.zeros_like(value), gradient, value.bfloat16()]
         with torch.no_grad():
             for a, b in pairwise(cuts):
-                run(*(each[a:b] for each in states), given)
+                run(*(each[a:b] for each in states), given, torch.ones(()))
         results.append(states)
     assert not [a for a, b in zip(*results, strict=True) if not torch.equal(a, b)]
 
@@ -180,6 +182,16 @@ def test_it_is_refused_where_it_does_not_act(uncompiled: list[str], options: dic
     assert uncompiled == []
 
 
+def test_the_program_says_that_it_is_one_pass(uncompiled: list[str]) -> None:
+    """Beside each update, and nowhere without it."""
+    for compiled in (True, False):
+        engine = _engine(compiled=compiled)
+        lines = [line for line in engine.explain().splitlines() if line.strip().startswith("UPDATE ")]
+        engine.close()
+        assert lines and all(("in one pass with the casts" in line) == compiled for line in lines)
+    assert uncompiled == ["_adamw"]
+
+
 def test_what_a_compiler_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is none, the engine is refused with what to do."""
 
@@ -203,6 +215,6 @@ def test_code_is_not_shared_between_passes(monkeypatch: pytest.MonkeyPatch) -> N
         return function
 
     monkeypatch.setattr(torch, "compile", noted)
-    compiled_adam(True, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
-    compiled_adam(True, torch.float32, torch.float32, torch.float32, torch.bfloat16)
+    compiled_adam(True, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, CPU)
+    compiled_adam(True, torch.float32, torch.float32, torch.float32, torch.bfloat16, CPU)
     assert len({id(code) for code in codes}) == 2

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import shardfold as sf
+from shardfold.plan.cost import regions_in
+from shardfold.plan.layout import Tier
 from shardfold.testing.simulated import simulated
-from shardfold.tiers._slabs import LEAST, PART, Slabs, slab_bytes
+from shardfold.tiers._slabs import LEAST, PART, Slabs, pinned_bytes, slab_bytes
 from tests.support import models
 from tests.support.simulated import on_device
 
@@ -77,12 +79,18 @@ def _trained(device: str, precision: str) -> tuple[list[float], Any]:
 
 @on_device()
 def test_a_device_trains_with_its_states_in_slabs() -> None:
-    """Losses are those of the CPU, and nothing is out of order; what rests is pinned, several regions in a slab."""
+    """Losses are those of the CPU, and nothing is out of order; what rests is pinned, several regions in a slab, as
+    much as a plan says."""
     with simulated("check") as sim:
         found, (engine, regions) = _trained("sim", "fp32")
         there = [each for each in regions if each.device.type == "cpu" and each.numel()]
         assert there and all(each.is_pinned() for each in there)
         assert len({each.untyped_storage().data_ptr() for each in there}) < len(there)
+        sharded = engine.sharded
+        units = [unit.spec for unit in sharded.units]
+        found_there = regions_in(Tier.HOST, sharded.layout, units, sharded.comm.mesh.sizes, num_moments=2)
+        planned = pinned_bytes(nbytes for each in found_there.values() for nbytes in each)
+        assert sharded.tiers.host.pinned == planned > 0
         engine.close()
         assert not sim.take().races
     alone, (engine, _) = _trained("cpu", "fp32")

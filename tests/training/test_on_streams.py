@@ -61,6 +61,22 @@ def test_tables_of_8bit_moments_are_copied_once(ranks: Ranks, sim_ranks: Ranks, 
         assert races == [] and waits == {}
 
 
+ROUNDED = 2.0**-7  # relative: parameters of bf16 that fall to the other side, and losses that are rounded to it
+
+
+@pytest.mark.parametrize("layout", ["zero2", pytest.param("zero3", marks=pytest.mark.soak)])
+def test_an_update_in_one_pass_stops_no_host(ranks: Ranks, sim_ranks: Ranks, layout: str) -> None:
+    """The norm that gradients are clipped by stays on the device, and what is the same for all elements comes there
+    from pinned memory. Losses are those of blocks on the CPU."""
+    options: dict[str, Any] = {"precision": "bf16", "clip_norm": 0.5}
+    expected = ranks.run(train, "cpu", layout, world_size=2, **options)
+    overlap = sf.Overlap(compiled_update=True)
+    found = sim_ranks.run(train, "sim", layout, world_size=2, overlap=overlap, **options)
+    for (losses, races, waits), (wanted, _, _) in zip(found, expected, strict=True):
+        assert races == [] and waits == {}
+        assert losses == pytest.approx(wanted, rel=ROUNDED)
+
+
 class Normed(Gpt):
     """With statistics that each forward changes, and a table that none does."""
 

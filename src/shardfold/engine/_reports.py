@@ -151,6 +151,7 @@ class Reports:
             ),
             behaviour=Behaviour(accelerator.has_streams(model.device), model.comm.transport.kind),
             own_step=updater is not None and not updater.fused,
+            one_pass=updater is not None and updater.compiled,
         )
 
     def described(self) -> str:

@@ -92,15 +92,16 @@ class FusedOptimizer(ShardedOptimizer):
         )
 
     def _pass_for(self, segment: Segment) -> Any:
-        """The compiled pass for a segment, or None where nothing is cast, or not in host memory."""
+        """The compiled pass for a segment, or None where nothing is cast."""
         check_compiled(self.torch_optimizer, self._stochastic)
-        if not segment.keeps_copy or segment.update_device.type != "cpu":
+        if not segment.keeps_copy:
             return None
         group = self._group(segment)
         kind = getattr(self.torch_optimizer, "same_as", type(self.torch_optimizer))
         decoupled = kind is AdamW or group.get("decoupled_weight_decay", False)
         dtypes = segment.dtypes
-        return compiled_adam(decoupled, dtypes["master"], dtypes["moments"], dtypes["grads"], segment.dtype)
+        own = dtypes["master"], dtypes["moments"], dtypes["grads"], segment.dtype
+        return compiled_adam(decoupled, *own, segment.update_device)
 
     def _end(self, segment: Segment) -> None:
         if (shard := self._fused.pop(id(segment), None)) is not None:

@@ -271,11 +271,12 @@ class FusedShard:
             return
         master, grads = segment.master, segment.update_grads
         assert master is not None
-        count = torch.full((), float(step), device=master.device)  # a fill, where torch.tensor would stop the host
         if self.compiled is not None and out is not None:
-            at_once = constants(group, self._decoupled(group), step, coefficient)
-            self._update_compiled(start, stop, at_once, block, out)
+            at_once = constants(group, self._decoupled(group), step, master.device)
+            factor = torch.full((), 1.0, device=master.device) if coefficient is None else coefficient.float()
+            self._update_compiled(start, stop, (at_once, factor), block, out)
             return
+        count = torch.full((), float(step), device=master.device)  # a fill, where torch.tensor would stop the host
         # Where nothing is cast or multiplied there is nothing to do while a block is in cache.
         narrow = self.kind is SGD and master.itemsize < 4
         if not block and coefficient is None and out is None and grads.dtype == master.dtype and not narrow:
@@ -303,19 +304,21 @@ class FusedShard:
 
         self._spread(range(start, stop, block), work)
 
-    def _update_compiled(self, start: int, stop: int, given: Tensor, block: int, out: Tensor) -> None:
-        """A run, by the compiled pass."""
+    def _update_compiled(self, start: int, stop: int, given: tuple[Tensor, Tensor], block: int, out: Tensor) -> None:
+        """A run, by the compiled pass; ``given``: what is the same for all elements, and the factor of gradients."""
         segment, run = self.segment, self.compiled
         assert segment.master is not None
         tensors = [segment.master, *self.here, segment.update_grads, out]
-        if not block:  # as many elements for each thread, in whole cache lines
+        if not block and accelerator.has_streams(segment.master.device):
+            block = DEVICE_BLOCK
+        elif not block:  # as many elements for each thread, in whole cache lines
             each = -(-(stop - start) // self.threads.count)
             block = min(COMPILED_BLOCK, max(CPU_BLOCK, -(-each // 64) * 64))
 
         def work(starts: Iterator[int]) -> None:
             assert run is not None
             for a in starts:
-                run(*(each[a : min(a + block, stop)] for each in tensors), given)
+                run(*(each[a : min(a + block, stop)] for each in tensors), *given)
 
         self._spread(range(start, stop, block), work)
 

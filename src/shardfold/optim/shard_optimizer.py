@@ -63,8 +63,8 @@ def shard_optimizer(
     if compiled and not made.compiled:
         check_compiled(optimizer, stochastic)
         raise ConfigError(
-            "Overlap(compiled_update=True) joins an update in host memory with the casts of 16-bit gradients and "
-            "parameters; here nothing is cast, or the states are on another device: leave compiled_update out."
+            "Overlap(compiled_update=True) joins an update with the casts of 16-bit gradients and parameters; here "
+            "nothing is cast: leave compiled_update out."
         )
     made.point_groups(units)
     return made

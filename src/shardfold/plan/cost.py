@@ -27,9 +27,9 @@ __all__ = [
     "is_encoded",
     "is_rounded",
     "moves",
-    "on_disk",
     "op_bytes",
     "parts_of",
+    "regions_in",
     "resting_bytes",
     "ring_bytes",
     "room_for",
@@ -41,6 +41,7 @@ __all__ = [
     "summed_bytes",
     "tier_bytes",
     "traffic",
+    "update_bytes",
 ]
 
 Kind = TypeVar("Kind", "Sent", "Moved")
@@ -143,16 +144,18 @@ def tier_bytes(resting: Mapping[tuple[str, Tier], float]) -> dict[Tier, float]:
     return total
 
 
-def on_disk(layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, num_moments: int) -> dict[Folders, list[int]]:
-    """Bytes of each region that rests on disk on one rank, by the folder of its cell; moments are behind the others, as
-    they are made last."""
+def regions_in(
+    tier: Tier, layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, num_moments: int
+) -> dict[Folders, list[int]]:
+    """Bytes of each region that rests in a tier on one rank, by the folder of its cell; moments are behind the others,
+    as they are made last."""
     found: dict[Folders, list[tuple[bool, int]]] = {}
     for unit in units:
         for segment in unit.segments:
             table = segment.table_or(layout)
             for state, nbytes in segment_bytes(layout, segment, mesh, num_moments, segment.length).items():
                 cell = table.cells().get(state) or table.rest
-                if state not in ("format", *OUTER) and cell.tier is Tier.DISK:
+                if state not in ("format", *OUTER) and cell.tier is tier:
                     last = state == "moments"
                     count = num_moments if last else 1
                     if count:  # SGD without momentum has no moments
@@ -408,3 +411,23 @@ def _coding(op: Op, whole: float, mesh: Sizes, codec: Codec) -> float:
         return whole * (codec.encode + codec.add) + ranks * codec.call
     own = 0.0 if op.source == "node" else 1 / ranks
     return whole * (own * codec.encode + (0.0 if op.target == "node" else codec.decode)) + codec.call
+
+
+def update_bytes(
+    master: int, grads: int, copy: int, num_moments: int, *, one_pass: bool = True, scaled: bool = False
+) -> int:
+    """Bytes that an update by AdamW, Adam or SGD reads and writes of each element.
+
+    Args:
+        master, grads, copy: bytes of an element of each; ``copy``: in the compute dtype, 0: there is none.
+        num_moments: as large as the master.
+        one_pass: whether all is done while an element is at hand: in host memory in blocks that a cache holds, on a
+            device where it was compiled; else casts, the factor, update and copy are passes of their own.
+        scaled: whether gradients are multiplied by a factor, as to clip them.
+    """
+    states = 2 * master * (1 + num_moments)
+    if one_pass:
+        return grads + states + copy
+    cast = grads + master if grads != master else 0
+    factor = 2 * master if scaled else 0
+    return cast + factor + master + states + (master + copy if copy else 0)

@@ -49,6 +49,7 @@ def explain(
     layers: Sequence[str] = (),
     instead: str = "",
     own_step: bool = False,
+    one_pass: bool = False,
 ) -> str:
     """The table, the units, what they cost and the program, as text.
 
@@ -56,7 +57,8 @@ def explain(
     ``activations`` what happens to what autograd saves in units, in lines, ``layers`` how layers are cut along an axis
     and what they send, in lines, ``moved`` what travels between tiers, ``behaviour`` how the device and
     its transport use memory. ``instead`` stands where the program would, of many units; those that are alike then have
-    one line. ``own_step``: the optimizer updates all units at once.
+    one line. ``own_step``: the optimizer updates all units at once; ``one_pass``: an update is one compiled
+    pass.
     """
     layout, units, mesh, program = bound.layout, bound.units, bound.mesh, bound.program
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
@@ -101,7 +103,9 @@ def explain(
     if moved:
         lines += ["", "bytes that each rank moves between the device and slower tiers in a step:"]
         lines += [f"  {k.tier:<8}{k.op:<28}{calls:>5} calls{n:>18,.0f}" for k, (calls, n) in moved.items()]
-    remarks = Remarks(bound=bound, streams=behaviour.streams, micro_batches=micro_batches, own_step=own_step)
+    remarks = Remarks(
+        bound=bound, streams=behaviour.streams, micro_batches=micro_batches, own_step=own_step, one_pass=one_pass
+    )
     return "\n".join([*lines, "", *([instead] if instead else [*_asked(bound), bound.whole.render(remark=remarks.of)])])
 
 
@@ -199,12 +203,14 @@ class Remarks:
         streams: whether the device has streams.
         micro_batches: of a step.
         own_step: the optimizer's own ``step()`` updates all units at once.
+        one_pass: gradients are cast and multiplied, states updated and parameters cast in one compiled pass.
     """
 
     bound: Bound
     streams: bool
     micro_batches: int = 1
     own_step: bool = False
+    one_pass: bool = False
 
     def of(self, section: str, op: Op) -> str:
         """Of one operation of a section; empty: it does what it says."""
@@ -238,7 +244,7 @@ class Remarks:
 
     def _update(self, section: str, op: Op, table: Layout) -> str:
         done = "by the optimizer's own step() at STEP; here the compute-dtype copy, where there is one"
-        return done if self.own_step else ""
+        return done if self.own_step else "in one pass with the casts and the factor" if self.one_pass else ""
 
     def _hold(self, section: str, op: Op, table: Layout) -> str:
         return "where the model is in training mode" if section == "eval" else ""

@@ -282,7 +282,8 @@ class Lifetimes:
             self._take(unit.name, "transport", [(numel * kept, dtype) for numel, dtype in shards])
 
     def _update(self, unit: UnitSpec) -> float:
-        """A block of the gradients in the dtype of the master; all of a shard's, where one call updates it all."""
+        """A block of the gradients in the dtype of the master; all of a shard's, where one call updates it all; nothing
+        where a compiled pass does."""
         if unit.table_or(self._layout).updates_on is not Tier.DEVICE:
             return 0.0
         most = 0.0
@@ -294,7 +295,8 @@ class Lifetimes:
                 at_once = not copies and s.dtype_for("grads", self._layout) == dtype
                 adopted = self._adopts and at_once and not self._clip and not copies
                 block = shard if at_once else min(shard, self._behaviour.block)
-                most = max(most, 0.0 if adopted else block * ITEMSIZE[dtype])
+                one_pass = copies and self._bound.overlap.compiled_update
+                most = max(most, 0.0 if adopted or one_pass else block * ITEMSIZE[dtype])
         return most
 
     def _norm(self) -> float:

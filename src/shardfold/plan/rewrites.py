@@ -40,8 +40,9 @@ class Overlap:
             costs a small message each time and allows everything.
         update_thread: whether a thread of its own updates one unit after the other, so that a unit whose parameters are
             gathered behind their update is gathered while the next one is updated.
-        compiled_update: whether the update of 16-bit parameters by AdamW or Adam in host memory is one pass made by
-            ``torch.compile``. It needs a C++ compiler, and up to a minute when the engine is made, once per machine.
+        compiled_update: whether the update of 16-bit parameters by AdamW or Adam, with the casts and the factor of
+            gradients, is one pass made by ``torch.compile``. It needs a C++ compiler in host memory and Triton on a
+            GPU, and up to a minute when the engine is made, once per machine.
         speculate: bytes of host memory, as in ``"2GiB"``, for snapshots of units that are updated in host memory while
             backward still computes, before the norm and overflows are known. Where the step turns out to be another
             (clipped, skipped, with another learning rate), the snapshot is restored and the unit updated again: every

@@ -20,13 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from shardfold.plan.bind import Bound
-from shardfold.plan.cost import resting_bytes
+from shardfold.plan.cost import regions_in, resting_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.lifetimes import CPU, Behaviour, Lifetimes, room_bytes
 from shardfold.plan.program import BESIDE, ROUND, Op
 from shardfold.plan.walk import Part, Walk, of_part
 from shardfold.planner.live import coding_bytes
 from shardfold.planner.trace import SMALL, Event, StagePass, Trace
+from shardfold.tiers._slabs import pinned_bytes
 
 __all__ = ["MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]
 
@@ -52,7 +53,8 @@ class Setting:
         return self.bound.mesh.size == 1 and not self.behaviour.streams and self.micro_batches == 1
 
     def resting(self) -> dict[tuple[str, Tier], float]:
-        """Bytes at rest by state and tier; gradients that are adopted are not at rest."""
+        """Bytes at rest by state and tier; gradients that are adopted are not at rest. ``slabs``: what is pinned
+        besides states in host memory, as slabs of it are powers of 2."""
         bound = self.bound
         found = dict(resting_bytes(bound.layout, bound.units, bound.mesh, num_moments=bound.num_moments, padded=True))
         if self.adopts:
@@ -64,6 +66,11 @@ class Setting:
                         if segment.trainable and dtype == segment.dtype:
                             large = sum(s.numel * size for s in segment.slots if s.numel * size > SMALL)
                             found["grads", segment.table_or(bound.layout).grads.tier] -= large
+        if self.behaviour.streams:
+            there = regions_in(Tier.HOST, bound.layout, bound.units, bound.mesh, bound.num_moments).values()
+            regions = [nbytes for each in there for nbytes in each]
+            if besides := pinned_bytes(regions) - sum(regions):
+                found["slabs", Tier.HOST] = besides
         return found
 
 

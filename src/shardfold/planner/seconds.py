@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardfold.plan.axes import Mesh
-from shardfold.plan.cost import Codec, coding_seconds, fetched_bytes, op_bytes
+from shardfold.plan.cost import Codec, coding_seconds, fetched_bytes, op_bytes, update_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op
@@ -38,10 +38,10 @@ __all__ = [
     "ways_of",
 ]
 
-HOST_UPDATE = 17e9
-"""Bytes of states and gradients that a host goes through per second in an update, where it was not measured. Beside an
-H200, with sixteen cores, steps of 102M parameters took 157 and 177 ms longer with their states in host memory: 28 bytes
-of each, at 18.1 and 16.1 GB/s."""
+HOST_UPDATE = 18e9
+"""Bytes of states, gradients and copies that a host goes through per second in an update, where it was not measured.
+Beside an H200, with sixteen cores, steps of 102M parameters took 157 and 177 ms longer with their states in host
+memory: 30 bytes of each, at 19.4 and 17.3 GB/s."""
 
 
 MEETS = ("END", "STEP")
@@ -377,12 +377,20 @@ class _Clocks:
 
     def _update(self, op: Op, unit: UnitSpec) -> float:
         setting, most = self._setting, 0.0
+        layout, overlap = setting.bound.layout, setting.bound.overlap
+        hosted = bool(op.tier) or not self._device.streams
         for segment in unit.segments:
             if segment.trainable:
-                shard = segment.length / segment.table_or(setting.bound.layout).master.parts(setting.bound.mesh)
-                size = ITEMSIZE[segment.dtype_for("master", setting.bound.layout)] * 2 * (1 + setting.bound.num_moments)
-                most += shard * (size + ITEMSIZE[segment.dtype_for("grads", setting.bound.layout)])
-        if op.tier or not self._device.streams:  # by the host's processors
+                table = segment.table_or(layout)
+                shard = segment.length / table.master.parts(setting.bound.mesh)
+                master, grads = (ITEMSIZE[segment.dtype_for(name, layout)] for name in ("master", "grads"))
+                copies = table.params is not None and "master" not in table.aliases(own=segment.own)
+                copy = ITEMSIZE[segment.dtype] if copies else 0
+                one_pass = hosted or (copies and overlap.compiled_update)
+                most += shard * update_bytes(
+                    master, grads, copy, setting.bound.num_moments, one_pass=one_pass, scaled=setting.clip
+                )
+        if hosted:  # by the host's processors
             return most / (self._device.update or (HOST_UPDATE if self._device.streams else self._device.bandwidth))
         return most / self._device.bandwidth
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardfold.errors import ConfigError, by_rank
-from shardfold.plan.cost import on_disk
+from shardfold.plan.cost import regions_in
+from shardfold.plan.layout import Tier
 from shardfold.plan.placement import UnitSpec
 from shardfold.sharding.model import ShardedModel
 from shardfold.tiers.disk import DiskTier
@@ -31,12 +32,12 @@ def take_room(model: ShardedModel, units: Sequence[UnitSpec], num_moments: int, 
         ConfigError: on every rank: there is none, or a folder cannot be written to. Nothing was made.
     """
     mesh = model.comm.mesh.sizes
-    wanted = on_disk(model.layout, units, mesh, num_moments)
+    wanted = regions_in(Tier.DISK, model.layout, units, mesh, num_moments)
     if not wanted:
         return
     if gone:  # each is there until the one that takes its place is
-        before = on_disk(model.layout, gone, mesh, num_moments)
-        most = [on_disk(model.layout, [unit], mesh, num_moments) for unit in units]
+        before = regions_in(Tier.DISK, model.layout, gone, mesh, num_moments)
+        most = [regions_in(Tier.DISK, model.layout, [unit], mesh, num_moments) for unit in units]
         for folder, sizes in wanted.items():
             more = sum(sizes) - sum(before.get(folder, ()))
             wanted[folder] = [max(0, more) + max(sum(each.get(folder, ())) for each in most)]

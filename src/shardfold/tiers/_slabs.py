@@ -7,11 +7,10 @@ there is before it at most, so that the last one, which may stay empty in part, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
-
-__all__ = ["Slabs", "slab_bytes"]
+__all__ = ["Slabs", "pinned_bytes", "slab_bytes"]
 
 ALIGNED = 4096  # bytes at which a region begins
 LEAST = 1 << 20  # bytes of a slab
@@ -28,25 +27,38 @@ def slab_bytes(nbytes: int, before: int) -> int:
     return next((s for s in sizes if s % nbytes <= LOST * s), min(sizes, key=lambda s: s % nbytes / s))
 
 
-class Slabs:
+class Bytes(Protocol):
+    """Memory of bytes, or what counts as such."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: Any, /) -> Any: ...
+
+
+B = TypeVar("B", bound=Bytes)
+
+
+class Slabs(Generic[B]):
     """Takes regions one behind the other. What is dropped leaves its place empty; the slab goes with its last region.
 
     Args:
         make: pinned memory of so many bytes, uint8.
+
+    Attributes:
+        pinned: bytes of all slabs that were made.
     """
 
-    def __init__(self, make: Callable[[int], Tensor]) -> None:
+    def __init__(self, make: Callable[[int], B]) -> None:
         self._make = make
-        self._open: list[Tensor] = []  # what is left of slabs
-        self._pinned = 0
+        self._open: list[B] = []  # what is left of slabs
+        self.pinned = 0
 
-    def take(self, nbytes: int) -> Tensor:
+    def take(self, nbytes: int) -> B:
         """The next ``nbytes``, uint8."""
         whole = -(-nbytes // ALIGNED) * ALIGNED
         place = next((i for i, left in enumerate(self._open) if len(left) >= whole), None)
         if place is None:
-            size = slab_bytes(whole, self._pinned)
-            self._pinned += size
+            size = slab_bytes(whole, self.pinned)
+            self.pinned += size
             self._open.append(self._make(size))
             place = len(self._open) - 1
         left = self._open[place]
@@ -59,3 +71,12 @@ class Slabs:
     def close(self) -> None:
         """Nothing more is taken."""
         self._open.clear()
+
+
+def pinned_bytes(regions: Iterable[int]) -> int:
+    """Bytes of the slabs that regions of these bytes are taken from, in that order."""
+    slabs = Slabs(range)
+    for nbytes in regions:
+        if nbytes:
+            slabs.take(nbytes)
+    return slabs.pinned

@@ -39,6 +39,11 @@ class HostTier:
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._slabs = Slabs(lambda nbytes: accelerator.host_memory((nbytes,), torch.uint8, device))
 
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned memory that were taken for what rests there as long as an engine."""
+        return self._slabs.pinned
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host for a short while, ``(numel,)``, for what comes from files and is on its way back there or
         to the device."""

@@ -26,7 +26,7 @@ def device_module() -> ModuleType:
     """The module, ready to be registered."""
     module = ModuleType(f"torch.{NAME}", __doc__)
     for name, value in vars(_Functions).items():
-        if isinstance(value, staticmethod) or name in ("Stream", "Event", "_initialized"):
+        if isinstance(value, staticmethod) or name in ("Stream", "Event", "_initialized", "compiles"):
             setattr(module, name, getattr(_Functions, name))
     return module
 
@@ -42,6 +42,8 @@ def _check(device: Any) -> None:
 
 class _Functions:
     Stream, Event = Stream, SimulatedEvent
+    compiles = False
+    """Nothing makes kernels for it."""
     _initialized = True
     """As torch.utils.checkpoint asks, before it keeps the state of random numbers for a recomputation."""
 
