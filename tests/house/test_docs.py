@@ -24,6 +24,7 @@ from shardfold.testing import Ranks
 from shardfold.tools import cli
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.train_config import TrainConfig
+from shardfold.tools.tune.config import config_class, option_fields, recipe_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -130,12 +131,19 @@ def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -
     group: Any = typer.main.get_command(cli.app)
     for name, command in group.commands["ckpt"].commands.items():
         known[f"ckpt {name}"] = {option for each in command.params for option in each.opts} | {"--help"}
+    for prefix in ("tune", "plan tune"):
+        for name, command in group.commands[prefix].commands.items():
+            known[f"{prefix} {name}"] = {option for each in command.params for option in each.opts} | {"--help"}
+        known[prefix] = {option for each in group.commands[prefix].params for option in each.opts} | {"--help"}
     for name in ("demo", "doctor", "plan", "report"):
         known[name] = {option for each in group.commands[name].params for option in each.opts} | {"--help"}
     known["run"] = {option for each in group.commands["run"].params for option in each.opts} | {"--help"}
     for page, words in _commands():
         if words[0] == "ckpt" or words[:2] == ["train", "face"]:
             words = [" ".join(words[:2]), *words[2:]]
+        for prefix in (words[:3], words[:2]):  # of ``plan tune sft``, ``tune sft``
+            if prefix[-1] in recipe_names() and " ".join(prefix) in known:
+                words = [" ".join(prefix), *words[len(prefix) :]]
         if words[0] == "run":  # what stands after the script is the script's
             script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
             words = [word.partition("=")[0].replace("_", "-") for word in words[:script]]
@@ -152,6 +160,14 @@ def test_the_table_of_train_options_is_complete() -> None:
     text = (ROOT / "docs/train.md").read_text(encoding="utf-8")
     rows = "\n".join(line for line in text.splitlines() if line.startswith("| `--"))
     assert not [f for f in TrainConfig.model_fields if f"`{cli.option_name(f)}`" not in rows]
+
+
+def test_the_tables_of_tune_options_are_complete() -> None:
+    """Every option of every recipe but those of rollouts, which have a page of their own."""
+    text = (ROOT / "docs/tune.md").read_text(encoding="utf-8")
+    for recipe in ("pt", "sft", "reward", "dpo", "orpo", "kto", "distill"):
+        options = [cli.option_name(name) for name in option_fields(config_class(recipe))]
+        assert not [option for option in options if not re.search(rf"{option}\b", text)], recipe
 
 
 @pytest.mark.sampled(68)
