@@ -139,7 +139,9 @@ def check_paths(settings: TuneConfig) -> None:
     for source in (*settings.data, *settings.eval_data):
         if not source.path.expanduser().exists():
             raise ConfigError(f"there is no file or folder {str(source.path)!r}: give --data the path of some rows.")
-    ModelPlace.find(settings.model)
+    for model in (settings.model, getattr(settings, "teacher", None)):
+        if model is not None:
+            ModelPlace.find(model)
 
 
 def launch_ranks(recipe: str, settings: TuneConfig, *, debug: bool) -> int:
@@ -174,14 +176,23 @@ def plan_command_of(recipe: str) -> Callable[..., None]:
         from shardfold.tools.tune.tuning_plan import planned_tuning
 
         division = Division(
-            tensor=settings.tensor, sequence_parallel=settings.sequence_parallel, sequence=settings.sequence,
+            tensor=settings.tensor,
+            sequence_parallel=settings.sequence_parallel,
+            sequence=settings.sequence,
             attention=None if settings.attention == "auto" else settings.attention,
-        )  # fmt: skip
+        )
         fits = print_plan(
-            lambda how: planned_tuning(settings, how), gpus, memory=settings.memory, precision=settings.precision,
-            micro_batch=settings.micro_batch or "max", accumulate=settings.accumulate, length=None,
-            tables={settings.layout: settings.table()}, modes=[settings.activations], divisions=[division],
-        )  # fmt: skip
+            lambda how: planned_tuning(settings, how),
+            gpus,
+            memory=settings.memory,
+            precision=settings.precision,
+            micro_batch=settings.micro_batch or "max",
+            accumulate=settings.accumulate,
+            length=None,
+            tables={settings.layout: settings.table()},
+            modes=[settings.activations],
+            divisions=[division],
+        )
         if not fits:
             raise typer.Exit(NOTHING_FITS)
 

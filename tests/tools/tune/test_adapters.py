@@ -57,7 +57,7 @@ def ours(folder: str, name: str, more: dict[str, Any]) -> tuple[list[float], lis
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from shardfold.tools.tune.written import write_model
+    from shardfold.tools.tune._written import write_model
 
     here = Path(folder)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -173,7 +173,7 @@ def test_each_round_of_loftq_is_nearer() -> None:
     """What is left of a weight falls, and is less than what rounding alone leaves; LoRA's scaling is counted."""
     import torch
 
-    from shardfold.tools.tune.loftq import loftq, rounded
+    from shardfold.tools.tune._loftq import loftq, rounded
 
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     left: list[float] = []

@@ -225,7 +225,7 @@ def test_noise_has_the_law_of_the_paper() -> None:
     import torch
     from torch import nn
 
-    from shardfold.tools.tune.noise import EmbeddingNoise, sample_lengths
+    from shardfold.tools.tune._noise import EmbeddingNoise, sample_lengths
 
     class Model(nn.Module):
         def __init__(self) -> None:

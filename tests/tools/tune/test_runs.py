@@ -95,6 +95,7 @@ def test_what_a_run_leaves_behind(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_tuned, folder, "sft", {**settings, "model": "a", "out": "c"}, world_size=1)
     made = json.loads((tmp_path / "c" / "model" / "generation_config.json").read_text())
     assert made["eos_token_id"] in (1, [1])
+    assert json.loads((tmp_path / "c" / "model" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     page = (out / "report.html").read_text()
     assert "sft of base" in page and "tune sft --config" in page
 
@@ -178,6 +179,10 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         ModelPlace.find(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"neither config\.json nor adapter_config\.json"):
         ModelPlace.find(tmp_path)
+    (tmp_path / "index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is a checkpoint: go on with it by --resume"):
+        ModelPlace.find(tmp_path)
+    (tmp_path / "index.json").unlink()
     (tmp_path / "config.json").write_text('{"recipe": "sft"}')
     with pytest.raises(ConfigError, match="has no model yet"):
         ModelPlace.find(tmp_path)

@@ -11,22 +11,21 @@ distill      distillation: each target learns the whole distribution of a teache
 dpo          direct preference optimization: of two answers the better one gains
 grpo         group relative policy optimization: answers to one prompt are compared with each other
 kto          Kahneman-Tversky optimization: answers are good or bad, each by itself
-loftq        LoftQ: a rounded weight and two small matrices that together are near the weight
 log_probs    log-probabilities of samples, as losses over pairs and labels need them
 models       from a folder to a model without memory, and to its values, which are read one tensor at a time
-noise        noise on embeddings while a model is tuned: NEFTune
 orpo         odds-ratio preference optimization
 ppo          proximal policy optimization: a second model tells what an answer is going to be worth
-pt           more pre-training: supervised fine-tuning in which every token of every text is a target
 reference    what the model said before it was tuned, without a second model
 reward       a reward model: one number for an answer, larger for the better of two
 rewards      what rates an answer
 rollouts     answers of the model that trains, what they are worth, and batches of them
 run          one tuning: the engine, the data, the run folder, and how far it is
-sft          supervised fine-tuning: the mean cross-entropy of all targets
+sft          supervised fine-tuning, and pre-training: the mean cross-entropy of all targets
 tuned        a tuning from its settings to what it leaves behind
 tuning_plan  what a tuning takes, before anything runs: the model as a plan sees it, and the largest micro-batch
-written      what a tuning leaves behind that others read: an adapter in peft's format, or a folder of transformers
+_loftq       LoftQ: a rounded weight and two small matrices that together are near the weight
+_noise       noise on embeddings while a model is tuned: NEFTune
+_written     what a tuning leaves behind that others read: an adapter in peft's format, or a folder of transformers
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError, did_you_mean
 from shardfold.sharding.materialize import meta_init
+from shardfold.tools.tune._loftq import loftq
 from shardfold.tools.tune.config import Adapter
-from shardfold.tools.tune.loftq import loftq
 from shardfold.tools.tune.models import (
     FolderTensors,
     FreshTensors,
@@ -424,9 +424,13 @@ def optimizer_groups(model: nn.Module, adapter: Adapter, kind: type, lr: float, 
     from peft.optimizers import create_loraplus_optimizer
 
     made = create_loraplus_optimizer(
-        model=model, optimizer_cls=kind, lr=lr, loraplus_lr_ratio=adapter.lr_ratio,  # pyright: ignore
-        loraplus_weight_decay=decay, **options,
-    )  # fmt: skip
+        model=model,
+        optimizer_cls=kind,
+        lr=lr,
+        loraplus_lr_ratio=adapter.lr_ratio,  # pyright: ignore
+        loraplus_weight_decay=decay,
+        **options,
+    )
     made.param_groups[:] = [group for group in made.param_groups if group["params"]]
     return made
 

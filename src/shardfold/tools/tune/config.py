@@ -47,7 +47,7 @@ __all__ = [
     "recipe_names",
     "register",
     "resumed_settings",
-]  # fmt: skip
+]
 
 Kind = Literal["text", "chat", "pair", "label", "prompt"]
 """What a row of data becomes."""
@@ -194,16 +194,29 @@ STEPS_OR_EPOCHS = "steps says how many there are"
 
 TUNE_EFFECTS = (
     Effect("epochs", lambda run: run.steps is None, STEPS_OR_EPOCHS, "leave --steps out"),
-    Effect("memory", lambda run: not run.micro_batch, "it is what --micro-batch max plans for",
-           "give --micro-batch max"),
-    Effect("sequence_parallel", lambda run: run.tensor > 1,
-           "it divides activations over the ranks of --tensor, of which there is 1", "give --tensor 2"),
-    Effect("attention", lambda run: run.sequence > 1,
-           "it says how attention crosses the ranks of --sequence, of which there is 1", "give --sequence 2"),
+    Effect(
+        "memory", lambda run: not run.micro_batch, "it is what --micro-batch max plans for", "give --micro-batch max"
+    ),
+    Effect(
+        "sequence_parallel",
+        lambda run: run.tensor > 1,
+        "it divides activations over the ranks of --tensor, of which there is 1",
+        "give --tensor 2",
+    ),
+    Effect(
+        "attention",
+        lambda run: run.sequence > 1,
+        "it says how attention crosses the ranks of --sequence, of which there is 1",
+        "give --sequence 2",
+    ),
     Effect("eval_every", lambda run: bool(run.eval_data), "there is nothing to evaluate on", "give --eval-data"),
-    Effect("keep", lambda run: run.save_every > 0, "it says how many checkpoints stay, and none are written",
-           "give --save-every"),
-)  # fmt: skip
+    Effect(
+        "keep",
+        lambda run: run.save_every > 0,
+        "it says how many checkpoints stay, and none are written",
+        "give --save-every",
+    ),
+)
 
 
 class TuneConfig(RecipeSettings):
@@ -213,7 +226,9 @@ class TuneConfig(RecipeSettings):
     recipe: ClassVar[str] = ""
     kind: ClassVar[Kind] = "chat"
 
-    model: Path = Field(description="A folder of transformers, a run, a checkpoint of one, or an adapter of peft.")
+    model: Path = Field(
+        description="A folder of transformers, a run, or an adapter of peft, which is merged as it is read."
+    )
     data: Annotated[tuple[Source, ...], BeforeValidator(_sources)] = Field(
         min_length=1, description="Files or folders of rows, with commas between them."
     )
@@ -238,9 +253,10 @@ class TuneConfig(RecipeSettings):
     epochs: float = Field(1.0, gt=0, le=1e6, description="How often each row comes.")
     steps: int | None = Field(None, ge=1, description="Optimizer steps, in place of --epochs.")
     micro_batch: Annotated[int, BeforeValidator(samples_or_max)] = _as_in_train(
-        "micro_batch", default=4, description="Samples (with --pack: sequences) per rank and micro-batch; max: the "
-        "most that fit, by plan."
-    )  # fmt: skip
+        "micro_batch",
+        default=4,
+        description="Samples (with --pack: sequences) per rank and micro-batch; max: the most that fit, by plan.",
+    )
     memory: str | None = _as_in_train("memory")
     activations: Literal["keep", "select", "recompute"] = _as_in_train("activations")
     accumulate: int = _as_in_train("accumulate")
@@ -377,9 +393,10 @@ class DPOConfig(TuneConfig):
 
     effects: ClassVar[tuple[Effect, ...]] = (
         *TUNE_EFFECTS,
-        Effect("label_smoothing", lambda run: run.loss == "sigmoid", "it is of the sigmoid loss",
-               "give --loss sigmoid"),
-    )  # fmt: skip
+        Effect(
+            "label_smoothing", lambda run: run.loss == "sigmoid", "it is of the sigmoid loss", "give --loss sigmoid"
+        ),
+    )
 
 
 class ORPOConfig(TuneConfig):
@@ -430,9 +447,11 @@ class RolloutConfig(TuneConfig):
     top_p: float = Field(1.0, gt=0, le=1, description="Of the likeliest tokens, those that sum to it are drawn from.")
     top_k: int = Field(0, ge=0, description="The likeliest so many tokens are drawn from; 0: all.")
     pages: int | None = Field(
-        None, ge=1, description="Pages of 16 tokens for keys and values while answers are drawn; as many as they fill, "
-        "if not given."
-    )  # fmt: skip
+        None,
+        ge=1,
+        description="Pages of 16 tokens for keys and values while answers are drawn; as many as they fill, "
+        "if not given.",
+    )
     beta: float = Field(0.0, ge=0, allow_inf_nan=False, description="How closely the reference is kept to.")
     reference: Literal["adapter", "copy"] = Field(
         "adapter", description="What is kept to: adapter, the model without its adapter; copy, a second, frozen model."
@@ -507,8 +526,16 @@ def register(settings: type[TuneConfig]) -> type[TuneConfig]:
 
 
 for _each in (
-    PTConfig, SFTConfig, RewardConfig, DPOConfig, ORPOConfig, KTOConfig, DistillConfig, GRPOConfig, PPOConfig
-):  # fmt: skip
+    PTConfig,
+    SFTConfig,
+    RewardConfig,
+    DPOConfig,
+    ORPOConfig,
+    KTOConfig,
+    DistillConfig,
+    GRPOConfig,
+    PPOConfig,
+):
     register(_each)
 
 

@@ -66,7 +66,7 @@ class ModelPlace:
 
     @classmethod
     def find(cls, path: Path) -> ModelPlace:
-        """Of a folder of transformers, a run, a checkpoint of one, or an adapter of peft.
+        """Of a folder of transformers, a run, or an adapter of peft.
 
         Raises:
             ConfigError: it is none of these.
@@ -79,6 +79,11 @@ class ModelPlace:
             )
         if (path / "adapter_config.json").is_file():
             return cls._adapted(path)
+        if (path / "index.json").is_file():
+            raise ConfigError(
+                f"{str(path)!r} is a checkpoint: go on with it by --resume, or make a folder of transformers of it by "
+                f"shardfold ckpt export {path} out/ --to hf --config BASE."
+            )
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"{str(path)!r} has neither config.json nor adapter_config.json: give a folder of transformers, a run, "
@@ -177,13 +182,15 @@ def hollow_model(config: Any, task: str) -> nn.Module:
         config.num_labels = 1
     try:
         with meta_init(), quiet():
-            return getattr(transformers, TASKS[task]).from_config(config, dtype=torch.float32)
+            made = getattr(transformers, TASKS[task]).from_config(config, dtype=torch.float32)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
         raise ConfigError(
             f"transformers has no {TASKS[task].removeprefix('AutoModelFor')} of the type {config.model_type!r}."
         ) from None
+    config.architectures = [type(made).__name__]
+    return made
 
 
 def blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:

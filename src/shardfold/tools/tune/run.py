@@ -24,10 +24,10 @@ from shardfold.plan.layout import Tier
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.stop_signal import StopSignal
+from shardfold.tools.tune._noise import EmbeddingNoise, sample_lengths
 from shardfold.tools.tune.adapters import BASE_CHANGES, beginning, expanded_config, optimizer_groups
 from shardfold.tools.tune.config import Kind, Source, TuneConfig
 from shardfold.tools.tune.models import ModelPlace, hollow_model
-from shardfold.tools.tune.noise import EmbeddingNoise, sample_lengths
 
 if TYPE_CHECKING:
     from shardfold.tools.observe.metrics import MetricsWriter
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["Loss", "Recipe", "Totals", "TuneRun", "changed_config", "recipe_of", "with_length"]
 
 BETAS = (0.9, 0.999)
+
+SAME = {"pt": "sft"}
+"""Recipes that are another one with other targets."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class Recipe:
 
 def recipe_of(name: str) -> Recipe:
     """The recipe of that name, which its module calls ``RECIPE``."""
-    return importlib.import_module(f"shardfold.tools.tune.{name}").RECIPE()
+    module = SAME.get(name, name)
+    return importlib.import_module(f"shardfold.tools.tune.{module}").RECIPE()
 
 
 class Totals:
@@ -496,9 +500,7 @@ def changed_config(config: TuneConfig, place: ModelPlace) -> Any:
             )
         before = found.max_position_embeddings
         more = {name: value for name, value in rope.items() if name != "type"}
-        found.rope_parameters = {
-            **own, "rope_type": rope["type"], "original_max_position_embeddings": before, **more
-        }  # fmt: skip
+        found.rope_parameters = {**own, "rope_type": rope["type"], "original_max_position_embeddings": before, **more}
         if rope["type"] == "linear":
             del found.rope_parameters["original_max_position_embeddings"]
         found.max_position_embeddings = math.ceil(before * float(rope["factor"]))

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean cross-entropy of all targets."""
+"""Supervised fine-tuning, and pre-training, of which every token is a target: the mean cross-entropy of all targets."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.readable import format_count, format_duration
 from shardfold.tools.observe.run_page import write_page
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
+from shardfold.tools.tune._written import write_model
 from shardfold.tools.tune.config import TuneConfig
 from shardfold.tools.tune.run import TuneRun
-from shardfold.tools.tune.written import write_model
 
 __all__ = ["TuneResult", "tune"]
 

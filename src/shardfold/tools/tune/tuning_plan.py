@@ -67,9 +67,12 @@ def most_samples(run: TuneRun) -> int:
     config, engine = run.config, run.engine
     streams = accelerator.has_streams(engine.device)
     division = Division(
-        tensor=config.tensor, sequence_parallel=config.sequence_parallel, sequence=config.sequence, streams=streams,
+        tensor=config.tensor,
+        sequence_parallel=config.sequence_parallel,
+        sequence=config.sequence,
+        streams=streams,
         attention=None if config.attention == "auto" else config.attention,
-    )  # fmt: skip
+    )
     subjects = planned_tuning(config, division).subject.ranks
 
     def find(budget: float) -> Option:

@@ -34,6 +34,9 @@ def beside(run: TuneRun, folder: Path) -> None:
     """Write config, tokenizer and generation config; the last ends where the tokenizer's turns do."""
     from transformers import GenerationConfig
 
+    if run.model_config.pad_token_id is None:  # a reward model is read by it
+        run.model_config.pad_token_id = run.tokenizer.pad_token_id
+    run.model_config.dtype = torch.float32
     run.model_config.save_pretrained(folder)
     run.tokenizer.save_pretrained(folder)
     if run.recipe.task != "lm":
@@ -83,8 +86,11 @@ def _write_adapter(run: TuneRun, folder: Path, base: Path) -> None:
         config.base_model_name_or_path = str(base.resolve())
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True
-    save_file({name: value.contiguous() for name, value in values.items()}, folder / "adapter_model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {name: value.contiguous() for name, value in values.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
     config.save_pretrained(str(folder))
     run.tokenizer.save_pretrained(folder)
 
