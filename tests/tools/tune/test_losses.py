@@ -141,6 +141,20 @@ def test_losses_are_those_of_trl(recipe: str, ranks: Ranks, tmp_path: Path) -> N
     _both(ranks, recipe, tmp_path)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", list(ROWS))
+def test_packed_rows_are_rows(recipe: str, ranks: Ranks, tmp_path: Path) -> None:
+    """All rows in one step, packed and not, on one rank and two: the same losses of three steps."""
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.write_rows(tmp_path / "rows.jsonl", ROWS[recipe](8))
+    common = {"steps": 3, "micro_batch": 8}
+    one = ranks.run(ours, recipe, str(tmp_path), "ddp", None, common, world_size=1)[0]
+    for world, micro_batch in ((1, 8), (2, 4)):
+        more = {"steps": 3, "micro_batch": micro_batch, "text": {"pack": True, "length": 128}}
+        found = ranks.run(ours, recipe, str(tmp_path), "zero3", None, more, world_size=world)[0]
+        assert found == pytest.approx(one, abs=TOLERANCE, rel=TOLERANCE)
+
+
 def references(folder: str, recipe: str, adapter: dict[str, Any] | None) -> list[float]:
     """Losses of 3 steps over the same rows, whose first one is of a model that is its reference."""
     return ours(recipe, folder, "zero3", adapter, {"steps": 3})[:3]

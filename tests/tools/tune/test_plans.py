@@ -67,10 +67,11 @@ def _folder(tmp_path: Path) -> str:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_a_plan_is_what_a_step_takes(case: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Within 3 % on two ranks."""
+    """On two ranks no step takes more than its plan says, nor less by more than 6 %."""
     recipe, more = CASES[case]
     planned, measured = ranks.run(peaks, _folder(tmp_path), recipe, more, layout, world_size=2)[0]
-    assert planned == pytest.approx(measured, rel=0.03)
+    assert measured <= 1.005 * planned
+    assert planned <= 1.06 * measured
 
 
 @pytest.mark.soak

@@ -62,15 +62,18 @@ def tune(config: TuneConfig) -> TuneResult:
     """Train on this rank, together with the others if a launcher started several.
 
     Raises:
-        ConfigError: the run folder is not empty, or model, data and settings do not go together; nothing is left
-            behind.
+        ConfigError: the run folder is not empty, there is none for ranks of a launcher, or model, data and settings do
+            not go together; nothing is left behind.
         ShardfoldError: the checkpoint to go on from does not fit, or the loss is no longer finite.
     """
+    if config.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("ranks of a launcher of its own write one run together: give --out one folder.")
     leads = int(os.environ.get("RANK", "0")) == 0
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
         run = TuneRun(config, lenient_console())
-        out = _folder_of_all(run, folder)
+        out = folder or config.out
+        assert out is not None  # a run of one rank has claimed a folder
         resumed = run.resume(config.resume) if config.resume is not None else None
         run.recipe.begin(run)
         if not run.leads:
@@ -79,14 +82,6 @@ def tune(config: TuneConfig) -> TuneResult:
         (out / "data.json").write_text(json.dumps(_facts(run), indent=2) + "\n", encoding="utf-8")
         with MetricsWriter(out / "metrics.jsonl") as writer:
             return _whole(run, out, writer, resumed)
-
-
-def _folder_of_all(run: TuneRun, folder: Path | None) -> Path:
-    if folder is not None:
-        return folder
-    if run.config.out is None:
-        raise ConfigError("ranks of a launcher of its own write one run together: give --out one folder.")
-    return run.config.out
 
 
 def resolved(run: TuneRun) -> dict[str, Any]:
