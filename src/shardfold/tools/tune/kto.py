@@ -77,9 +77,7 @@ class KTO(Recipe):
 
     def _distance_of(self, run: TuneRun, batches: list[Batch]) -> Tensor:
         total, rows = 0.0, 0
-        for batch in batches:
-            if not batch.rows:
-                continue
+        for batch in batches:  # also those without rows: other ranks gather the model with this one
             with torch.no_grad():
                 policy = sample_log_probs(run, mismatched(run, batch))[0]
             total += float((policy - self._reference.of(run, batch)[:, 1]).sum())
