@@ -148,7 +148,7 @@ def launch_ranks(recipe: str, settings: TuneConfig, *, debug: bool) -> int:
     """Start the processes of a run here; all read the settings as they are now, whatever file they came from."""
     with claimed(settings.out) as folder, tempfile.TemporaryDirectory() as place:
         path = Path(place, "settings.json")
-        plain = {**settings.plain(), "out": str(folder)}
+        plain = {**settings.plain(given=True), "out": str(folder)}
         plain.pop("recipe")
         path.write_text(json.dumps(plain), encoding="utf-8")
         before = os.environ.get(RESOLVED)

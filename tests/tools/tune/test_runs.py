@@ -166,6 +166,8 @@ def test_options_and_files_say_the_same() -> None:
     assert config.adapter is not None and config.adapter.rank == 8 and config.adapter.variant == "dora"
     assert config.text.pack and config.text.rope == {"type": "yarn", "factor": 4.0} and len(config.data) == 2
     assert SFTConfig.load(config.plain()) == config
+    short = SFTConfig.load({"model": "base", "data": "a.jsonl"}).plain(given=True)  # what the command tells its ranks
+    assert short == {"recipe": "sft", "model": "base", "data": [{"path": "a.jsonl"}]}
     assert {"beta", "loss", "label_smoothing", "lora", "pre_seq_len"} <= option_fields(DPOConfig).keys()
     with pytest.raises(ConfigError, match="--label-smoothing has no effect here"):
         DPOConfig.load({"model": "base", "data": "a", "loss": "ipo", "label_smoothing": 0.1})

@@ -350,9 +350,9 @@ class TuneConfig(RecipeSettings):
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return self.cache.expanduser() if self.cache is not None else usual / "shardfold"
 
-    def plain(self) -> dict[str, Any]:
-        """Return the settings as a config file has them."""
-        return {"recipe": self.recipe, **self.model_dump(mode="json", exclude_none=True)}
+    def plain(self, *, given: bool = False) -> dict[str, Any]:
+        """Return the settings as a config file has them: all, or those that were given."""
+        return {"recipe": self.recipe, **self.model_dump(mode="json", exclude_none=True, exclude_unset=given)}
 
 
 class PTConfig(TuneConfig):
