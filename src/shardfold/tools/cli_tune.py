@@ -13,7 +13,7 @@ import typer
 
 from shardfold import launch
 from shardfold.errors import ConfigError
-from shardfold.tools.cli_options import with_settings
+from shardfold.tools.cli_options import argument, with_settings
 from shardfold.tools.recipes.folder import claimed
 from shardfold.tools.recipes.train_config import read_settings
 from shardfold.tools.tune.config import (
@@ -24,6 +24,8 @@ from shardfold.tools.tune.config import (
     recipe_names,
     resumed_settings,
 )
+from shardfold.tools.tune.demo_config import DemoConfig
+from shardfold.tools.tune.eval_config import EvalConfig
 
 __all__ = ["register"]
 
@@ -204,8 +206,57 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def evaluate_command(
+    invocation: typer.Context,
+    run: Annotated[
+        Path, typer.Argument(help="A run, a folder of transformers, or an adapter of peft.", show_default=False)
+    ],
+    **options: Any,
+) -> None:
+    """Measure a model on rows: loss, bits per byte, right choices, answers that end, answers that are right."""
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = EvalConfig.load({"model": run, **given}, where="the command line")
+    for source in settings.data:
+        if not source.path.expanduser().exists():
+            raise ConfigError(f"there is no file or folder {str(source.path)!r}: give --data the path of some rows.")
+    if settings.procs > 1 and not launch.is_rank():
+        arguments = [argument(name, value) for name, value in given.items() if name != "procs"]
+        debug = ["--debug"] if invocation.obj else []
+        raise typer.Exit(launch.launch_local(["eval", str(run), *arguments, *debug], settings.procs))
+    from shardfold.tools.tune.evaluate import evaluate
+
+    evaluate(settings)
+
+
+def demo_command(invocation: typer.Context, **options: Any) -> None:
+    """Train and tune a small model here, by one recipe after the other, in some minutes: a page shows what each did."""
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = DemoConfig.load(given, where="the command line")
+    from shardfold.tools.tune.tune_demo import prepare, run_demo
+
+    if launch.is_rank():
+        run_demo(settings.model_copy(update={"procs": int(os.environ["WORLD_SIZE"])}))
+        return
+    with claimed(settings.out) as folder:
+        settings = settings.model_copy(update={"out": folder})
+        prepare(settings)
+        if settings.procs == 1:
+            run_demo(settings)
+            return
+        resolved = settings.model_dump(exclude={"procs"})
+        arguments = [argument(name, value) for name, value in resolved.items()]
+        debug = ["--debug"] if invocation.obj else []
+        raise typer.Exit(launch.launch_local(["tune", "demo", *arguments, *debug], settings.procs))
+
+
 def register(into: typer.Typer) -> None:
     """Add the commands to the application."""
+    into.command("eval", epilog="For example: shardfold eval runs/sft --data held-out.jsonl --pack")(
+        with_settings(
+            evaluate_command, {name: field for name, field in EvalConfig.model_fields.items() if name != "model"}
+        )
+    )
+    app.command("demo", epilog="For example: shardfold tune demo")(with_settings(demo_command, DemoConfig.model_fields))
     for recipe in recipe_names():
         example = f"For example: shardfold tune {recipe} --model base/ --data rows.jsonl --lora 16 --layout zero3"
         app.command(recipe, epilog=example)(command_of(recipe))

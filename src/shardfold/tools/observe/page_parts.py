@@ -1,4 +1,4 @@
-"""What pages are made of: the frame and its style, tiles, tables. Text without a script; names and values are escaped."""
+"""What pages are made of: the frame and its style, tiles, tables. Text without a script; values are escaped."""
 
 from __future__ import annotations
 

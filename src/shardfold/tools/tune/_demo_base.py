@@ -1,0 +1,96 @@
+"""What the demo begins with: text, a tokenizer of its words, and a small LLaMA with random values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardfold.tools.tune._demo_text import write_rows
+
+__all__ = ["REWARD_FILE", "make_base", "make_text"]
+
+VOCABULARY = 512
+NUMBERS = {"texts": 3000, "chats": 3000, "pairs": 1500, "prompts": 2000}
+HELD_OUT = 64
+LEAST = 64  # rows of each kind, however small a part of the demo is asked for
+
+PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'user' %}<|user|>{{ message.content }}"
+    "{% else %}<|assistant|>{{ message.content }}<|end|>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+REWARD_FILE = r'''"""What the demo's answers are rated by."""
+
+import re
+
+
+def has_word(answer):
+    """1 for a story that ends and has the word that was asked for, else 0."""
+    return float(answer.ended and re.search(rf"\b{answer.row['word']}\b", answer.text) is not None)
+'''
+
+
+def make_text(folder: Path, *, share: float, seed: int) -> dict[str, Path]:
+    """Write the rows of every recipe and the file of the reward, and return the paths of rows by name."""
+    folder.mkdir(parents=True)
+    numbers = {kind: max(LEAST, round(number * share)) for kind, number in NUMBERS.items()}
+    (folder / "rewards.py").write_text(REWARD_FILE, encoding="utf-8")
+    return write_rows(folder, numbers, HELD_OUT, seed)
+
+
+def make_base(folder: Path, rows: dict[str, Path], *, seed: int) -> dict[str, int]:
+    """Write a folder of transformers, and return how many parameters and tokens the model has."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words: list[str] = []
+    for name in ("texts", "chats"):
+        for line in rows[name].read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            words += [row["text"]] if "text" in row else [each["content"] for each in row["messages"]]
+    backend = train_tokenizer(words)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=PAD)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    end: Any = tokenizer.eos_token_id
+    padding: Any = tokenizer.pad_token_id
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=padding,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return {"parameters": sum(each.numel() for each in model.parameters()), "vocabulary": len(tokenizer)}
+
+
+def train_tokenizer(texts: list[str]) -> object:
+    """Byte-pair encoding of these texts, trained here in a few seconds."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, END, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend

@@ -1,0 +1,161 @@
+"""A model as an evaluation has it: split by a layout over the ranks, with its tokenizer, never trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardfold as sf
+from shardfold.checkpoint.folders import IN_RUN
+from shardfold.errors import ConfigError
+from shardfold.plan import presets
+from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.train_config import TrainConfig, read_settings
+from shardfold.tools.tune.adapters import merged_tensors
+from shardfold.tools.tune.eval_config import EvalConfig
+from shardfold.tools.tune.models import ModelPlace, hollow_model, quiet
+
+__all__ = ["EvaluatedModel", "byte_tokenizer"]
+
+USUAL_LENGTH = 2048
+"""Tokens that a model reads whose config does not say."""
+
+
+@dataclass
+class EvaluatedModel:
+    """What an evaluation asks.
+
+    Attributes:
+        engine: of the model, without an optimizer.
+        tokenizer: a fast one of transformers.
+        context: tokens that the model reads at most.
+        stops: tokens at which an answer ends.
+        is_bytes: a GPT of `shardfold train`, whose tokens are bytes.
+    """
+
+    engine: sf.Engine
+    tokenizer: Any
+    context: int
+    stops: tuple[int, ...]
+    is_bytes: bool = False
+
+    @classmethod
+    def open(cls, config: EvalConfig) -> EvaluatedModel:
+        """Load it; each rank reads its own part.
+
+        Raises:
+            ConfigError: there is no model, or it is a reward model.
+        """
+        folder = config.model.expanduser()
+        said = _settings(folder / "config.json")
+        if "size" in said and "model_type" not in said:
+            made = _of_train(folder, said, config)
+        else:
+            if said.get("recipe") == "reward":
+                raise ConfigError(
+                    f"{str(folder)!r} is a reward model, which rates answers and predicts no tokens: its accuracy on "
+                    "held-out pairs is in its own run (--eval-data)."
+                )
+            made = _of_transformers(folder, config)
+        if config.length is not None:
+            made.context = min(config.length, made.context) if made.is_bytes else config.length
+        made.engine.module.eval()
+        return made
+
+    @property
+    def first(self) -> int | None:
+        """What stands in front of a text: the token that begins one, else one that ends it; None: neither is known."""
+        begins = self.tokenizer.bos_token_id
+        return begins if begins is not None else self.tokenizer.eos_token_id
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits (B, L, vocabulary) of ``input_ids`` and ``position_ids``, each (B, L)."""
+        if self.is_bytes:
+            return self.engine(inputs["input_ids"], positions=inputs["position_ids"])
+        return self.engine(**inputs, use_cache=False).logits
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return read_settings(path) if path.is_file() else {}
+
+
+def _engine(model: torch.nn.Module, config: EvalConfig, weights: Mapping[str, Tensor] | None) -> sf.Engine:
+    model.requires_grad_(False)
+    return sf.Engine(
+        model,
+        layout=presets.named(config.layout),
+        precision=config.precision,
+        parallel=sf.Parallel(
+            mesh={"tensor": config.tensor} if config.tensor > 1 else None,
+            tensor="auto" if config.tensor > 1 else None,
+        ),
+        init=sf.Init(weights=weights) if weights is not None else sf.Init(),
+    )
+
+
+def _of_transformers(folder: Path, config: EvalConfig) -> EvaluatedModel:
+    place = ModelPlace.find(folder)
+    tokenizer = place.tokenizer()
+    with quiet():
+        model = hollow_model(place.config, "lm")
+    engine = _engine(model, config, merged_tensors(model, place, "lm"))
+    context = getattr(place.config.get_text_config(), "max_position_embeddings", None) or USUAL_LENGTH
+    return EvaluatedModel(engine, tokenizer, context, _stops(place, tokenizer))
+
+
+def _stops(place: ModelPlace, tokenizer: Any) -> tuple[int, ...]:
+    """All that tokenizer, config and generation config call the end of a text."""
+    found: dict[int, None] = {}
+    file = place.folder / "generation_config.json"
+    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for each in (tokenizer.eos_token_id, place.config.eos_token_id, generation.get("eos_token_id")):
+        for token in each if isinstance(each, list) else [each]:
+            if isinstance(token, int):
+                found[token] = None
+    return tuple(found)
+
+
+def _of_train(folder: Path, said: Mapping[str, Any], config: EvalConfig) -> EvaluatedModel:
+    if not (folder / IN_RUN).is_dir():
+        raise ConfigError(
+            f"the run {str(folder)!r} has no checkpoint to evaluate: train with --save-every, which writes one at the "
+            "end too."
+        )
+    trained = TrainConfig.load(dict(said), where=str(folder / "config.json"), inherited=said.keys())
+    shape = trained.model_shape()
+    with sf.meta_init():
+        model = GPT(shape)
+    engine = _engine(model, config, None)
+    engine.load(folder, weights_only=True)
+    tokenizer = byte_tokenizer()
+    return EvaluatedModel(engine, tokenizer, shape.context, (tokenizer.eos_token_id,), is_bytes=True)
+
+
+def byte_tokenizer() -> Any:
+    """The tokenizer of a GPT whose tokens are bytes: byte k is token k. Byte 0 ends a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = _letters()
+    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    # The letter that stands for byte 0 may stand in a text as well, where it is its own bytes.
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=letters[0], split_special_tokens=True)
+
+
+def _letters() -> list[str]:
+    """Of each byte the letter that a tokenizer of bytes has for it: itself if it is printed, else one from 256 on."""
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printed)
+    moved = {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [moved.get(byte, chr(byte)) for byte in range(256)]
