@@ -235,6 +235,33 @@ def test_a_precision_is_the_same_to_the_bit(ranks: Ranks, layout: str, precision
     assert ranks.run(_precision, layout, precision, world_size=2) == [[], []]
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "recompute": {"activations": "recompute"},
+    "autocast": {"precision": PRECISIONS["autocast"]},
+    "bf16": {"precision": "bf16"},
+}
+
+
+def _variant(name: str, layout: str, variant: str) -> tuple[list[str], list[int], dict[str, int]]:
+    """What differs from the same engine without graphs, how many graphs there were, and what broke one."""
+    torch.manual_seed(0)
+    model, batches, loss = zoo.build(name), zoo.batches(name, STEPS), partial(zoo.loss, name)
+    options: dict[str, Any] = {"layout": layout, "parallel": mesh_of(layout), **VARIANTS[variant]}
+    options["optimizer"] = partial(torch.optim.AdamW, lr=zoo.ZOO[name].lr)
+    once, again = (trained(copy.deepcopy(model), batches, backend, loss, **options) for backend in ("eager", None))
+    return ["losses"] * (once["losses"] != pytest.approx(again["losses"], rel=1e-6)), once["made"], once["breaks"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("place", range(len(ARCHITECTURES)))
+def test_an_architecture_in_another_precision_or_recomputed(ranks: Ranks, place: int, variant: str) -> None:
+    """As without: no break, and no graph behind the first step. Layouts take turns."""
+    layout = ["ddp", "zero2", "zero3", "hsdp"][(place + list(VARIANTS).index(variant)) % 4]
+    for wrong, made, breaks in ranks.run(_variant, ARCHITECTURES[place], layout, variant, world_size=2):
+        assert wrong == [] and breaks == {} and len(set(made)) == 1 and 0 < made[0] < 5, (wrong, made, breaks)
+
+
 AXES: dict[str, Any] = {
     "tensor": sf.Parallel(mesh={"tensor": 2}, tensor="auto"),
     "stream": sf.Parallel(mesh={"tensor": 2}, tensor="auto", sequence_parallel=True),
