@@ -237,7 +237,7 @@ def test_updates_take_a_block_in_the_dtype_of_the_master(subject: Subject) -> No
 
 
 def test_an_update_in_one_pass_needs_no_block_and_less_time(subject: Subject) -> None:
-    """Planned as the engine does it: gradients are multiplied nowhere else, and of an element's 42 bytes 30 are moved."""
+    """Planned as the engine does it: gradients are multiplied in the pass, and of 42 bytes 30 are moved."""
     found = {}
     for compiled in (False, True):
         trace = subject.trace("bf16", "keep", 4)
