@@ -8,8 +8,9 @@ For each size a process is put into a control group (v1 or v2) whose memory the 
 linear layers, built under ``meta_init``: one rank, bf16, AdamW, ``layout="infinity"``, ``offload="disk"``. The group's
 own count is of all that its processes have and of every page of files that was read or written for them: a page cache
 that held the states would be in it. ``resident`` is the process's largest resident set. The last row is the largest
-model with its states in host memory under the same limit, which the kernel should end. Needs root, and a folder on a
-drive with room for the states.
+model with its states in host memory under the same limit, which the kernel should end. With ``--base nf4/64`` layers
+are frozen, an adapter of rank 8 is beside each, and the states are the codes that the layers rest as. Needs root, and a
+folder on a drive with room for the states.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ COLOR, LIMIT, INK, MUTED, GRID = "#2171b5", "#c2410c", "#22252b", "#6b7480", "#e
 # -- in the group
 
 
-def work(tier: str, folder: str, layers: int, steps: int) -> None:
+def work(tier: str, folder: str, layers: int, steps: int, base: str) -> None:
     """Trains, and prints what it took."""
     tempfile.tempdir = folder
     import torch
@@ -43,13 +44,26 @@ def work(tier: str, folder: str, layers: int, steps: int) -> None:
 
     import shardfold as sf
 
+    class Adapted(nn.Module):
+        """A frozen layer with an adapter."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+            self.down, self.up = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + self.up(self.down(x))
+
     torch.set_num_threads(1)
     libraries = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with sf.meta_init():
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+        model = nn.Sequential(*[Adapted() if base else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    layout = sf.PRESETS["infinity"].replace(base=base or None)
+    units = [Adapted] if base else [nn.Linear]
     engine = sf.Engine(
-        model, optimizer=optimizer, layout="infinity", offload=tier, precision="bf16", init=sf.Init(units=[nn.Linear])
+        model, optimizer=optimizer, layout=layout, offload=tier, precision="bf16", init=sf.Init(units=units)
     )
     seconds: list[float] = []
     losses: list[float] = []
@@ -74,12 +88,21 @@ def work(tier: str, folder: str, layers: int, steps: int) -> None:
 # -- around it
 
 
-def measure(tier: str, folder: str, states: int, limit: int, steps: int) -> dict[str, Any]:
+def coded(base: str) -> float:
+    """Bytes per parameter of codes."""
+    from shardfold.plan.formats import FORMATS, format_named
+
+    form = FORMATS[format_named(base, "base")]
+    return form.nbytes(form.block) / form.block
+
+
+def measure(tier: str, folder: str, states: int, limit: int, steps: int, base: str) -> dict[str, Any]:
     """One training in a group of that limit."""
-    layers = round(states / STATES / WIDTH**2)
+    layers = round(states / (coded(base) if base else STATES) / WIDTH**2)
     group = Group("bench", limit)
     try:
         words = [sys.executable, __file__, "--work", tier, "--folder", folder, "--layers", str(layers)]
+        words += ["--base", base]
         done = group.start([*words, "--steps", str(steps)], stdout=subprocess.PIPE, text=True)
         told, _ = done.communicate()
         found: dict[str, Any] = {"tier": tier, "states": states, "limit": limit, "layers": layers}
@@ -145,12 +168,13 @@ def main() -> None:
     parser.add_argument("--states", type=float, nargs="+", default=[1, 2, 4], help="GiB")
     parser.add_argument("--limit", type=float, default=1024, help="MiB")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--base", default="", help="a format: layers are frozen and rest as its codes, adapters train")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
-        work(given.work, given.folder, given.layers, given.steps)
+        work(given.work, given.folder, given.layers, given.steps, given.base)
         return
     limit, sizes = int(given.limit * MIB), [int(size * GIB) for size in given.states]
     try:
@@ -162,9 +186,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        rows.append(measure("disk", given.folder, size, limit, given.steps))
+        rows.append(measure("disk", given.folder, size, limit, given.steps, given.base))
         print(row(rows[-1]), flush=True)
-    rows.append(measure("host", given.folder, sizes[-1], limit, given.steps))
+    rows.append(measure("host", given.folder, sizes[-1], limit, given.steps, given.base))
     print(row(rows[-1]))
     if given.picture:
         draw(given.picture, [found for found in rows if "peak" in found])

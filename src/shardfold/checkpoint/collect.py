@@ -248,7 +248,8 @@ def _described(model: ShardedModel, left_out: Mapping[str, str], tensors: dict[s
     for segment, slot in _places(model):
         name, shape = segment.spec.slots[slot].name, segment.spec.slots[slot].whole
         dtype, trainable = NAMES[most_precise(model, segment)[0].dtype], segment.spec.trainable
-        parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name)))
+        codes = segment.spec.codes or None
+        parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name), codes))
     order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
     parameters.sort(key=lambda p: order.get(p.name, len(order)))
     buffers = [Parameter(name, tuple(b.shape), NAMES[b.dtype], others) for name, (b, others) in _buffers(model)]
@@ -294,7 +295,7 @@ def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, segment: Se
     """This rank's share of a range that all ranks have which differ from it on other axes only: data axes, or, of a
     parameter that is whole, any."""
     number, replicas = _replica(model, over, segment, slot)
-    align = alignment(model.optimizer)
+    align = alignment(model.optimizer) if segment.form is None else segment.form.block
     steps = (bounds[1] - bounds[0]) // align
     low, high = steps * number // replicas * align, steps * (number + 1) // replicas * align
     if number == replicas - 1:
@@ -324,7 +325,9 @@ def _of_parameter(
     low, high = _share(model, bounds, over, segment, place)
     a, b = max(low, place.offset), min(high, place.offset + place.numel)
     first = place.offset in range(low, high) or (not place.numel and model.rank == 0)
-    if a < b:
+    if a < b and segment.form is not None:
+        parts.append(_codes(segment, place, a, b))
+    elif a < b:
         parts.append(_range(place, "weight", a - place.offset, weights.part(slice(a - bounds[0], b - bounds[0]))))
     update = model.updater
     if update is None or not segment.spec.trainable:
@@ -363,6 +366,18 @@ def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[UnwrittenP
             a, b = max(low, place.offset), min(high, place.offset + place.numel)
             if a < b:
                 parts.append(_range(place, state, a - place.offset, values[a - bounds[0] : b - bounds[0]]))
+
+
+def _codes(segment: Segment, slot: Slot, start: int, stop: int) -> UnwrittenPiece:
+    """Elements ``[start, stop)`` of a segment that rests as codes, of one of its parameters."""
+    form, region, low = segment.form, segment.regions["params"], segment.rest_range[0]
+    assert form is not None
+    width = form.nbytes(form.block)
+    count = -(-(stop - start) // form.block)
+    bounds, shape = (start - slot.offset, stop - slot.offset), (count * width,)
+    piece = Piece(slot.name, "weight", "block", "U8", shape, *bounds, slot.box, form.block, width=width)
+    shard = Shard(region, form.nbytes(start - low), count * width)
+    return UnwrittenPiece(piece, shard if shard.memory is None else shard.memory)
 
 
 def _range(

@@ -92,6 +92,7 @@ class Piece:
         stop: the element behind its last; both count elements, also of a ``block`` piece.
         box: of the parameter; None: the whole.
         block: elements per value.
+        width: of codes, bytes per block of a :attr:`Parameter.codes`, each of which then is a value.
         file: in the folder.
         at: where its bytes begin in the file.
         sums: checksums of each :data:`SUM_BYTES` of it.
@@ -111,6 +112,7 @@ class Piece:
     at: int = 0
     sums: tuple[str, ...] = ()
     rank: int | None = None
+    width: int = 1
 
     @property
     def numel(self) -> int:
@@ -138,6 +140,8 @@ class Piece:
             said["range"] = [self.start, self.stop]
         if self.kind == "block":
             said["block"] = self.block
+            if self.width != 1:
+                said["width"] = self.width
         if self.box is not None:
             stacked = [list(self.box.stacked)] if self.box.stacked else []
             said["box"] = [list(self.box.starts), list(self.box.sizes), *stacked]
@@ -151,7 +155,7 @@ class Piece:
         box = Box(*map(tuple, said["box"])) if "box" in said else None
         of, place = (said["of"], said["state"], said["kind"], said["dtype"]), (said["file"], said["at"])
         shape, sums, block = tuple(said["shape"]), tuple(said["sums"]), said.get("block", 1)
-        return Piece(*of, shape, start, stop, box, block, *place, sums, said.get("rank"))
+        return Piece(*of, shape, start, stop, box, block, *place, sums, said.get("rank"), said.get("width", 1))
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ class Parameter:
         dtype: of the ``weight`` state, as safetensors names it.
         trainable: whether the optimizer had it.
         digest: checksum of its values, where these were left out; None: they are there.
+        codes: the format of which its ``weight`` are codes; None: they are values.
     """
 
     name: str
@@ -172,6 +177,7 @@ class Parameter:
     also: tuple[str, ...] = ()
     trainable: bool = True
     digest: str | None = None
+    codes: str | None = None
 
     @property
     def numel(self) -> int:
@@ -185,12 +191,15 @@ class Parameter:
             said["trainable"] = False
         if self.digest is not None:
             said["digest"] = self.digest
+        if self.codes is not None:
+            said["codes"] = self.codes
         return said
 
     @staticmethod
     def from_json(said: Mapping[str, Any]) -> Parameter:
         also, trainable = tuple(said.get("also", ())), said.get("trainable", True)
-        return Parameter(said["name"], tuple(said["shape"]), said["dtype"], also, trainable, said.get("digest"))
+        digest, codes = said.get("digest"), said.get("codes")
+        return Parameter(said["name"], tuple(said["shape"]), said["dtype"], also, trainable, digest, codes)
 
 
 LISTED: dict[str, type[Parameter | Piece]] = {"parameters": Parameter, "buffers": Parameter, "pieces": Piece}
@@ -436,6 +445,8 @@ def _parameter(said: Any, where: str, itemsizes: Mapping[str, int]) -> None:
         raise ValueError(f"{where}trainable is neither true nor false")
     if not isinstance(said.get("digest", ""), str):
         raise ValueError(f"{where}digest is not a checksum")
+    if not isinstance(said.get("codes", ""), str):
+        raise ValueError(f"{where}codes is not the name of a format")
 
 
 def _named_once(said: Sequence[Mapping[str, Any]], place: str) -> None:
@@ -480,7 +491,10 @@ def _piece(said: Any, where: str, files: Mapping[str, int], itemsizes: Mapping[s
     block = said.get("block", 1)
     if type(block) is not int or block < 1:
         raise ValueError(f"{where}block is {block!r}, which is not a number of elements")
-    if said["kind"] in ("element", "block") and numel != -(-(stop - start) // block):
+    width = said.get("width", 1)
+    if type(width) is not int or width < 1:
+        raise ValueError(f"{where}width is {width!r}, which is not a number of bytes")
+    if said["kind"] in ("element", "block") and numel != -(-(stop - start) // block) * width:
         raise ValueError(f"{where}it has {numel} values for the elements {start} to {stop}")
     if "box" in said:
         _box(said["box"], stop, where)

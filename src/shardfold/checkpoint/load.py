@@ -42,8 +42,9 @@ from shardfold.checkpoint.rng import set_rng_state
 from shardfold.comm.coalesced import complete
 from shardfold.errors import CheckpointError, ShardfoldError, by_rank
 from shardfold.optim.schedules import renew_rates
+from shardfold.plan.formats import Format
 from shardfold.plan.layout import Axes
-from shardfold.plan.placement import shard_index
+from shardfold.plan.placement import Slot, shard_index
 from shardfold.sharding.model import ShardedModel, refuse_during
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
@@ -391,12 +392,48 @@ class _Work:
 
     def _weights(self, segment: Segment) -> None:
         """Master, what rests in the compute dtype and what is held, from the one copy that was saved."""
+        if segment.form is not None:
+            self._codes(segment, segment.form)
+            return
         shard, bounds, over = most_precise(self._model, segment)
         fit, names = self._fit, [slot.name for slot in segment.spec.slots]
         every = all(name in fit.parameters and name not in fit.left_out and name not in fit.rows for name in names)
         with self._opened(shard, replaced=every) as kept:
             self._fill(segment, "weight", kept, bounds, over)
             self._mirror(segment, shard, kept, bounds, over)
+
+    def _codes(self, segment: Segment, form: Format) -> None:
+        """What rests as codes: these, where they were saved so, else of one whole parameter after the other."""
+        checkpoint, fit = self._checkpoint, self._fit
+        for slot, place in enumerate(segment.spec.slots):
+            old = fit.parameters.get(place.name)
+            if old is None or place.name in fit.left_out:
+                continue
+            if place.name not in fit.rows and checkpoint.has_codes(old, form.name, place.box):
+                for state, _, bounds in segment.copies():
+                    self.attempt(partial(self._read_codes, segment, form, place, old, state, bounds))
+            else:
+                self.attempt(partial(self._code, segment, slot, old))
+
+    def _read_codes(
+        self, segment: Segment, form: Format, place: Slot, old: str, state: str, bounds: tuple[int, int]
+    ) -> None:
+        """This rank's part of a parameter's codes."""
+        end = place.offset + -(-place.numel // form.block) * form.block
+        a, b = max(place.offset, bounds[0]), min(end, bounds[1])
+        if a < b:
+            codes = torch.zeros(form.nbytes(b - a), dtype=torch.uint8)
+            first, stop = a - place.offset, min(b - place.offset, place.numel)
+            self._checkpoint.codes(old, first, stop, out=codes, box=place.box)
+            segment.regions[state].write(form.nbytes(a - bounds[0]), codes)
+
+    def _code(self, segment: Segment, slot: int, old: str) -> None:
+        place = segment.spec.slots[slot]
+        values = torch.empty(place.numel, dtype=self._checkpoint.dtype(old))
+        for first, last, box in self._fit.parts(place, 0, place.numel):
+            at = 0 if place.name in self._fit.rows else first
+            self._checkpoint.read(old, "weight", at, at + last - first, out=values[first:last], box=box)
+        segment.take(slot, values)
 
     def _mirror(self, segment: Segment, shard: Shard, kept: Tensor, bounds: tuple[int, int], over: Axes) -> None:
         """The other copies of the weights, from the values of the one that is kept, which is ``shard``."""

@@ -19,6 +19,8 @@ from shardfold.checkpoint.trees import decode
 from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean
 from shardfold.plan.checks import known_arguments
+from shardfold.plan.format import Format
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.placement import Box, Extent, shared
 
 if TYPE_CHECKING:
@@ -148,14 +150,16 @@ class Checkpoint:
     def states(self, name: str) -> list[str]:
         """States that a parameter has for each element: ``weight``, the optimizer's, 8-bit ones by their own name."""
         kept = self._states.get(name, [])
-        coded = [s.removesuffix("_scales") for s in kept if self._by_state[(name, s)][0].kind == "block"]
+        coded = [
+            s.removesuffix("_scales") for s in kept if self._by_state[(name, s)][0].kind == "block" and s != "weight"
+        ]
         parts = {f"{s}_{part}" for s in coded for part in ("codes", "scales")}
         return [s for s in kept if s not in parts] + coded
 
     def dtype(self, name: str, state: str = "weight") -> torch.dtype:
         """The dtype that :meth:`read` gives by itself."""
         pieces = self._by_state.get((name, state))
-        if pieces:
+        if pieces and pieces[0].width == 1:
             return DTYPES[pieces[0].dtype]
         return DTYPES[self.parameters[name].dtype] if state == "weight" else torch.float32
 
@@ -199,8 +203,57 @@ class Checkpoint:
         for piece, extents in found:
             for extent in extents:
                 a = extent.one - start
-                self._reader.read(piece, extent.other, out[a : a + extent.numel])
+                if piece.width == 1:
+                    self._reader.read(piece, extent.other, out[a : a + extent.numel])
+                else:
+                    self._read_codes(parameter, piece, extent.other, out[a : a + extent.numel])
         return out
+
+    def codes(self, name: str, start: int, stop: int, *, out: Tensor, box: Box | None = None) -> None:
+        """The codes of elements ``[start, stop)``, ``start`` and ``stop`` of whole blocks or the end, of a parameter
+        whose weights are codes, into ``out``, uint8, behind which nothing is written.
+
+        Raises:
+            CheckpointError: elements are missing, or the file is damaged there.
+        """
+        parameter = self.parameters[name]
+        box = None if box is not None and box == Box.of(parameter.shape) else box
+        for piece, extents in self._found(parameter, "weight", start, stop, box):
+            for one, other, numel in extents:
+                a, b = (one - start) // piece.block, -(-(one - start + numel) // piece.block)
+                part = out[a * piece.width : b * piece.width]
+                self._reader.read(piece, other // piece.block * piece.width, part)
+
+    def has_codes(self, name: str, form: str, box: Box | None) -> bool:
+        """Whether the weights of a parameter are codes of that format, of this box or the whole."""
+        parameter = self.parameters[name]
+        box = None if box is not None and box == Box.of(parameter.shape) else box
+        pieces = self._by_state.get((name, "weight"), ())
+        return parameter.codes == form and all(piece.box == box for piece in pieces)
+
+    def _read_codes(self, parameter: Parameter, piece: Piece, start: int, out: Tensor) -> None:
+        """What codes of a piece stand for, from its element ``start`` on."""
+        form, block = self._form(parameter, piece), piece.block
+        step = max(AT_ONCE // block, 1) * block
+        first, stop = start // block * block, start + out.numel()
+        for a in range(first, stop, step):
+            b = min(a + step, -(-stop // block) * block)
+            codes = torch.empty((b - a) // block * piece.width, dtype=torch.uint8)
+            self._reader.read(piece, a // block * piece.width, codes)
+            values = torch.empty(b - a, dtype=DTYPES[parameter.dtype])
+            form.decode(codes.view(1, -1), values.view(1, -1))
+            low, high = max(a, start), min(b, stop)
+            out[low - start : high - start].copy_(values[low - a : high - a])
+
+    def _form(self, parameter: Parameter, piece: Piece) -> Format:
+        name = parameter.codes or ""
+        form = FORMATS[name] if name in FORMATS else None  # noqa: SIM401 (they are made when they are first asked for)
+        if form is None or (form.block, form.nbytes(form.block)) != (piece.block, piece.width):
+            raise CheckpointError(
+                f"{self.path}: {parameter.name!r} was saved as codes of {parameter.codes!r}, {piece.width} bytes for "
+                f"{piece.block} elements, which this version does not know."
+            )
+        return form
 
     def _found(
         self, parameter: Parameter, state: str, start: int, stop: int, box: Box | None

@@ -275,7 +275,7 @@ def _malformed(piece: Piece, known: Mapping[str, Parameter], index: Index) -> It
     if piece.kind in ("element", "block", "once") and piece.of not in known:
         yield "is of no parameter of the index"
     elif piece.kind in ("element", "block"):
-        values = -(-(piece.stop - piece.start) // piece.block)
+        values = -(-(piece.stop - piece.start) // piece.block) * piece.width
         inside = piece.box.numel if piece.box is not None else known[piece.of].numel
         if not 0 <= piece.start <= piece.stop <= inside or piece.numel != values or piece.start % piece.block:
             yield f"has {piece.numel} values for the elements {piece.start} to {piece.stop} of {inside}"

@@ -49,8 +49,8 @@ class Quantized:
             given = given if isinstance(given, tuple) else (given,)
             if not all(isinstance(each, (str, type)) for each in given):
                 raise LayoutError(
-                    f"Quantized.{name} is {described(getattr(self, name))}: it is a path pattern or a class of modules, "
-                    "or a tuple of these."
+                    f"Quantized.{name} is {described(getattr(self, name))}: it is a path pattern or a class of "
+                    "modules, or a tuple of these."
                 )
         form = canonical(self.format, FAMILIES)
         if form not in FORMATS or not _rests(FORMATS[form]):

@@ -131,6 +131,7 @@ class Changes:
             alignment(model.optimizer),
             model.comm.mesh.coords,
             self._bucket,
+            {id(p): s.spec.codes for s in model.segments() for p in s.parameters},
         )
         check_reach(model.optimizer, [c.spec for c in cuts], model.comm.mesh.sizes.reading)
         return cuts

@@ -88,6 +88,7 @@ def cut(
     align: int = 1,
     coords: Mapping[str, int] | None = None,
     bucket: int = 0,
+    known: Mapping[int, str] | None = None,
 ) -> list[Cut]:
     """The units of a model in definition order, with their places laid out.
 
@@ -104,6 +105,7 @@ def cut(
         coords: this rank's place on each axis; None: the first.
         bucket: bytes up to which blocks that were found, and not named, are put together (see ``_buckets``); 0: none
             are. Of a pipeline none are: a unit is in one stage.
+        known: what parameters rest as that are cut anew, by ``id``: a format of codes, or nothing.
 
     Raises:
         ConfigError: a parameter is no longer of a shape in which its slice lies.
@@ -130,6 +132,7 @@ def cut(
     keeps = keeps or (lambda p, rule: p.dtype != main.get(rule))
     base = rules.layouts[-1].base
     coded = dict.fromkeys(coded_parameters(model, base, groups), base.format if base is not None else "")
+    coded.update(known or {})
     laid_out = [_lay_out(c, c.name in whole, groups, rules, number, mesh, keeps, align, slices, coded) for c in found]
     specs = [spec for spec, _ in laid_out]
     if rules.near:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardfold.comm.agreement import Claim
+from shardfold.comm.coalesced import complete
 from shardfold.errors import ConfigError, UsageError, by_rank
 from shardfold.plan.layout import Axes
 from shardfold.sharding.changes import Changes, UnitChange
@@ -156,6 +157,7 @@ def _make(changes: Changes, plan: UnitChange, homes: Homes) -> list[Unit]:
         unit = make_units(model.module, [c], model.layout, model.comm, model.tiers, None, changes.seed)[0]
         if unit.split and unit.life is Life.GATHERED:
             unit.release()
+        _carry_codes(model, unit, homes)
         if update is not None:
             update.add(unit)
             for average in model.run.averages:
@@ -171,6 +173,32 @@ def _make(changes: Changes, plan: UnitChange, homes: Homes) -> list[Unit]:
             _dissolve(model, old, homes, staying)
             forget(model, old)
     return units
+
+
+def _carry_codes(model: ShardedModel, unit: Unit, homes: Homes) -> None:
+    """What rests as codes keeps them: made of the values that they stand for they could be others in their last
+    digit."""
+    whole: dict[int, Tensor] = {}
+    for new in unit.segments:
+        for slot, p in zip(new.spec.slots, new.parameters, strict=True):
+            _, old, number = homes.place.get(id(p), (None, None, 0))
+            form = new.form
+            if old is None or form is None or old.form is not form:
+                continue
+            if id(old) not in whole:
+                codes = whole[id(old)] = torch.zeros(
+                    form.nbytes(old.spec.length), dtype=torch.uint8, device=model.device
+                )
+                start, stop = (form.nbytes(end) for end in old.rest_range)
+                codes[start:stop] = old.regions["params"].values()
+                complete(model.comm, [codes], old.table.rest.over, "a change of the model")
+            length = -(-slot.numel // form.block) * form.block
+            was = old.spec.slots[number].offset
+            for state, _, (low, high) in new.copies():
+                a, b = max(slot.offset, low), min(slot.offset + length, high)
+                if a < b:
+                    first, last = (form.nbytes(was + end - slot.offset) for end in (a, b))
+                    new.regions[state].write(form.nbytes(a - low), whole[id(old)][first:last])
 
 
 def _dissolve(model: ShardedModel, unit: Unit, homes: Homes, staying: set[int]) -> None:

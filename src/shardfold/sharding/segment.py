@@ -644,8 +644,13 @@ class Segment:
             self.updated[piece].copy_(copy[piece])
 
     def _take_coded(self, form: Format, slot: int, values: Tensor) -> None:
-        """The codes of a whole parameter, whose scales may be coded together, of which this rank keeps its part."""
+        """The codes of a whole parameter, whose scales may be coded together, of which this rank keeps its part. Where
+        these are what its codes stand for, they stay: coded once more they could be others in their last digit."""
         first = self.spec.slots[slot].offset
+        piece, part = self._overlap(slot, self.rest_range)
+        old = self._resting.part(piece).read()
+        if torch.equal(old, values[part].to(old.device, old.dtype)):
+            return
         length = -(-values.numel() // form.block) * form.block
         payload = torch.empty(form.nbytes(length), dtype=torch.uint8, device=values.device)
         form.encode_tensor(values, payload)
