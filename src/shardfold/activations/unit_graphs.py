@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardfold import accelerator
 from shardfold.activations.recompute import holds_something, is_cache, selective
 from shardfold.errors import ConfigError, did_you_mean, nearest
 from shardfold.plan.checks import described
@@ -347,6 +348,11 @@ def _check_compiler(given: str, device: torch.device) -> None:
     Raises:
         ConfigError: inductor has nothing to compile with.
     """
+    if not accelerator.compiles(device):
+        raise ConfigError(
+            f"Runtime(compile={given!r}): inductor makes no kernels for {device.type}: take another backend, as "
+            "'blocks:aot_eager', or leave compile out."
+        )
     if device.type != "cpu":
         if find_spec("triton") is None:
             raise ConfigError(

@@ -69,8 +69,8 @@ WORKS: dict[str, Work] = {
     ),
     # Few tokens: what the host does for each operation decides.
     "compile": Work(
-        contenders=("bare", "compile-bare", "torch-fsdp2", "compile-fsdp2", "zero3", "compile-zero3"),
-        given={"params": 100e6, "rows": 1, "context": 512, "rounds": 3, "steps": 10, "together": 6},
+        contenders=("bare", "compile-bare", "torch-fsdp2", "compile-fsdp2", "zero3", "compile-zero3", "one-pass-zero3"),
+        given={"params": 100e6, "rows": 1, "context": 512, "rounds": 3, "steps": 10, "together": 7},
     ),
     "fp8": Work(
         contenders=("zero3", "fp8-zero3"),
@@ -128,6 +128,8 @@ def absent(contender: Contender, settings: Settings, asked: Asked) -> str | None
         return f"{contender.package} is not installed"
     if asked.device == SIM and not contender.ours:
         return "peers are not run on the simulated device"
+    if asked.device == SIM and contender.compiled:
+        return "nothing compiles for the simulated device"
     if contender.ours and contender.compiled and "compile" not in {each.name for each in fields(sf.Runtime)}:
         return "sf.Runtime of this version compiles nothing"
     if contender.precision and contender.precision not in PRECISIONS:

@@ -159,6 +159,15 @@ CONTENDERS: tuple[Contender, ...] = (
     _compiled("compile-bare", "a plain loop, torch.compile of the model", "bare", "model", ranks=ONE),
     _compiled("compile-fsdp2", "fully_shard, torch.compile of each block", "fully_shard", "blocks"),
     _compiled("compile-zero3", "parameters split, blocks compiled", "engine", "blocks", option="zero3"),
+    _ours(
+        "one-pass-zero3",
+        "parameters split, the update one compiled pass",
+        option="zero3",
+        jobs=("gpt",),
+        precisions=("bf16",),
+        overlap={"compiled_update": True},
+        on_request=True,
+    ),
     _ours("fp8-zero3", "parameters split, products in fp8", option="zero3", precision="fp8", on_request=True),
     _away("zero2-host", "zero2", "host", "gradients and optimizer states in host memory"),
     _ours(
