@@ -57,38 +57,52 @@ class PagePool:
         for layer, kept in self._layers.items():
             self._layers[layer] = LayerPages(*(_longer(each, self._pages) for each in kept))
 
-    def store(self, layer: nn.Module, keys: Tensor, values: Tensor, where: Tensor) -> None:
+    def places(self, where: Tensor, heads: int) -> Tensor:
+        """``(heads, tokens)``, where :meth:`store` puts what each head has of tokens.
+
+        Args:
+            where: (tokens,) int64: of each its page times ``size`` plus its place in the page.
+        """
+        page, place = where // self.size, where % self.size
+        return (page * heads + torch.arange(heads, device=where.device)[:, None]) * self.size + place
+
+    def rows(self, tables: Tensor, heads: int) -> Tensor:
+        """``(texts * heads * pages,)``, what :meth:`read` reads of texts.
+
+        Args:
+            tables: ``(texts, pages)`` int64: the pages of each, in order.
+        """
+        return (tables[:, None] * heads + torch.arange(heads, device=tables.device)[:, None]).view(-1)
+
+    def store(self, layer: nn.Module, keys: Tensor, values: Tensor, places: Tensor) -> None:
         """Puts tokens where they belong.
 
         Args:
-            keys: ``(key_heads, tokens, dim)``, the first ``len(where)`` of whose tokens are stored.
-            where: of each token its page times ``size`` plus its place in the page, int64.
+            keys: ``(key_heads, tokens, dim)``.
+            places: of :meth:`places`.
         """
         kept = self._layers.get(layer)
         if kept is None:
             kept = self._layers[layer] = LayerPages(self._made(keys), self._made(values))
-        heads = keys.shape[0]
-        page, place = where // self.size, where % self.size
-        rows = (page * heads + torch.arange(heads, device=where.device)[:, None]) * self.size + place
         for each, new in zip(kept, (keys, values), strict=True):
             width = each.shape[-1]
-            each.view(-1, width).index_copy_(0, rows.view(-1), new[:, : len(where)].reshape(-1, width))
+            each.view(-1, width).index_copy_(0, places.view(-1), new.reshape(-1, width))
 
-    def read(self, layer: nn.Module, tables: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, layer: nn.Module, rows: Tensor, texts: int) -> tuple[Tensor, Tensor]:
         """Keys and values of texts, in memory that the next call writes anew.
 
         Args:
-            tables: ``(texts, pages)``: the pages of each, in order.
+            rows: of :meth:`rows`.
+            texts: how many.
 
         Returns:
             Both ``(texts, key_heads, pages * size, dim)``.
         """
         kept = self._layers[layer]
-        texts, pages = tables.shape
         heads = kept.keys.shape[1]
-        rows = (tables[:, None] * heads + torch.arange(heads, device=tables.device)[:, None]).view(-1)
+        tokens = len(rows) // (texts * heads) * self.size
         keys, values = (
-            self._read(each, rows, number).view(texts, heads, pages * self.size, -1) for number, each in enumerate(kept)
+            self._read(each, rows, number).view(texts, heads, tokens, -1) for number, each in enumerate(kept)
         )
         return keys, values
 

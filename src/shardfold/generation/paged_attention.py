@@ -35,6 +35,7 @@ class ReadGroup:
         queries: tokens of each text.
         tables: ``(texts, pages)``.
         seen: of each text the tokens that its first query sees, itself included.
+        rows: by heads, what the pool reads.
         masks: by window, ``(texts, 1, queries, keys)``, added to scores.
     """
 
@@ -43,6 +44,7 @@ class ReadGroup:
     queries: int
     tables: Tensor
     seen: Tensor
+    rows: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, keys: int, like: Tensor) -> Tensor:
@@ -70,6 +72,7 @@ class PagedAttention:
         self._groups: list[ReadGroup] = []
         self._whole: list[tuple[int, int]] = []
         self._where = torch.empty(0, dtype=torch.int64)
+        self._places: dict[int, Tensor] = {}  # by heads, the same for all layers of a forward
         self.open = False
 
     def begin(self, step: ForwardPlan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +85,7 @@ class PagedAttention:
         size = self._pool.size
         step.under_way.sort(key=lambda text: len(text.pages))
         rows = [(text.tokens[-1], text.stored - 1, text.pages[(text.stored - 1) // size]) for text in step.under_way]
-        self._groups, self._whole = [], []
+        self._groups, self._whole, self._places = [], [], {}
         self._group(step, device)
         if not rows and not step.parts:  # ranks with nothing to do take part
             self._where, self._whole = torch.empty(0, dtype=torch.int64, device=device), [(0, 1)]
@@ -159,14 +162,18 @@ class PagedAttention:
             ``(1, tokens, heads, value_dim)``.
         """
         query, key, value = query[0], key[0], value[0]
-        if len(self._where):
-            self._pool.store(layer, key, value, self._where)
         heads, tokens, width = query.shape
+        if len(self._where):
+            if (places := self._places.get(len(key))) is None:
+                places = self._places[len(key)] = self._pool.places(self._where, len(key))
+            self._pool.store(layer, key, value, places)
         shared = heads // len(key)  # heads of queries for one of keys
         out = query.new_empty(tokens, heads, value.shape[-1])
         for group in self._groups:
             last = group.first + group.texts * group.queries
-            keys, values = self._pool.read(layer, group.tables)
+            if (rows := group.rows.get(len(key))) is None:
+                rows = group.rows[len(key)] = self._pool.rows(group.tables, len(key))
+            keys, values = self._pool.read(layer, rows, group.texts)
             # Heads that share keys are more queries of these.
             asked = query[:, group.first : last].view(len(key), shared, group.texts, group.queries, width)
             asked = asked.permute(2, 0, 1, 3, 4).reshape(group.texts, len(key), -1, width)
