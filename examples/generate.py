@@ -1,4 +1,4 @@
-"""Generation with parameters that are split: once by a gather of everything, once unit by unit in less memory.
+"""Generation with parameters that are split: by a gather of everything, unit by unit in less memory, and together.
 
 python examples/generate.py
 torchrun --nproc-per-node 2 examples/generate.py
@@ -25,6 +25,9 @@ with engine.gathered(), torch.no_grad():  # everything is whole in here: ranks m
 with torch.no_grad():  # each forward gathers a unit and frees it: all ranks generate equally long
     small = model.generate(prompt, max_new_tokens=8, **options)
 assert torch.equal(fast[:, :12], small)
+prompts = [prompt[0].tolist(), [5, 6]]  # of any lengths, together; ranks may have others
+for answer in sf.generate(engine, prompts, max_tokens=8, temperature=0):
+    assert answer.request or answer.tokens == small[0, 4:].tolist()
 if engine.rank == 0:
     print("tokens:", len(small[0]))
 engine.close()
