@@ -22,6 +22,7 @@ import typer
 
 from shardfold.testing import Ranks
 from shardfold.tools import cli
+from shardfold.tools.cli_options import option_name
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.train_config import TrainConfig
 from shardfold.tools.tune.config import config_class, option_fields, recipe_names
@@ -123,10 +124,10 @@ def _commands() -> Iterator[tuple[str, list[str]]]:
 def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     """`explain` is run as it is written; others take minutes, or files of yours, so their options are looked up."""
     known = {
-        "train": {cli.option_name(field) for field in TrainConfig.model_fields} | {"--procs", "--config", "--help"},
-        "bench": {cli.option_name(field) for field in inspect.signature(cli.bench).parameters} | {"--help"},
+        "train": {option_name(field) for field in TrainConfig.model_fields} | {"--procs", "--config", "--help"},
+        "bench": {option_name(field) for field in inspect.signature(cli.bench).parameters} | {"--help"},
     }
-    faces = {cli.option_name(field) for field in FaceConfig.model_fields}
+    faces = {option_name(field) for field in FaceConfig.model_fields}
     known["train face"] = faces | {"--config", "--help", "--study"}
     group: Any = typer.main.get_command(cli.app)
     for name, command in group.commands["ckpt"].commands.items():
@@ -159,14 +160,14 @@ def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -
 def test_the_table_of_train_options_is_complete() -> None:
     text = (ROOT / "docs/train.md").read_text(encoding="utf-8")
     rows = "\n".join(line for line in text.splitlines() if line.startswith("| `--"))
-    assert not [f for f in TrainConfig.model_fields if f"`{cli.option_name(f)}`" not in rows]
+    assert not [f for f in TrainConfig.model_fields if f"`{option_name(f)}`" not in rows]
 
 
 def test_the_tables_of_tune_options_are_complete() -> None:
     """Every option of every recipe but those of rollouts, which have a page of their own."""
     text = (ROOT / "docs/tune.md").read_text(encoding="utf-8")
     for recipe in ("pt", "sft", "reward", "dpo", "orpo", "kto", "distill"):
-        options = [cli.option_name(name) for name in option_fields(config_class(recipe))]
+        options = [option_name(name) for name in option_fields(config_class(recipe))]
         assert not [option for option in options if not re.search(rf"{option}\b", text)], recipe
 
 

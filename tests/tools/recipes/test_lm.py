@@ -10,7 +10,7 @@ import pytest
 
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
-from shardfold.tools import cli
+from shardfold.tools.cli_options import argument
 from shardfold.tools.recipes.lm import train
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings, resumed_settings
 
@@ -44,7 +44,7 @@ def test_what_sequence_parallelism_needs() -> None:
         TrainConfig.load({"sequence_parallel": True})
     with pytest.raises(ConfigError, match=r"the context of 130 bytes into 2 parts, each of 2 once more, which do not"):
         TrainConfig.load({"sequence_parallel": True, "tensor": 2, "sequence": 2, "context": 130})
-    flags = [cli.argument("sequence_parallel", each) for each in (True, False)]
+    flags = [argument("sequence_parallel", each) for each in (True, False)]
     assert flags == ["--sequence-parallel", "--no-sequence-parallel"]
 
 

@@ -166,6 +166,10 @@ def test_options_and_files_say_the_same() -> None:
     assert config.adapter is not None and config.adapter.rank == 8 and config.adapter.variant == "dora"
     assert config.text.pack and config.text.rope == {"type": "yarn", "factor": 4.0} and len(config.data) == 2
     assert SFTConfig.load(config.plain()) == config
+    most = SFTConfig.load({"model": "base", "data": "a.jsonl", "micro_batch": "max"})
+    assert most.micro_batch == 0 and most.plain()["micro_batch"] == "max" and SFTConfig.load(most.plain()) == most
+    with pytest.raises(ConfigError, match="should be at least 1, or max"):
+        SFTConfig.load({"model": "base", "data": "a.jsonl", "micro_batch": 0})
     short = SFTConfig.load({"model": "base", "data": "a.jsonl"}).plain(given=True)  # what the command tells its ranks
     assert short == {"recipe": "sft", "model": "base", "data": [{"path": "a.jsonl"}]}
     assert {"beta", "loss", "label_smoothing", "lora", "pre_seq_len"} <= option_fields(DPOConfig).keys()

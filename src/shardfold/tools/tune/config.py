@@ -22,7 +22,7 @@ from shardfold.plan.checks import parse_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
-from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig, read_settings, samples_or_max
+from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig, read_settings
 
 __all__ = [
     "Adapter",
@@ -252,7 +252,7 @@ class TuneConfig(RecipeSettings):
     )
     epochs: float = Field(1.0, gt=0, le=1e6, description="How often each row comes.")
     steps: int | None = Field(None, ge=1, description="Optimizer steps, in place of --epochs.")
-    micro_batch: Annotated[int, BeforeValidator(samples_or_max)] = _as_in_train(
+    micro_batch: int = _as_in_train(
         "micro_batch",
         default=4,
         description="Samples (with --pack: sequences) per rank and micro-batch; max: the most that fit, by plan.",
