@@ -38,7 +38,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardfold.checkpoint._export import export_to
+    from shardfold.checkpoint._export import ExportReport, export_to, write_folder
     from shardfold.checkpoint._load_model import load_model
     from shardfold.checkpoint.imports import ImportReport, import_from
     from shardfold.checkpoint.inspect import Contents
@@ -53,6 +53,7 @@ __all__ = [
     "Checkpoint",
     "Contents",
     "Damage",
+    "ExportReport",
     "ImportReport",
     "LoadReport",
     "SaveReport",
@@ -63,12 +64,14 @@ __all__ = [
     "import_from",
     "load_model",
     "trusted",
+    "write_folder",
 ]
 
 _HOMES = {
     "Checkpoint": "reader",
     "Contents": "inspect",
     "Damage": "verify",
+    "ExportReport": "_export",
     "ImportReport": "imports",
     "LoadReport": "load",
     "SaveReport": "save",
@@ -79,6 +82,7 @@ _HOMES = {
     "import_from": "imports",
     "load_model": "_load_model",
     "trusted": "trust",
+    "write_folder": "_export",
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
@@ -27,7 +27,7 @@ from shardfold.checkpoint.stored import HF_INDEX, Stored, weights_of
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
 from shardfold.plan.checks import known_arguments
 
-__all__ = ["TARGETS", "ExportReport", "export_to"]
+__all__ = ["TARGETS", "ExportReport", "export_to", "write_folder"]
 
 LOG = getLogger("shardfold")
 TARGETS = ("hf", "torch", "dcp")
@@ -114,8 +114,7 @@ def export_to(
     """
     target = Path(os.path.abspath(target))
     _check(to, dtype, shard_bytes, config)
-    if target.exists() and (target.is_file() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists: nothing was written; remove it or choose another path.")
+    _check_new(target)
     check_apart(Path(source), target)
     beside = _beside(Path(config)) if config is not None else []
     with Checkpoint(source) as checkpoint:
@@ -148,6 +147,35 @@ def export_to(
 
                 files = write_dcp(stored, draft, told)
     return ExportReport(target, tuple(files), len(stored.tensors), total)
+
+
+def write_folder(
+    stored: Stored,
+    target: str | Path,
+    files: Mapping[str, bytes],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    tick: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportReport:
+    """Writes tensors as ``"hf"`` has them, one after the other, with files beside them, by name.
+
+    Raises:
+        CheckpointError: the target exists, or the disk is full; nothing is left of what was written.
+    """
+    target = Path(os.path.abspath(target))
+    _check("hf", None, shard_bytes, None)
+    _check_new(target)
+    total = sum(later.nbytes for later in stored.tensors.values())
+    with _beside_its_place(target) as draft:
+        names = _to_hf(stored, draft, shard_bytes, lambda done: tick(done, total))
+        for name, data in files.items():
+            write_synced(draft / name, data)
+    return ExportReport(target, tuple(names), len(stored.tensors), total)
+
+
+def _check_new(target: Path) -> None:
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists: nothing was written; remove it or choose another path.")
 
 
 def _check(to: str, dtype: torch.dtype | None, shard_bytes: int, config: str | Path | None) -> None:

@@ -54,7 +54,10 @@ def export(
     state: Annotated[str, typer.Option(help="weight, or average: averaged weights where there are some.")] = "weight",
     rename: Renames = None,
 ) -> None:
-    """Write the weights of a checkpoint (SOURCE, or the latest in it) to a file or folder of others' kind (TARGET)."""
+    """Write the weights of a checkpoint (SOURCE, or the latest in it) to a file or folder of others' kind (TARGET).
+
+    An adapter of peft, or a run of shardfold tune that has one, is merged into its base: --to hf.
+    """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is unknown.{did_you_mean(dtype, DTYPES)}")
     shard_bytes, names = _bytes(shard_size), _renames(rename)
@@ -63,6 +66,14 @@ def export(
     from shardfold.checkpoint import export_to
 
     kind = getattr(torch, DTYPES[dtype]) if dtype is not None else None
+    if is_adapter(source):
+        _check_merge(source, to, config=config, state=state, renames=names)
+        from shardfold.tools.tune.merge import merge
+
+        with _progress("merge") as tick:
+            merged = merge(source, target, dtype=kind, shard_bytes=shard_bytes, tick=tick)
+        print(printable(str(merged)))
+        return
     with _progress("export") as tick:
         report = export_to(
             source, target, to, dtype=kind, shard_bytes=shard_bytes, config=config, state=state, rename=names, tick=tick
@@ -90,6 +101,23 @@ def import_(
     with _progress("import") as tick:
         report = import_from(source, target, form, key=key, rename=names, trust=trust, tick=tick)
     print(printable(str(report)))
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a path is an adapter of peft, or a run that has one."""
+    return any((folder / "adapter_config.json").is_file() for folder in (path, path / "adapter"))
+
+
+def _check_merge(source: Path, to: str, *, config: Path | None, state: str, renames: dict[str, str] | None) -> None:
+    """
+    Raises:
+        ConfigError: an option has no meaning for what is merged.
+    """
+    if to != "hf":
+        raise ConfigError(f"{source} has an adapter of peft, which is merged into its base: give --to hf, not {to}.")
+    for option, given in (("--config", config), ("--state", state != "weight"), ("--rename", renames)):
+        if given:
+            raise ConfigError(f"{option} says nothing of an adapter that is merged into its base: leave it out.")
 
 
 def _bytes(size: str) -> int:

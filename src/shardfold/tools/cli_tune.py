@@ -58,8 +58,18 @@ def common(
         typer.Option(help="Instead: show rows of this file as tokens, what is trained and what was cut."),
     ] = None,
     model: Annotated[Path | None, typer.Option(help="With --show-data: the folder with the tokenizer.")] = None,
+    from_llamafactory: Annotated[
+        Path | None, typer.Option(help="Instead: print a YAML file of LLaMA-Factory's as a config file.")
+    ] = None,
 ) -> None:
     """Fine-tune a model of transformers: whole, its last layers, with LoRA or with a prefix."""
+    if from_llamafactory is not None:
+        if invocation.invoked_subcommand is not None or show_data is not None:
+            raise ConfigError("--from-llamafactory prints a config file for --config: leave the rest out.")
+        from shardfold.tools.tune.llamafactory import read_yaml
+
+        print(read_yaml(from_llamafactory).toml(), end="")
+        return
     if show_data is None:
         if model is not None:
             raise ConfigError(

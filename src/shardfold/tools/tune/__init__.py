@@ -15,7 +15,9 @@ evaluate          what a model has learned, in figures: `shardfold eval`
 grpo              group relative policy optimization: answers to one prompt are compared with each other
 kto               Kahneman-Tversky optimization: answers are good or bad, each by itself
 lm_eval_model     a model for lm-evaluation-harness, where that is installed
+llamafactory      LLaMA-Factory's YAML as settings: every key is taken, noted or refused
 log_probs         log-probabilities of samples, as losses over pairs and labels need them
+merge             an adapter of peft merged into its base: in fp32, one layer at a time, rounded once
 models            from a folder to a model without memory, and to its values, which are read one tensor at a time
 orpo              odds-ratio preference optimization
 ppo               proximal policy optimization: a second model tells what an answer is going to be worth
@@ -29,6 +31,7 @@ tune_demo         a small model tuned by one recipe after the other: `shardfold 
 tuned             a tuning from its settings to what it leaves behind
 tuning_plan       what a tuning takes, before anything runs: the model as a plan sees it, and the largest micro-batch
 _answers          what generated answers are held to: a reference's words, the number that a solution ends with
+_dataset_info     what LLaMA-Factory's ``dataset_info.json`` says of files of rows, as sources
 _demo_base        what the demo begins with: text, a tokenizer of its words, and a small LLaMA with random values
 _demo_page        the page of the demo: what each recipe did, in figures, curves and answers
 _demo_text        the text of the demo: little stories from templates and lists of words

@@ -22,6 +22,7 @@ from shardfold.errors import ConfigError, ModelError, did_you_mean
 from shardfold.sharding.materialize import meta_init
 from shardfold.tools.tune._loftq import loftq
 from shardfold.tools.tune.config import Adapter
+from shardfold.tools.tune.merge import MergedTensors
 from shardfold.tools.tune.models import (
     FolderTensors,
     FreshTensors,
@@ -333,51 +334,11 @@ class AdaptedTensors(Mapping[str, Tensor]):
         return len(self._places)
 
 
-class MergedTensors(Mapping[str, Tensor]):
-    """Values of a base with an adapter of peft merged into them, one layer at a time, in fp32."""
-
-    def __init__(self, model: nn.Module, given: Mapping[str, Tensor], adapter: Path, task: str) -> None:
-        from peft import LoraConfig, get_peft_model
-        from safetensors import safe_open
-
-        config: Any = LoraConfig.from_pretrained(str(adapter))
-        config.init_lora_weights = False
-        with meta_init(), quiet():
-            wrapped = get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
-        self._given, self._layers = given, LoneLayers(wrapped, given, 0)
-        self._stored: dict[str, Tensor] = {}
-        with safe_open(adapter / "adapter_model.safetensors", framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                self._stored[name.removeprefix("base_model.model.")] = opened.get_tensor(name)
-
-    def __getitem__(self, name: str) -> Tensor:
-        path, _, own = name.rpartition(".")
-        if name in self._stored:  # a module that was trained whole
-            return self._stored[name]
-        if path not in self._layers:
-            return self._given[name]
-        layer: Any = self._layers.make(path)
-        with torch.no_grad():
-            for inner, parameter in layer.named_parameters():
-                stored = f"{path}.{inner.replace(f'.{NAME}', '')}"
-                if not inner.startswith("base_layer."):
-                    parameter.copy_(self._stored[stored])
-        layer = copy.deepcopy(layer)
-        layer.merge()
-        return layer.get_base_layer().get_parameter(own).detach()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**dict.fromkeys(self._given), **{n: None for n in self._stored if ".lora_" not in n}})
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def merged_tensors(model: nn.Module, place: ModelPlace, task: str) -> Mapping[str, Tensor]:
     """Values of the model at a place, which has no memory, by its names; adapters are merged."""
     given: Mapping[str, Tensor] = FolderTensors(place.folder, model)
     if place.adapter is not None:
-        given = MergedTensors(model, given, place.adapter, task)
+        given = MergedTensors(model, given, place.adapter)
     return given
 
 

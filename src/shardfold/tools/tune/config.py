@@ -76,6 +76,9 @@ class Source(RecipeSettings):
     weight: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="How often its rows come, of an epoch of all sources."
     )
+    columns: dict[str, str] | None = Field(
+        None, description="The file's name of a column, by the name that the format knows."
+    )
 
 
 class Adapter(RecipeSettings):

@@ -240,6 +240,10 @@ class FolderTensors(Mapping[str, Tensor]):
                 "model with transformers and save it again."
             )
 
+    def stored_names(self) -> dict[str, str]:
+        """The names of parameters by those that the files have for them."""
+        return {stored: name for name, (_, stored) in self._places.items()}
+
     @staticmethod
     def _files(folder: Path) -> dict[str, Path]:
         from safetensors import safe_open
