@@ -161,9 +161,10 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
 def test_options_and_files_say_the_same() -> None:
     """An option for each setting, and what they make is what a file has."""
     given = from_options(SFTConfig, {"model": "base", "data": "a.jsonl,b.jsonl", "lora": "8", "variant": "dora",
-                                     "length": "64", "pack": True, "rope": "yarn:4"})  # fmt: skip
+                                     "bits": "4", "length": "64", "pack": True, "rope": "yarn:4"})  # fmt: skip
     config = SFTConfig.load(given)
     assert config.adapter is not None and config.adapter.rank == 8 and config.adapter.variant == "dora"
+    assert config.base.resting == "nf4/64" and config.table().base is not None
     assert config.text.pack and config.text.rope == {"type": "yarn", "factor": 4.0} and len(config.data) == 2
     assert SFTConfig.load(config.plain()) == config
     most = SFTConfig.load({"model": "base", "data": "a.jsonl", "micro_batch": "max"})

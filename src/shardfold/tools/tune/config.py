@@ -122,10 +122,17 @@ class Adapter(RecipeSettings):
     layers: int = Field(2, ge=1, le=2**12, description="Layers that freeze leaves trained, or blocks that expand adds.")
 
 
+def _number(given: Any) -> Any:
+    """Of an option, which is text."""
+    return int(given) if isinstance(given, str) and given.isdecimal() else given
+
+
 class Base(RecipeSettings):
     """As what frozen parameters rest."""
 
-    bits: Literal[2, 4, 8] | None = Field(None, description="Bits in which frozen parameters rest: 8, 4 or 2.")
+    bits: Annotated[Literal[2, 4, 8] | None, BeforeValidator(_number)] = Field(
+        None, description="Bits in which frozen parameters rest: 8, 4 or 2."
+    )
     format: str | None = Field(
         None, description="Their format, as nf4/64+double; without it what is usual for that many bits."
     )
