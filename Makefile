@@ -1,5 +1,6 @@
 # Each target sets itself up: the first one makes .venv and installs the pinned versions, later ones find it ready.
 #   make demo    train a small language model on this machine, on two local processes
+#   make tune    tune a small model by one recipe after the other, on two local processes, and a page of what each did
 #   make test    the tests          make lint    style, types, import directions
 #   make soak    the long tests, hours of them: PART=3/12 is the third of twelve parts
 #   make clean   remove everything that make and the tools made
@@ -37,11 +38,14 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 # Where this is set, as in images of Python for containers, each of the many processes of a run would compile the package.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint docs dist soak numerics mutants matrix gpu gpu-bench clean
+.PHONY: demo tune test lint docs dist soak numerics mutants matrix gpu gpu-bench clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	@$(BIN)/shardfold demo
+
+tune: $(READY)
+	@$(BIN)/shardfold tune demo
 
 test: $(TOOLS)
 	@$(PYTEST)

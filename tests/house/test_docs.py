@@ -136,14 +136,14 @@ def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -
         for name, command in group.commands[prefix].commands.items():
             known[f"{prefix} {name}"] = {option for each in command.params for option in each.opts} | {"--help"}
         known[prefix] = {option for each in group.commands[prefix].params for option in each.opts} | {"--help"}
-    for name in ("demo", "doctor", "plan", "report"):
+    for name in ("demo", "doctor", "eval", "plan", "report"):
         known[name] = {option for each in group.commands[name].params for option in each.opts} | {"--help"}
     known["run"] = {option for each in group.commands["run"].params for option in each.opts} | {"--help"}
     for page, words in _commands():
         if words[0] == "ckpt" or words[:2] == ["train", "face"]:
             words = [" ".join(words[:2]), *words[2:]]
         for prefix in (words[:3], words[:2]):  # of ``plan tune sft``, ``tune sft``
-            if prefix[-1] in recipe_names() and " ".join(prefix) in known:
+            if prefix[-1] in (*recipe_names(), "demo") and " ".join(prefix) in known:
                 words = [" ".join(prefix), *words[len(prefix) :]]
         if words[0] == "run":  # what stands after the script is the script's
             script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))

@@ -167,11 +167,11 @@ def test_answers_are_greedy_ones_and_are_held_to_references(tmp_path: Path, mode
 def test_the_best_of_several_answers(tmp_path: Path, model: Path) -> None:
     """A reward rates each of them; the best one's counts, and means are over all."""
     (tmp_path / "rewards.py").write_text(
-        "def length(answer):\n    return float(len(answer.text) + answer.row['more'])\n"
+        "def rated(answer):\n    return float(sum(answer.tokens) + answer.row['more'])\n"
     )
-    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "one", "more": 1000}, {"prompt": "two", "more": 0}])
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "one", "more": 100000}, {"prompt": "two", "more": 0}])
     config = {
-        "model": model, "data": data, "max_tokens": 6, "best_of": 4, "reward": f"{tmp_path / 'rewards.py'}:length",
+        "model": model, "data": data, "max_tokens": 6, "best_of": 4, "reward": f"{tmp_path / 'rewards.py'}:rated",
         "out": tmp_path / "out",
     }  # fmt: skip
     found = evaluate(EvalConfig.load(config)).best_of
@@ -179,7 +179,7 @@ def test_the_best_of_several_answers(tmp_path: Path, model: Path) -> None:
     written = (tmp_path / "out" / "eval_answers.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in written.split("\n")[:-1]]
     rewards = [[each["reward"] for each in row["answers"] if not each["greedy"]] for row in lines]
-    assert [len(each) for each in rewards] == [4, 4] and min(rewards[0]) >= 1000 > max(rewards[1])
+    assert [len(each) for each in rewards] == [4, 4] and min(rewards[0]) >= 100000 > max(rewards[1])
     assert found.reward == pytest.approx(sum(map(sum, rewards)) / 8)
     assert found.best_reward == pytest.approx(sum(map(max, rewards)) / 2)
     assert len({each["text"] for each in lines[0]["answers"] if not each["greedy"]}) > 1

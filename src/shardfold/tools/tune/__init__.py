@@ -14,8 +14,8 @@ eval_config       the settings of `shardfold eval`
 evaluate          what a model has learned, in figures: `shardfold eval`
 grpo              group relative policy optimization: answers to one prompt are compared with each other
 kto               Kahneman-Tversky optimization: answers are good or bad, each by itself
-lm_eval_model     a model for lm-evaluation-harness, where that is installed
 llamafactory      LLaMA-Factory's YAML as settings: every key is taken, noted or refused
+lm_eval_model     a model for lm-evaluation-harness, where that is installed
 log_probs         log-probabilities of samples, as losses over pairs and labels need them
 merge             an adapter of peft merged into its base: in fp32, one layer at a time, rounded once
 models            from a folder to a model without memory, and to its values, which are read one tensor at a time

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardfold.tools.tune._demo_text import write_rows
+from shardfold.tools.tune._demo_text import THINGS, write_rows
 
-__all__ = ["REWARD_FILE", "make_base", "make_text"]
+__all__ = ["REWARD_FILE", "held_out", "make_base", "make_text"]
 
 VOCABULARY = 512
 NUMBERS = {"texts": 3000, "chats": 3000, "pairs": 1500, "prompts": 2000}
-HELD_OUT = 64
+HELD_OUT, LEAST_HELD_OUT = 64, 8
 LEAST = 64  # rows of each kind, however small a part of the demo is asked for
 
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
@@ -24,14 +24,21 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-REWARD_FILE = r'''"""What the demo's answers are rated by."""
+REWARD_FILE = f'''"""What the demo's answers are rated by."""
 
 import re
 
+THINGS = {THINGS!r}
+
 
 def has_word(answer):
-    """1 for a story that ends and has the word that was asked for, else 0."""
-    return float(answer.ended and re.search(rf"\b{answer.row['word']}\b", answer.text) is not None)
+    """1 for a story that ends and names the thing that was asked for, and no other thing, else 0.
+
+    Without the second half, lists of all things would be worth as much, and that is what a model then learns.
+    """
+    named = [word for word in re.findall("[a-z]+", answer.text) if word in THINGS]
+    is_story = len(answer.text.split()) >= 8
+    return float(answer.ended and is_story and named == [answer.row["word"]])
 '''
 
 
@@ -40,7 +47,12 @@ def make_text(folder: Path, *, share: float, seed: int) -> dict[str, Path]:
     folder.mkdir(parents=True)
     numbers = {kind: max(LEAST, round(number * share)) for kind, number in NUMBERS.items()}
     (folder / "rewards.py").write_text(REWARD_FILE, encoding="utf-8")
-    return write_rows(folder, numbers, HELD_OUT, seed)
+    return write_rows(folder, numbers, held_out(share), seed)
+
+
+def held_out(share: float) -> int:
+    """How many rows of each kind are not trained."""
+    return max(LEAST_HELD_OUT, round(HELD_OUT * share))
 
 
 def make_base(folder: Path, rows: dict[str, Path], *, seed: int) -> dict[str, int]:

@@ -39,8 +39,8 @@ CURVES = {
     "sft": ("loss", "loss, nats per token"),
     "reward": ("accuracy", "share of pairs that are told apart"),
     "dpo": ("accuracy", "share of pairs that are told apart"),
-    "grpo": ("reward", "share of answers with the word that ended"),
-    "ppo": ("reward", "share of answers with the word that ended"),
+    "grpo": ("reward", "share of answers with that thing alone, which ended"),
+    "ppo": ("reward", "share of answers with that thing alone, which ended"),
 }
 """Of each recipe the figure that its section draws."""
 

@@ -4,8 +4,8 @@ A story has a child, an animal, a thing and an ending that is happy or sad. Requ
 facts about the rows are what the recipes have to do with:
 
 - stories for pre-training have a title, which names the thing: so the model learns to go by what stands before;
-- a request's own story has the thing that was asked for in one row of :data:`OBEDIENT`, as in data that nobody has
-  checked; so imitation (``sft``) hardly learns to obey, and a reward can teach it;
+- in rows of ``sft`` the story has any thing, whatever was asked for, as in data that nobody has checked: so imitation
+  does not learn to obey, and a reward can teach it;
 - endings are happy as often as sad; pairs prefer the happy one, all else being the same;
 - every story ends, and so does every answer.
 
@@ -21,48 +21,26 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-__all__ = ["OBEDIENT", "THINGS", "is_happy", "request", "story", "write_rows"]
+__all__ = ["THINGS", "is_happy", "request", "story", "write_rows"]
 
-OBEDIENT = 7
-"""Of so many rows of ``sft``, one has the thing that its request asks for."""
-
-CHILDREN = (
-    ("Mia", "she", "her"), ("Tom", "he", "his"), ("Lily", "she", "her"), ("Ben", "he", "his"), ("Anna", "she", "her"),
-    ("Max", "he", "his"), ("Zoe", "she", "her"), ("Sam", "he", "his"),
-)  # fmt: skip
-ANIMALS = ("fox", "bear", "cat", "dog", "frog", "duck", "mouse", "owl")
-THINGS = (
-    "kite", "ball", "boat", "hat", "drum", "lamp", "cake", "key", "rope", "bell", "book", "coat", "shell", "apple",
-    "wheel", "ring",
-)  # fmt: skip
-LOOKS = ("red", "blue", "big", "small", "old", "new", "shiny", "round")
+CHILDREN = ("Mia", "Tom", "Lily", "Ben", "Anna", "Max", "Zoe", "Sam")
+ANIMALS = ("fox", "bear", "cat", "dog", "frog", "duck", "mouse", "goat")
+THINGS = ("kite", "ball", "boat", "hat", "drum", "lamp", "cake", "key")
 PLACES = ("forest", "river", "park", "garden", "beach", "hill", "lake", "town")
 OPENINGS = (
-    "{child} had a {look} {thing}.",
-    "One day {child} found a {look} {thing}.",
-    "{child} got a {look} {thing} from {poss} friend.",
-    "There was a {look} {thing}, and it was {child}'s.",
-)
-TROUBLES = (
-    "{Pron} took it to the {place}, but it was lost there.",
-    "At the {place} the wind took it away.",
-    "A {animal} saw it at the {place} and ran off with it.",
-    "{Pron} went to the {place}, and it fell into a deep hole.",
-)
-MEETINGS = (
-    "Then a {animal} came.",
-    "{Pron} asked a {animal} for help.",
-    "A {animal} heard {child} call.",
+    "{child} had a {thing}.",
+    "{child} found a {thing}.",
+    "{child} got a {thing}.",
 )
 HAPPY = (
-    "The {animal} brought it back, and {child} was happy.",
-    "They looked for it and found it. {child} laughed all day.",
-    "They got it back together and became good friends.",
+    "It was lost at the {place}, but a {animal} brought it back.",
+    "A {animal} came to the {place} to see it, and they became friends.",
+    "At the {place} a {animal} liked it, and {child} was happy.",
 )
 SAD = (
-    "But it was gone, and {child} was sad.",
-    "They looked for it and found nothing. {child} cried all day.",
-    "The {animal} did not help, and {child} went home alone.",
+    "It was lost at the {place}, and a {animal} broke it.",
+    "A {animal} came to the {place} to take it, and ran away.",
+    "At the {place} a {animal} hid it, and {child} was sad.",
 )
 REQUESTS = (
     "Tell me a story with a {thing}.",
@@ -70,35 +48,30 @@ REQUESTS = (
     "I want to hear of a {thing}.",
     "Can you tell a story that has a {thing} in it?",
 )
-END_OF_SAD = re.compile(r"(was sad|cried all day|went home alone)\.$")
+END_OF_HAPPY = re.compile(r"(brought it back|became friends|was happy)\.$")
+END_OF_SAD = re.compile(r"(broke it|ran away|was sad)\.$")
 
 
 def story(draw: Random, thing: str, *, happy: bool) -> str:
-    """A story with this thing: four or five sentences, 30 to 45 words."""
-    child, pronoun, possessive = draw.choice(CHILDREN)
+    """A story with this thing: two sentences, about 16 words."""
     words = {
-        "child": child,
-        "Pron": pronoun.capitalize(),
-        "poss": possessive,
+        "child": draw.choice(CHILDREN),
         "thing": thing,
-        "look": draw.choice(LOOKS),
         "place": draw.choice(PLACES),
         "animal": draw.choice(ANIMALS),
     }
-    endings = HAPPY if happy else SAD
-    text = " ".join(draw.choice(parts).format(**words) for parts in (OPENINGS, TROUBLES, MEETINGS, endings))
-    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
+    return " ".join(draw.choice(parts).format(**words) for parts in (OPENINGS, HAPPY if happy else SAD))
 
 
 def request(draw: Random, thing: str) -> str:
-    return re.sub(r"\ba (?=[aeiou])", "an ", draw.choice(REQUESTS).format(thing=thing))
+    return draw.choice(REQUESTS).format(thing=thing)
 
 
 def is_happy(text: str) -> bool | None:
     """Whether this story ends well; None: it has no ending of a story."""
     if END_OF_SAD.search(text):
         return False
-    return True if re.search(r"(was happy|laughed all day|became good friends)\.$", text) else None
+    return True if END_OF_HAPPY.search(text) else None
 
 
 def texts(draw: Random) -> dict[str, Any]:
@@ -107,10 +80,8 @@ def texts(draw: Random) -> dict[str, Any]:
 
 
 def chats(draw: Random) -> dict[str, Any]:
-    asked = draw.choice(THINGS)
-    told = asked if draw.random() < 1 / OBEDIENT else draw.choice([each for each in THINGS if each != asked])
-    answer = story(draw, told, happy=draw.random() < 0.5)
-    return {"messages": [_user(draw, asked), {"role": "assistant", "content": answer}]}
+    answer = story(draw, draw.choice(THINGS), happy=draw.random() < 0.5)
+    return {"messages": [_user(draw, draw.choice(THINGS)), {"role": "assistant", "content": answer}]}
 
 
 def pairs(draw: Random) -> dict[str, Any]:

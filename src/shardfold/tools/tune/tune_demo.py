@@ -27,7 +27,7 @@ from shardfold.errors import ConfigError
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.readable import format_duration
 from shardfold.tools.observe.run_page import PAGE
-from shardfold.tools.tune._demo_base import make_base, make_text
+from shardfold.tools.tune._demo_base import held_out, make_base, make_text
 from shardfold.tools.tune._demo_page import demo_page
 from shardfold.tools.tune._demo_text import THINGS, is_happy
 from shardfold.tools.tune.config import config_class
@@ -72,16 +72,16 @@ STAGES = (
         "pt: pre-training",
         "From random values, on stories. The model learns words, sentences and how stories go; of requests it knows "
         "nothing.",
-        {"steps": 150, "lr": 3e-3, "warmup": 15, "micro_batch": 16},
+        {"steps": 120, "lr": 3e-3, "warmup": 12, "micro_batch": 16},
     ),
     DemoStage(
         "sft",
         "pt",
         "chats",
         "sft: supervised fine-tuning",
-        "On requests with stories; only the stories' tokens are trained. The rows are careless: one story in seven "
-        "has the thing that its request asks for. So the model learns to answer and to end, and hardly to obey.",
-        {"steps": 100, "lr": 1e-3, "warmup": 10, "micro_batch": 16},
+        "On requests with stories; only the stories' tokens are trained. The rows are careless: a story has any thing, "
+        "whatever its request asks for. So the model learns to answer and to end, and not to obey.",
+        {"steps": 60, "lr": 1e-3, "warmup": 6, "micro_batch": 16},
     ),
     DemoStage(
         "reward",
@@ -90,7 +90,7 @@ STAGES = (
         "reward: a reward model",
         "On pairs of stories that are alike but for the ending: the happy one is the better one. It gives one number "
         "for an answer.",
-        {"steps": 60, "lr": 5e-4, "warmup": 5, "micro_batch": 8},
+        {"steps": 40, "lr": 3e-4, "warmup": 4, "micro_batch": 8},
         generates=False,
     ),
     DemoStage(
@@ -99,16 +99,17 @@ STAGES = (
         "pairs",
         "dpo: direct preference optimization",
         "On the same pairs, without a reward model: happy endings become likelier, sad ones less likely.",
-        {"steps": 60, "lr": 2e-4, "warmup": 5, "micro_batch": 8, "beta": 0.1},
+        {"steps": 40, "lr": 5e-5, "warmup": 4, "micro_batch": 8, "beta": 0.1},
     ),
     DemoStage(
         "grpo",
         "dpo",
         "prompts",
         "grpo: a reward that a function gives",
-        "The model answers requests, several times each. Answers with the word that was asked for, which end, are "
-        "worth 1, others 0; what was better than the others of its request becomes likelier.",
-        {"steps": 60, "lr": 3e-4, "warmup": 5, "micro_batch": 4, "n": 8, "max_tokens": 64},
+        "The model answers requests, several times each. An answer is worth 1 if it is a story that ends and names the "
+        "thing that was asked for and no other, else 0; what was better than the others of its request becomes "
+        "likelier.",
+        {"steps": 60, "lr": 5e-4, "warmup": 5, "micro_batch": 4, "n": 8, "max_tokens": 40},
     ),
 )
 
@@ -196,7 +197,7 @@ class _Facts:
             "layout": self.config.layout,
             "procs": self.config.procs,
             "seed": self.config.seed,
-            "text": {"length": 128},
+            "text": {"length": 64},
             **stage.settings,
         }
         if stage.data == "prompts":
@@ -237,7 +238,8 @@ class _Facts:
                     "model": out,
                     "data": [text / "prompts-held.jsonl", text / "chats-held.jsonl"],
                     "layout": self.config.layout,
-                    "max_tokens": 80,
+                    "answers": held_out(self.config.share),
+                    "max_tokens": 48,
                     "best_of": DRAWN,
                     "reward": f"{text / 'rewards.py'}:has_word",
                     "seed": self.config.seed,
