@@ -5,7 +5,7 @@
     backward   of these and the output's gradient -> gradients of queries, keys, values
 
 The batch is looked up as it runs: one that is packed in another way goes through the same graph. Dropout draws
-numbers, and is left to the way without graphs.
+numbers, and is left to the way without graphs. What an operation gives is contiguous, as a compiler takes it to be.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def attend(
     number = torch.tensor(_CALLS.number(call))
     if crossed.choice == "ring":
         out, lse = ring_outputs(call.ring(query, value, group), query, key, value)
-        return out, lse, nothing, nothing.clone(), nothing.clone(), nothing.clone(), number
+        return out.contiguous(), lse, nothing, nothing.clone(), nothing.clone(), nothing.clone(), number
     check_heads(query.shape[1], group.size)
     there = TokenExchange(group, 1, 2, cut.sizes)
     given = [query, *(repeated_for_ranks(each, group.size) for each in (key, value))]
@@ -161,7 +161,7 @@ def attend(
     shapes = _by_heads_shapes(query.shape, key.shape, value.shape[3], group.size)
     kept = [_laid_flat(each, shape) for each, shape in zip((*mine, out), shapes, strict=True)]
     lse = _laid_flat(lse.unsqueeze(3), (*shapes[0][:3], 1))
-    return there.back.send(out), lse, kept[0], kept[1], kept[2], kept[3], number
+    return there.back.send(out).contiguous(), lse, kept[0], kept[1], kept[2], kept[3], number
 
 
 @attend.register_fake
@@ -202,7 +202,10 @@ def attend_backward(
     crossed: Crossed = _AXES[call.axis]
     cut, group = call.cut, crossed.group
     if crossed.choice == "ring":
-        return ring_gradients(call.ring(query, value, group), grad, query, [key, value], kept[0], lse)
+        of_query, of_key, of_value = ring_gradients(
+            call.ring(query, value, group), grad, query, [key, value], kept[0], lse
+        )
+        return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
     there = TokenExchange(group, 1, 2, cut.sizes)
     shapes = _by_heads_shapes(query.shape, key.shape, value.shape[3], group.size)
     mine = [_taken(each, shape, cut.length) for each, shape in zip(kept, shapes, strict=True)]
