@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from shardfold.comm import _near as near
 from shardfold.comm import _neighbours as neighbours
 from shardfold.comm._boards import possible
 from shardfold.comm._near import NearTransport
@@ -25,75 +24,24 @@ from shardfold.comm.transport import GlooTransport
 from shardfold.errors import CollectiveError
 from shardfold.testing import Ranks, RanksFailed
 from tests.support import models
+from tests.support.wires import LIMIT, compare, exchanges, plain
+from tests.support.wires import exchange as _exchange
+from tests.support.wires import wait as _wait
 
 pytestmark = pytest.mark.skipif(not possible(), reason="this system has no cross memory attach")
-LIMIT = timedelta(seconds=30)
-
-
-def _wait(work: Any) -> None:
-    work.wait(LIMIT)
-
-
-def _exchange(key: str, text: str) -> list[str]:
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, text)
-    return said
 
 
 def _wires() -> tuple[GlooTransport, NearTransport, Any, DataMesh]:
     mesh = DataMesh(None, torch.device("cpu"), LIMIT)
-    gloo = GlooTransport(lambda n, dtype: torch.empty(n, dtype=dtype), lambda flat: None)
+    gloo = plain()
     wire = NearTransport(gloo, mesh.groups(), mesh.rank, _exchange, _wait)
     assert wire.near(mesh.everyone)
     return gloo, wire, mesh.everyone, mesh
 
 
-def _values(numel: int, dtype: torch.dtype, rank: int | None = None) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
-    return torch.randn(numel, generator=generator).to(dtype)
-
-
-def _summed(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """All ranks' values added up in the order of their ranks, 16 bits in fp32 and rounded once."""
-    total = torch.zeros(len(like), dtype=torch.promote_types(dtype, torch.float32))
-    for rank in range(dist.get_world_size()):
-        total += _values(len(like), dtype, rank).to(total.dtype)
-    return total.to(dtype)
-
-
 def _compare() -> list[str]:
-    gloo, wire, group, mesh = _wires()
-    world, rank = mesh.world, mesh.rank
-    wrong: list[str] = []
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        for chunk in (1, 1000, near.BLOCK // 4, near.BLOCK // 2 + 12345):
-            values = _values(world * chunk, dtype)
-            answers: list[list[torch.Tensor]] = []
-            for each in (gloo, wire):
-                full, resident = torch.zeros_like(values), values.chunk(world)[rank].clone()
-                full.chunk(world)[rank].copy_(resident)
-                again = full.clone()
-                each.all_gather(full, group).wait(_wait)
-                each.all_gather(again, group, resident=resident).wait(_wait)
-                each.fence(_wait)
-                inside, wide = values.clone(), torch.ones(chunk, dtype=torch.float32)
-                each.reduce_scatter(inside, inside.chunk(world)[rank], group, add=False).wait(_wait)
-                if dtype.itemsize <= 4:
-                    each.reduce_scatter(values.clone(), wide, group, add=True).wait(_wait)
-                answers.append([full, again, inside.chunk(world)[rank], wide])
-            if not torch.equal(answers[1][2], _summed(values, dtype).chunk(world)[rank]):
-                wrong.append(f"in rank order {dtype} {chunk}")
-            for name, a, b in zip(("gather", "resident", "inside", "added"), *answers, strict=True):
-                if not torch.equal(a, b):
-                    wrong.append(f"{name} {dtype} {chunk}")
-            summed, parts = values.clone(), [torch.empty_like(values) for _ in range(world)]
-            wire.all_reduce(summed, group).wait(_wait)
-            dist.all_gather(parts, summed)
-            dist.all_gather(parts, values)
-            whole = torch.stack([part.double() for part in parts]).sum(0)
-            error = (summed.double() - whole).abs().max() / whole.abs().max()
-            if error > 2 * torch.finfo(dtype).eps:
-                wrong.append(f"sum {dtype} {chunk}: {error}")
+    gloo, wire, _, mesh = _wires()
+    wrong = compare(gloo, wire, mesh)
     mesh.close()
     return wrong
 
@@ -105,19 +53,8 @@ def test_what_is_read_is_bit_for_bit_what_gloo_brings(ranks: Ranks, world_size: 
 
 
 def _exchanged() -> bool:
-    """Parts of other lengths for each rank, none of them too, and its own."""
-    _, wire, group, mesh = _wires()
-    right = True
-    for unit, dtype in ((1, torch.float32), (1000, torch.bfloat16), (near.BLOCK // 4, torch.float64)):
-        lengths = [
-            [(sender + 2 * receiver) % 3 * unit for receiver in range(mesh.world)] for sender in range(mesh.world)
-        ]
-        whole = [_values(sum(row), dtype, sender) for sender, row in enumerate(lengths)]
-        received = torch.empty(sum(row[mesh.rank] for row in lengths), dtype=dtype)
-        by = [row[mesh.rank] for row in lengths]
-        wire.exchange(whole[mesh.rank].clone(), lengths[mesh.rank], received, by, group).wait(_wait)
-        expected = [each.split(row)[mesh.rank] for each, row in zip(whole, lengths, strict=True)]
-        right &= torch.equal(received, torch.cat(expected))
+    _, wire, _, mesh = _wires()
+    right = exchanges(wire, mesh)
     mesh.close()
     return right
 

@@ -94,9 +94,8 @@ def test_interfaces_carry_what_the_program_says(
     """Within 1 %, and 16 KiB a step, of headers, acknowledgements and messages about what comes next."""
     for crossed, rows, length in links.run(_crossed, layout, wires)[::2]:
         if per_element is None:
-            # An all-to-all sends 2 of the 3 parts that leave a rank to the other node. Gloo's broadcasts from each of
-            # four owners are trees, 10 edges of which cross: 5 chunks each way, where each node has 2 of its own.
-            program = 2 * rows["REDUCE_SCATTER inter+intra"] * 2 / 3 + rows["ALL_GATHER inter+intra"] / 3 * 5
+            # Of the three parts that leave a rank two go to the other node.
+            program = 2 * (rows["REDUCE_SCATTER inter+intra"] + rows["ALL_GATHER inter+intra"]) * 2 / 3
         else:
             program = 2 * sum(sent for row, sent in rows.items() if row.endswith(" inter"))
             assert program == per_element * length / 2  # (M - 1) / M of all elements

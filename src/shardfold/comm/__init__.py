@@ -18,11 +18,16 @@
     polling            waiting for keys of the shared store, so that it can end
     runtime            the device of a rank, how long ranks wait for each other, and checks that cost time
     transport          plain collectives of ``torch.distributed``
+    _block_sum         a sum of what comes from several ranks, block by block
     _boards            what ranks of one host tell each other in memory, and waiting for it
+    _connecting        connections between the ranks of groups
+    _connection        one connection to another rank: what goes over it, and what comes
+    _dispatcher        who goes on with what is under way over connections
     _encoded           collectives of values that are encoded on the link
     _futex             sleeping on a word of memory that processes share
     _near              ranks of one host read each other's memory
     _neighbours        the ranks whose memory this one can read
+    _sockets           ranks send each other what is for them, over connections of their own
     _transport_choice  which transport carries an engine's data
     _watchdog          who is stuck, and where
     _words             small messages in memory that ranks of one host share

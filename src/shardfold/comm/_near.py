@@ -24,7 +24,7 @@ another does meanwhile; where ranks have cores to spare, it does so by itself.
 
 It is used on the CPU where every rank of the group can read every other: Linux on x86-64 (whose stores become visible
 in order), one host, one network and process namespace, no rule of the kernel against it. ``SHARDFOLD_NEAR=0`` switches
-it off. Else, the Gloo transport carries the group.
+it off. Else, the socket transport carries the group.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torch import Tensor
 from shardfold.comm._boards import WORD, Door, Mark, Pages, look_until, noted, possible, profiled, wait_for
 from shardfold.comm._neighbours import Group, neighbours
 from shardfold.comm._words import Words
-from shardfold.comm.transport import GlooTransport, Pending, Transport, Waiter, sum_into
+from shardfold.comm.transport import Pending, Transport, Waiter, sum_into
 from shardfold.torch_internals import storage_key, when_groups_end
 
 __all__ = ["NearTransport"]
@@ -359,10 +359,10 @@ def _leave(groups: Sequence[Group], process: int, era: int) -> None:
 
 
 class NearTransport(Transport):
-    """Reads from neighbours where a group has only such; else the Gloo transport carries it.
+    """Reads from neighbours where a group has only such; else another transport carries it.
 
     Args:
-        gloo: carries the other groups.
+        other: carries the other groups, unless :meth:`leave_others` says what does.
         groups: all groups that this rank is in, with their ranks.
         rank: this one.
         exchange: ``exchange(key, text)`` gives every rank's text.
@@ -372,26 +372,30 @@ class NearTransport(Transport):
 
     def __init__(
         self,
-        gloo: GlooTransport,
+        other: Transport,
         groups: Sequence[tuple[Any, Sequence[int]]],
         rank: int,
         exchange: Callable[[str, str], list[str]],
         waiter: Waiter,
         talking: Sequence[tuple[Any, Sequence[int]]] = (),
     ) -> None:
-        self._gloo = gloo
+        self._other = other
         self._near: dict[int, Group] = {}
         self._residents = _Residents()
         self._adder = _Adder()
         self._leave: Callable[[], object] | None = None
         every = {id(group): (list(ranks).index(rank), ranks) for group, ranks in (*groups, *talking)}
         door = _carrier.door if possible() and groups and os.environ.get("SHARDFOLD_NEAR", "1") != "0" else None
-        found, cores = neighbours(list(every.values()), door, exchange, waiter, _carrier.advance)
+        found, cores, self.is_everywhere = neighbours(list(every.values()), door, exchange, waiter, _carrier.advance)
         if door is not None:
             self._near = {group: one for group, one in zip(every, found, strict=True) if one is not None}
             era = _carrier.join(cores)
             self._leave = weakref.finalize(self, _leave, list(self._near.values()), os.getpid(), era)
-        self.kind = "near" if all(self.near(group) for group, _ in groups) else gloo.kind
+        self.kind = "near" if all(self.near(group) for group, _ in groups) else other.kind
+
+    def leave_others(self, transport: Transport) -> None:
+        """That one carries the groups that this one does not; there are some, on some rank."""
+        self.kind, self._other = transport.kind, transport
 
     def near(self, group: Any) -> bool:
         """Whether a group is carried by reading."""
@@ -399,12 +403,12 @@ class NearTransport(Transport):
 
     def words(self, group: Any) -> Words | None:
         near = self._near.get(id(group))
-        return None if near is None else near.words
+        return self._other.words(group) if near is None else near.words
 
     def all_gather(self, full: Tensor, group: Any, *, resident: Tensor | None = None) -> Pending:
         near = self._near.get(id(group))
         if near is None:
-            return self._gloo.all_gather(full, group)
+            return self._other.all_gather(full, group, resident=resident)
         chunk, number = full.nbytes // near.size, near.number()
         read = full[near.me * (full.numel() // near.size) :] if resident is None else resident
         near.post(number, read.data_ptr())
@@ -428,7 +432,7 @@ class NearTransport(Transport):
     def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
         near = self._near.get(id(group))
         if near is None:
-            return self._gloo.reduce_scatter(full, out, group, add=add)
+            return self._other.reduce_scatter(full, out, group, add=add)
         chunk, number, adder = full.numel() // near.size, near.number(), self._adder
         near.post(number, full.data_ptr())
 
@@ -440,7 +444,7 @@ class NearTransport(Transport):
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         near = self._near.get(id(group))
         if near is None:
-            return self._gloo.all_reduce(tensor, group)
+            return self._other.all_reduce(tensor, group)
         chunk = -(-tensor.numel() // near.size)
         bounds = [min(i * chunk, tensor.numel()) for i in range(near.size + 1)]
         first, second, adder = near.number(), near.number(), self._adder
@@ -462,7 +466,7 @@ class NearTransport(Transport):
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         near = self._near.get(id(group))
         if near is None:
-            return self._gloo.exchange(sent, to, received, by, group)
+            return self._other.exchange(sent, to, received, by, group)
         size, number = sent.itemsize, near.number()
         starts = [0, *accumulate(to)]
         places = torch.tensor([sent.data_ptr() + start * size for start in starts])  # of what is for each rank
@@ -481,8 +485,10 @@ class NearTransport(Transport):
 
     def fence(self, waiter: Waiter, resident: Tensor | None = None) -> None:
         self._residents.fence(waiter, resident)
+        self._other.fence(waiter, resident)
 
     def close(self) -> None:
+        self._other.close()
         if self._leave is not None:
             self._leave()
             _carrier.end()

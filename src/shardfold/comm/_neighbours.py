@@ -114,10 +114,12 @@ class Neighbours(NamedTuple):
     Attributes:
         groups: those all of whose ranks can read each other; None in place of the others.
         cores: how many this rank has to itself.
+        everywhere: whether there are none in place of which None stands, on no rank.
     """
 
     groups: list[Group | None]
     cores: float
+    everywhere: bool
 
 
 _probe = ctypes.c_int64(secrets.randbits(62))  # which others read to see that this process is there
@@ -167,7 +169,8 @@ def neighbours(
         else None
         for i, (me, ranks) in enumerate(groups)
     ]
-    return Neighbours(kept, cores)
+    everywhere = all(len(ranks) == len(seen) and len(boards) == len(groups) for ranks, boards in seen)
+    return Neighbours(kept, cores, everywhere)
 
 
 def _found(mine: Mapping[str, Any], entry: Mapping[str, Any]) -> Neighbour | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.comm._near import NearTransport
+from shardfold.comm._sockets import SocketTransport
 from shardfold.comm.transport import GlooTransport, StreamTransport, Transport, Waiter
 
 __all__ = ["data_transport"]
@@ -44,4 +45,9 @@ def data_transport(
     gloo = GlooTransport(empty, recycle)
     if not groups or accelerator.has_streams(device):
         return gloo
-    return NearTransport(gloo, groups, rank, exchange, waiter, talking)
+    near = NearTransport(gloo, groups, rank, exchange, waiter, talking)
+    # All ranks ask: one that does not want connections, as its environment says, leaves all of them without.
+    if not near.is_everywhere and all(text == "True" for text in exchange("sockets", str(SocketTransport.wanted()))):
+        apart, silent = ([(g, () if near.near(g) else ranks) for g, ranks in each] for each in (groups, talking))
+        near.leave_others(SocketTransport(gloo, apart, silent, rank, exchange))
+    return near

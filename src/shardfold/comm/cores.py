@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import process_time
 
-__all__ = ["allowed", "occupied", "share", "share_of_cores"]
+__all__ = ["allowed", "machine", "occupied", "share", "share_of_cores"]
 
 
 def share_of_cores(exchange: Callable[[str, str], list[str]]) -> int:
@@ -22,9 +22,9 @@ def share_of_cores(exchange: Callable[[str, str], list[str]]) -> int:
     Args:
         exchange: ``exchange(key, text)`` gives every rank's text.
     """
-    machine, cores = _machine(), allowed()
-    said = [json.loads(text) for text in exchange("cores", json.dumps([machine, cores]))]
-    return max(1, int(share(cores, [theirs for other, theirs in said if other == machine])))
+    here, cores = machine(), allowed()
+    said = [json.loads(text) for text in exchange("cores", json.dumps([here, cores]))]
+    return max(1, int(share(cores, [theirs for other, theirs in said if other == here])))
 
 
 def share(cores: Sequence[int], listed: Sequence[Sequence[int]]) -> float:
@@ -40,7 +40,7 @@ def allowed() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _machine() -> str:
+def machine() -> str:
     """What ranks of one machine have in common; containers on it count its cores alike."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -23,6 +23,7 @@ from shardfold.numerics.clipping import Clip
 from shardfold.plan.bind import RunOrders, bind
 from shardfold.plan.cost import room_for, snapshot_bytes
 from shardfold.plan.layout import Layout
+from shardfold.plan.lifetimes import Behaviour
 from shardfold.plan.order import contradiction, describe, merge_orders
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import BESIDE, Op, Program
@@ -102,7 +103,8 @@ class Orders:
         }
         in_flight = overlap.reduces_in_flight
         if in_flight is None:
-            in_flight = int(accelerator.has_streams(comm.memory.device))
+            streams = accelerator.has_streams(comm.memory.device)
+            in_flight = Behaviour(streams, comm.transport.kind).reduces_in_flight
         self._overlap = replace(overlap, reduces_in_flight=in_flight)
         self.units: list[Unit] = []
         self.roots: set[str] = set()

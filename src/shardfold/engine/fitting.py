@@ -284,7 +284,7 @@ class Sampled:
         streams = accelerator.has_streams(mesh.device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world)))
         device = known_device(accelerator.product(mesh.device) or "")
-        behaviour = GPU if streams else CPU if local >= mesh.world else replace(CPU, transport="gloo")
+        behaviour = GPU if streams else CPU if local >= mesh.world else replace(CPU, transport="sockets")
         return PlannedRank(
             mesh=mesh.sizes.axes,
             precision=self.precision,

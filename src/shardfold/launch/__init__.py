@@ -14,6 +14,7 @@ workers       the ranks of one node as processes
 _agent        the agent of one node: starts ranks, watches them, starts them again
 _remote       starts an agent on each of several hosts, and sees all of them to their end: by ssh, srun or mpirun
 _rendezvous   where agents meet, and a store of its own for each attempt
+_slow_road    a road between nodes on which everything takes a while
 """
 
 from shardfold.launch.local import GRACE_AFTER_SIGTERM, launch, launch_local, rank_environment

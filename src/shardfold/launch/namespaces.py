@@ -1,7 +1,8 @@
 """Nodes on this machine: network namespaces, each with one interface, whose other end is in a bridge.
 
-Both ends of an interface may have a token bucket (``tbf``), which limits what goes in each direction. It needs Linux,
-root (``CAP_NET_ADMIN`` and ``CAP_SYS_ADMIN``), ``ip`` and ``tc``; :func:`why_not` says what is missing.
+Both ends of an interface may have a token bucket (``tbf``), which limits what goes in each direction. With a delay the
+interfaces are ends of a road on which each packet takes that long (see ``_slow_road``). It needs Linux, root
+(``CAP_NET_ADMIN`` and ``CAP_SYS_ADMIN``), ``ip`` and ``tc``; :func:`why_not` says what is missing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from itertools import count
 from typing import Any, NoReturn
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.launch._slow_road import PACKET, SlowRoad
 
 __all__ = ["INTERFACE", "Namespaces", "check_rate", "why_not"]
 
@@ -26,6 +28,8 @@ INTERFACE = "eth0"
 BURST, LIMIT = "256kb", "16mb"
 """Of the token bucket: what may go at once, and what may wait. It drops nothing that TCP has under way, which would
 stall it for hundreds of milliseconds."""
+MOST = 10.0
+"""Seconds of the longest delay."""
 _NUMBERS = count()
 
 
@@ -51,6 +55,7 @@ class Namespaces:
     Args:
         nodes: how many.
         rate: of each node's link in each direction, as ``tc`` reads it: ``"200mbit"``; None: unthrottled.
+        delay: seconds that each packet takes from one node to another.
 
     Attributes:
         spaces: their names, for ``ip netns exec``.
@@ -60,8 +65,10 @@ class Namespaces:
         UsageError: this machine cannot; see :func:`why_not`.
     """
 
-    def __init__(self, nodes: int, rate: str | None = None) -> None:
+    def __init__(self, nodes: int, rate: str | None = None, delay: float = 0.0) -> None:
         check_rate(rate)
+        if not 0 <= delay <= MOST:
+            raise ConfigError(f"delay={delay!r}: it is seconds, from 0 to {MOST:g}.")
         if reason := why_not():
             raise UsageError(f"{reason}.")
         self.nodes = nodes
@@ -69,14 +76,18 @@ class Namespaces:
         self.spaces = [f"{self._base}-{number}" for number in range(nodes)]
         self._remove = weakref.finalize(self, _remove, [*self.spaces, f"{self._base}-hub"])
         self._before = _leave_at_sigterm()
+        self._road: SlowRoad | None = None
         try:
-            self._make()
+            self._make(delay)
             self.limit(rate)
         except BaseException:
             self.close()
             raise
 
-    def _make(self) -> None:
+    def _make(self, delay: float) -> None:
+        if delay:
+            self._make_road(delay)
+            return
         hub = f"{self._base}-hub"
         _do(f"ip netns add {hub}", f"ip -n {hub} link add bridge type bridge", f"ip -n {hub} link set bridge up")
         for number, space in enumerate(self.spaces):
@@ -88,6 +99,22 @@ class Namespaces:
                 f"ip -n {space} addr add {self.address(number)}/16 dev {INTERFACE}",
                 f"ip -n {space} link set {INTERFACE} up",
                 f"ip -n {space} link set lo up",
+            )
+
+    def _make_road(self, delay: float) -> None:
+        for space in self.spaces:
+            _do(f"ip netns add {space}", f"ip -n {space} link set lo up")
+        addresses = [self.address(number) for number in range(self.nodes)]
+        try:
+            self._road = SlowRoad(self.spaces, INTERFACE, addresses, delay)
+        except OSError as error:
+            raise UsageError(
+                f"a link with a delay needs tunnels, which this machine does not make: {error}."
+            ) from error
+        for space, address in zip(self.spaces, addresses, strict=True):
+            _do(
+                f"ip -n {space} addr add {address}/16 dev {INTERFACE}",
+                f"ip -n {space} link set {INTERFACE} mtu {PACKET} up",
             )
 
     def limit(self, rate: str | None) -> None:
@@ -106,15 +133,23 @@ class Namespaces:
 
     def _ends(self) -> list[tuple[str, str]]:
         ends = [(space, INTERFACE) for space in self.spaces]
+        if self._road is not None:
+            return ends
         return ends + [(f"{self._base}-hub", f"node{number}") for number in range(self.nodes)]
 
     def cut(self, node: int) -> None:
         """Nothing comes to a node or from it until :meth:`heal`; connections stay, and what was sent is sent again."""
-        _do(f"ip -n {self._base}-hub link set node{node} down")
+        if self._road is not None:
+            self._road.cut(self.address(node))
+        else:
+            _do(f"ip -n {self._base}-hub link set node{node} down")
 
     def heal(self, node: int) -> None:
         """What :meth:`cut` was."""
-        _do(f"ip -n {self._base}-hub link set node{node} up")
+        if self._road is not None:
+            self._road.heal(self.address(node))
+        else:
+            _do(f"ip -n {self._base}-hub link set node{node} up")
 
     @staticmethod
     def address(node: int) -> str:
@@ -124,6 +159,9 @@ class Namespaces:
     def close(self) -> None:
         """Nodes and links are no more."""
         self._remove()
+        if self._road is not None:
+            self._road.close()
+            self._road = None
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None

@@ -27,7 +27,7 @@ from shardfold.plan.program import REDUCTIONS, Op
 
 __all__ = ["ALONE", "CPU", "GPU", "WORKSPACE", "Behaviour", "Lifetimes", "in_use", "peak_bytes", "room_bytes"]
 
-BLOCK = 256 * 1024  # of the near transport
+BLOCK = 256 * 1024  # of the transports near and sockets
 WORKSPACE = 16 * 1024 * 1024
 """Of cuBLAS beyond what it keeps: on an H200 with PyTorch 2.11, peaks inside of products were 17 to 30 MiB higher than
 all tensors."""
@@ -41,7 +41,8 @@ class Behaviour:
 
     Attributes:
         streams: the device has streams: its allocator keeps what is given back, and collectives run beside.
-        transport: ``near`` (ranks read each other's memory), ``gloo`` or ``nccl``; ``none``: it is left out.
+        transport: ``near`` (ranks read each other's memory), ``sockets`` (connections of the ranks' own), ``gloo`` or
+            ``nccl``; ``none``: it is left out.
         workspace: bytes that libraries take while they compute products.
     """
 
@@ -51,11 +52,18 @@ class Behaviour:
 
     def temporary(self, num_bytes: float, ranks: int) -> float:
         """Bytes that a reduction of ``num_bytes`` holds besides, until its WAIT."""
-        return {"none": 0.0, "near": 0.0, "gloo": num_bytes, "nccl": num_bytes / ranks}[self.transport]
+        held = {"none": 0.0, "near": 0.0, "sockets": 0.0, "gloo": num_bytes, "nccl": num_bytes / ranks}
+        return held[self.transport]
 
     def room(self, ranks: int) -> float:
         """Bytes that the transport keeps for its sums."""
-        return ranks * BLOCK if self.transport == "near" else 0.0
+        return ranks * BLOCK if self.transport in ("near", "sockets") else 0.0
+
+    @property
+    def reduces_in_flight(self) -> int:
+        """How many units' gradients go on their way beside backward, where nobody says: over sockets they do without
+        the cores that compute, as far as the system's buffers reach."""
+        return int(self.streams or self.transport == "sockets")
 
     @property
     def block(self) -> int:

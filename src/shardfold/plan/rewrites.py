@@ -32,7 +32,8 @@ class Overlap:
             rests in a slower tier; ``prefetch + 1`` units are full at a time. From a disk states of more units are
             fetched ahead as long as those have at most 32 MiB; 0: of none.
         reduces_in_flight: units whose gradients may be on their way while the next unit runs backward, 0 or 1; None
-            chooses by device: 1 on a GPU; 0 on the CPU, where sending takes the cores that backward needs.
+            chooses: 1 on a GPU and over sockets; 0 where ranks of the CPU read each other's memory, which takes the
+            cores that backward needs.
         block: elements that one call of a fused update handles; 0 chooses by device (64K on CPU, so that a block
             stays in cache, and 64M on a GPU).
         order: ``"recorded"``: the first passes find the order in which units run, later ones follow it; ranks may leave

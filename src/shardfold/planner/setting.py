@@ -342,7 +342,7 @@ class Subject:
         trace = trace.joined(c.spec for c in cuts)
         specs = [replace(s, root=s.root or s.name in trace.touched) for c in cuts if (s := c.spec) is not None]
         if overlap.reduces_in_flight is None:
-            overlap = replace(overlap, reduces_in_flight=int(behaviour.streams))
+            overlap = replace(overlap, reduces_in_flight=behaviour.reduces_in_flight)
         split = any(segment.comes_and_goes(layout) for s in specs for segment in s.segments)
         back, onward = trace.backward_order(split=split), trace.forward_order if split else None
         orders = RunOrders.of(specs, onward, back, onward)

@@ -5,6 +5,7 @@
         links.limit("1gbit")                                     # from now on; None: as fast as it goes
         links.cut(1)                                             # node 1 hears nothing ...
         links.heal(1)                                            # ... until now
+    far = Links(nodes=2, ranks=1, delay=0.01)                # what one node sends comes to the other 10 ms later
 
 A node is a network namespace with one interface, ``eth0``, whose other end is in a bridge. Between ranks of a node
 traffic goes over the namespace's own ``lo`` (or their memory), unthrottled and uncounted; between nodes every byte
@@ -49,17 +50,19 @@ class Links(Namespaces):
         nodes: how many.
         ranks: of each node.
         rate: of each node's link in each direction, as ``tc`` reads it: ``"200mbit"``; None: unthrottled.
+        delay: seconds that each packet takes from one node to another.
 
     Raises:
-        ConfigError: the rate is none.
+        ConfigError: the rate or the delay is none.
         UsageError: this machine cannot; see :func:`why_not`.
     """
 
-    def __init__(self, nodes: int = 2, ranks: int = 2, rate: str | None = None) -> None:
-        super().__init__(nodes, rate)
+    def __init__(self, nodes: int = 2, ranks: int = 2, rate: str | None = None, delay: float = 0.0) -> None:
+        self._pool: Ranks | None = None
+        self._folder: Path | None = None
+        super().__init__(nodes, rate, delay)
         self.ranks, self._calls = ranks, 0
         self._folder = Path(tempfile.mkdtemp(prefix="shardfold-links-"))
-        self._pool: Ranks | None = None
         try:
             self._pool = Ranks(nodes * ranks)
         except BaseException:
@@ -76,7 +79,7 @@ class Links(Namespaces):
         """``fn(*args, **kwargs)`` on every rank, in a group of all; by rank what it returns. See :meth:`Ranks.run`."""
         assert self._pool is not None
         self._calls += 1
-        store = str(self._folder / f"store-{self._calls}")
+        store = f"{self._folder}/store-{self._calls}"
         return self._pool.run(
             _on_node,
             tuple(self.spaces),
@@ -95,7 +98,8 @@ class Links(Namespaces):
         if self._pool is not None:
             self._pool.close()
         super().close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Links:
         return self
