@@ -380,7 +380,7 @@ def beginning(
     return wrapped, AdaptedTensors(wrapped, given, adapter, seed, resting)
 
 
-def optimizer_groups(model: nn.Module, adapter: Adapter, kind: type, lr: float, decay: float, **options: Any) -> Any:
+def optimizer_groups(model: Any, adapter: Adapter, kind: type, lr: float, decay: float, **options: Any) -> Any:
     """An optimizer with LoRA+'s groups of rates, which peft makes (arXiv 2402.12354)."""
     from peft.optimizers import create_loraplus_optimizer
 
