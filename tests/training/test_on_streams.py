@@ -52,6 +52,23 @@ def test_sums_are_read_before_their_memory_is_given_out_again(ranks: Ranks, sim_
         assert races == []
 
 
+class FrozenGpt(Gpt):
+    """Matrices of its blocks are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, parameter in self.blocks.named_parameters():
+            parameter.requires_grad_(parameter.dim() == 1 or ".out." in name)
+
+
+@pytest.mark.parametrize("layout", ["zero3+nf4/64", "infinity+int8/64+double", "ddp+nf4/64+double"])
+def test_codes_are_there_when_they_are_decoded(ranks: Ranks, sim_ranks: Ranks, layout: str) -> None:
+    """They come from the host, or other ranks, beside the computation, which decodes them and waits for no host."""
+    for _, races, waits in _both(ranks, sim_ranks, layout, model=FrozenGpt, steps=4):
+        assert races == []
+        assert [what for what in waits if "codebooks" in what or "decode" in what] == []
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [16, 256])
 def test_tables_of_8bit_moments_are_copied_once(ranks: Ranks, sim_ranks: Ranks, block: int) -> None:

@@ -258,7 +258,7 @@ class Handlers:
                 for segment in unit.segments:
                     segment.fill_own_range(source)
         for segment, op in zip(unit.segments, ops, strict=True):
-            with self.comm.memory.side():
+            with self.comm.memory.side():  # as what is filled
                 codes = segment.take_codes(source)
             if op.target == "node":
                 segment.hold_payload(self.comm.relay(op, segment.flat, None, pending=unit.filling, codes=codes))
@@ -274,11 +274,10 @@ class Handlers:
             return
         if unit.life is Life.RESTING:
             unit.begin_gather()
-            with self.comm.memory.side(), torch.no_grad():
-                for segment in unit.segments:
-                    segment.fill_own_range(source)
+            unit.filling.append(Pending([], self.comm.memory.mark()))  # where the flats have their memory from
         for segment in unit.segments:
-            codes = segment.take_codes(source)
+            with self.comm.memory.side():  # beside which codes come
+                codes = segment.take_codes(source)
             if codes is not None:
                 unit.filling.append(Pending([], partial(self._decode, segment, codes)))
 

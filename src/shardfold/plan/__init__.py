@@ -4,8 +4,8 @@
     axes             WHO: the axes of the ranks, and what follows from their roles
     bind             the one compiler: a table, the units of a model and a mesh, bound to the program that runs
     blocks           blocks of codes: each has a scale, which lies behind its codes in the payload
-    codebooks        blocks of levels in a table, and scales that are codes: formats of what rests
     checks           what values that users give have to be, what their names are, and how messages show them
+    codebooks        blocks of levels in a table, and scales that are codes: formats of what rests
     cost             what a table holds and what a program sends, as sums
     explain          a layout in words: the table, the units, what they cost and the program that will run
     format           WHAT is on the link: how values become the bytes of a payload, and values again

@@ -3,6 +3,8 @@
     autograd         what autograd is doing at this moment, and what it could save of a value
     buffers          buffers are rank 0's on every rank, as under DDP
     changes          whether a model still is what its units were made of
+    coded            which frozen parameters rest as codes
+    coded_shard      this rank's part of what rests as codes, as the values that they stand for
     compared         what every rank has to have alike of a model's units, as texts
     dtensor_load     DTensors of a state dict into shards: each rank gets of them what is in its own ranges
     dtensors         a model's values as DTensors, PyTorch's own word for a tensor that ranks have in parts
