@@ -1,9 +1,11 @@
 """Rows for tuning: formats, templates, prepared files, packing and batches.
 
+attention    attention of packed samples, one by one, in models of transformers
 batches      windows of batches, each one step
 prepared     data in mapped files, tokenized once
 row_formats  what a row says, told by its columns
 rows         what a row becomes
+shown        rows as tokens, those that are trained in colour
 sources      files of rows, and blocks of them
 templates    conversations as text, and which of it the assistant says
 _encoding    rows as numbers of tokens

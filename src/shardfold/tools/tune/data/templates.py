@@ -111,15 +111,24 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.source = source
         self.marks = bool(_GENERATION.search(source))
+        names = {*tokenizer.all_special_tokens, *(str(each) for each in tokenizer.added_tokens_decoder.values())}
+        self._special = re.compile("|".join(map(re.escape, sorted(names - {""}, key=len, reverse=True))) or r"(?!)")
+        self.parts = False
         asked = [{"role": "user", "content": "x"}]
         told = [*asked, {"role": "assistant", "content": _PROBE}]
+        try:
+            whole = self.render(told, where="the template")
+        except ConfigError:
+            whole = ""
+        if _PROBE not in whole:  # as templates of models that see, too, which take a list of parts
+            self.parts = True
+            whole = self.render(told, where="the template")
         base, prompted = (self.render(asked, where="the template", prompt=prompt) for prompt in (False, True))
-        whole = self.render(told, where="the template")
-        turn = _alike(base, whole) if base == prompted else _alike(base, prompted)
+        turn = _alike(base, prompted)
         if (content := whole.find(_PROBE)) < 0:
             raise ConfigError("the chat template does not render what an assistant says: give another, template=....")
         header = whole[turn:content]
-        self.header = header if base == prompted else header[: _alike(header, prompted[turn:])]
+        self.header = header[: _alike(header, prompted[turn:])]  # empty: it has no prompt for an answer
 
     def render(
         self,
@@ -137,7 +146,7 @@ class ChatTemplate:
         """
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages),
+                self._given(messages),
                 tools=tools,
                 chat_template=self.source,
                 add_generation_prompt=prompt,
@@ -147,6 +156,17 @@ class ChatTemplate:
         except Exception as error:  # of jinja, and of what the template raises
             said = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"data: {where}: the chat template refuses it: {said}.") from error
+
+    def _given(self, messages: Sequence[Message]) -> list[Message]:
+        """Turns as the template takes them: their words as text, or as a list of parts."""
+        if not self.parts:
+            return list(messages)
+        return [
+            {**each, "content": [{"type": "text", "text": each["content"]}]}
+            if isinstance(each.get("content"), str)
+            else each
+            for each in messages
+        ]
 
     def conversation(
         self,
@@ -207,7 +227,7 @@ class ChatTemplate:
 
         special = {k: v for k, v in self.tokenizer.special_tokens_map.items() if isinstance(v, str)}
         _, found = render_jinja_template(
-            conversations=[list(messages)],
+            conversations=[self._given(messages)],
             tools=say["tools"],
             chat_template=self.source,
             return_assistant_tokens_mask=True,
@@ -250,21 +270,29 @@ class ChatTemplate:
         if prompt != base and text.startswith(prompt) and until.startswith(prompt):
             return len(prompt)
         start = _alike(base, until) if prompt == base else _alike(base, prompt)
-        if not until.startswith(self.header, start) and prompt == base:
-            return start if text[:start] == until[:start] else None
-        start += len(self.header)
-        return start if text[:start] == until[:start] and until[:start].endswith(self.header) else None
+        start += _alike(until[start:], self.header)  # a turn may begin otherwise than its prompt, as with thoughts
+        return start if text[:start] == until[:start] else None
 
-    @staticmethod
-    def _stop(message: Message, start: int, until: str, text: str) -> int | None:
-        """Where the turn from ``start`` on ends in ``text``, given where it ends in ``until``; None: it is
-        another there."""
+    def _stop(self, message: Message, start: int, until: str, text: str) -> int | None:
+        """Where the turn from ``start`` on ends in ``text``, given where it ends in ``until``; None: it is another
+        there. What ends it may be another token where turns follow, so it is looked for behind the turn's words."""
         content = message.get("content")
         words = content.strip() if isinstance(content, str) else ""
-        place = until.rfind(words) if words else -1
-        if place < start:
-            return None
-        behind = place + len(words)
-        if text[start:behind] != until[start:behind]:
-            return None
-        return behind + _alike(text[behind:], until[behind:])
+        shared = start + _alike(text[start:], until[start:])
+        if words:
+            place = until.rfind(words)
+            behind = place + len(words)
+            if place < start or behind > shared:
+                return None
+            found = self._special.search(text, behind)
+            if found is None or text[behind : found.start()].strip():
+                return shared
+            stop = found.end()
+        else:
+            ends = [each.end() for each in self._special.finditer(text, start, shared)]
+            if not ends:
+                return None
+            stop = ends[-1]
+        while stop < min(len(text), len(until)) and text[stop].isspace():
+            stop += 1
+        return stop

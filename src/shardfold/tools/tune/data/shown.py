@@ -1,0 +1,107 @@
+"""Rows as tokens, those that are trained in colour: what a run is about to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from io import StringIO
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardfold.tools.tune.data.rows import Labelled, Pair, Prompt, Row, Tokens
+
+__all__ = ["show"]
+
+TRAINED, GIVEN = "black on green", "dim"
+_SHOWN = {"\n": "↵\n", "\t": "→"}
+
+
+def show(
+    rows: Iterable[Row],
+    tokenizer: Any,
+    *,
+    facts: dict[str, Any] | None = None,
+    color: bool = True,
+    width: int = 100,
+    most: int = 600,
+) -> str:
+    """Rows as text for a terminal.
+
+    Args:
+        rows: some of a data set.
+        tokenizer: that they were made with.
+        facts: of the data set, see :class:`Prepared`; shown below.
+        color: False: trained words stand in brackets instead.
+        width: of a line, in characters.
+        most: tokens of a sequence that are shown; of longer ones both ends.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    out = StringIO()
+    console = Console(file=out, force_terminal=color, width=width, highlight=False, color_system="standard")
+    for number, row in enumerate(rows):
+        for name, tokens in _sequences(row):
+            what = (
+                f"{len(tokens)} tokens, {tokens.targets} trained"
+                if not isinstance(row, Prompt)
+                else (f"{len(tokens)} tokens of a prompt")
+            )
+            console.print(Text(f"row {number}{name}: {what}", style="bold"))
+            line = Text()
+            for text, trained in _runs(tokens, tokenizer, most):
+                for character, shown in _SHOWN.items():
+                    text = text.replace(character, shown)
+                if color:
+                    line.append(text, style=TRAINED if trained else GIVEN)
+                else:
+                    line.append(f"[[{text}]]" if trained else text)
+            console.print(line)
+    if facts is not None:
+        console.print(Text(_said(facts), style="bold"))
+    return out.getvalue()
+
+
+def _sequences(row: Row) -> list[tuple[str, Tokens]]:
+    if isinstance(row, Pair):
+        return [(", chosen", row.chosen), (", rejected", row.rejected)]
+    if isinstance(row, Labelled):
+        return [(", good" if row.good else ", bad", row.tokens)]
+    if isinstance(row, Prompt):
+        return [("", Tokens(row.ids, np.zeros(len(row.ids), np.bool_)))]
+    return [("", row)]
+
+
+def _runs(tokens: Tokens, tokenizer: Any, most: int) -> Iterable[tuple[str, bool]]:
+    """Neighbours that are trained, or not, as text."""
+    length = len(tokens)
+    if length > most:
+        half = most // 2
+        yield from _runs(Tokens(tokens.ids[:half], tokens.trained[:half]), tokenizer, most)
+        yield f" ... {length - 2 * half} tokens ... ", False
+        yield from _runs(Tokens(tokens.ids[-half:], tokens.trained[-half:]), tokenizer, most)
+        return
+    edges = [0, *(np.flatnonzero(np.diff(tokens.trained)) + 1).tolist(), length]
+    for start, stop in pairwise(edges):
+        if start < stop:
+            yield _text(tokens.ids[start:stop], tokenizer), bool(tokens.trained[start])
+
+
+def _text(ids: npt.NDArray[np.int32], tokenizer: Any) -> str:
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _said(facts: dict[str, Any]) -> str:
+    """One sentence of what there is, and what was left out."""
+    parts = [f"{facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['trained']:,} of them trained"]
+    words = {
+        "cut": "rows cut at the length",
+        "too_long": "rows left out, as nothing trained is within the length",
+        "empty": "rows left out as empty",
+        "untrained": "rows left out, as nothing in them is trained",
+        "altered_turns": "turns of the assistant not trained, as the template alters them once others follow",
+    }
+    parts += [f"{facts[name]:,} {text}" for name, text in words.items() if facts.get(name)]
+    return "; ".join(parts) + "."

@@ -1,0 +1,180 @@
+"""Which tokens are the assistant's, in any template, and that its stop token is one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardfold.errors import ConfigError
+from shardfold.tools.tune.data._encoding import EncodedRow, Encoder
+from shardfold.tools.tune.data.row_formats import Message, read_example
+from shardfold.tools.tune.data.sources import Raw
+from shardfold.tools.tune.data.templates import TEMPLATES, ChatTemplate
+from tests.tools.tune.support import TEMPLATE, tiny_tokenizer
+
+pytest.importorskip("transformers")
+
+ASKED: Message = {"role": "user", "content": "Hi there"}
+TOLD: Message = {"role": "assistant", "content": "Hello you"}
+CALL: Message = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+TALKS: dict[str, list[Message]] = {
+    "single": [ASKED, TOLD],
+    "system": [{"role": "system", "content": "Be good"}, ASKED, TOLD],
+    "multi": [ASKED, TOLD, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "So it is"}],
+    "thoughts": [ASKED, {**TOLD, "reasoning_content": "He greets"}],
+    "tools": [
+        ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "name": "f", "content": "3"},
+        {"role": "assistant", "content": "It is 3"},
+    ],
+}
+SPECIAL = re.compile(
+    r"<[|｜][^<>'{}\n]{1,40}[|｜]>|<(?:start|end)_of_(?:turn|utterance)>|</s>|</?(?:think|tool_call|tool_response)>"
+)
+
+
+def _folder() -> Path | None:
+    found = importlib.util.find_spec("trl")
+    return Path(found.origin).parent / "chat_templates" if found is not None and found.origin else None
+
+
+FOLDER = _folder()
+TWINS = sorted(each.name.removesuffix("_training.jinja") for each in FOLDER.glob("*_training.jinja")) if FOLDER else []
+OTHER_TEXT = {"glm4moe"}
+"""Twins that render all conversations otherwise than the template they are of."""
+OPENED = {("diffusion_gemma", "tools")}
+"""Where the assistant's turn, rendered last, also opens the answer of the tool."""
+
+
+def tokenizer_of(*sources: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = "<s>"
+    names = sorted({name for source in sources for name in SPECIAL.findall(source)})
+    if names:
+        tokenizer.add_special_tokens({"additional_special_tokens": names})
+    return tokenizer
+
+
+def compare(name: str) -> dict[str, str]:
+    """For each conversation how our spans in the template stand to those that its twin marks."""
+    assert FOLDER is not None
+    own, twin = ((FOLDER / f"{name}{end}.jinja").read_text(encoding="utf-8") for end in ("", "_training"))
+    tokenizer, found = tokenizer_of(own, twin), {}
+    for talk, messages in TALKS.items():
+        try:
+            wanted = ChatTemplate(tokenizer, twin).conversation(messages, 0, "assistant", where="twin")
+            template = ChatTemplate(tokenizer, own)
+            mine = template.conversation(messages, 0, "assistant", where="own")
+        except ConfigError:  # one of the two knows no such turns
+            continue
+        if mine.text != wanted.text:
+            found[talk] = "other text"
+            continue
+        marked = [each for each in wanted.spans if each[0] < each[1]]
+        turns = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+        same = len(marked) == len(mine.spans) == len(turns) and all(
+            start >= first
+            and mine.text[:start] == template.render(messages[:number], where="own", prompt=True)[:start]
+            and not mine.text[min(stop, last) : max(stop, last)].strip()
+            for (start, stop), (first, last), number in zip(mine.spans, marked, turns, strict=True)
+        )
+        found[talk] = "equal" if mine.spans == tuple(marked) else "equal behind the prompt" if same else "apart"
+    return found
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_masks_equal_those_of_training_twins(name: str) -> None:
+    """Where a twin marks more, it is what the prompt for an answer holds already, which a model never writes; or blanks
+    behind the stop token."""
+    found = compare(name)
+    assert found
+    if name in OTHER_TEXT:
+        assert set(found.values()) == {"other text"}
+        return
+    assert found["single"].startswith("equal")
+    assert {(name, talk) for talk, how in found.items() if how == "apart"} <= OPENED
+    assert all(how != "other text" for talk, how in found.items() if talk in ("single", "system", "thoughts"))
+
+
+def encoded(tokenizer: Any, row: dict[str, Any], train_on: Any = "assistant", length: int = 512) -> EncodedRow:
+    example = read_example(Raw("rows.jsonl:7", row), None, "chat")
+    return Encoder(tokenizer, "chat", "model", train_on, length).encode([example])[0]
+
+
+def trained_text(tokenizer: Any, row: EncodedRow) -> list[str]:
+    """Runs of trained tokens, as text."""
+    [tokens] = row.sequences
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], tokens.trained.astype(int), [0]])))
+    return [tokenizer.decode(tokens.ids[start:stop]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_what_is_trained() -> None:
+    tokenizer, row = tiny_tokenizer(), {"messages": TALKS["multi"]}
+    assert trained_text(tokenizer, encoded(tokenizer, row)) == ["Hello you<eos>", "So it is<eos>"]
+    assert trained_text(tokenizer, encoded(tokenizer, row, "last")) == ["So it is<eos>"]
+    assert trained_text(tokenizer, encoded(tokenizer, row, "completion")) == ["So it is<eos>"]
+    [everything] = trained_text(tokenizer, encoded(tokenizer, row, "all"))
+    assert everything.startswith("<user>Hi there")
+    plain = {"prompt": "two and ", "completion": "two"}
+    assert trained_text(tokenizer, encoded(tokenizer, plain)) == ["two<eos>"]
+
+
+def test_marks_of_a_template_are_taken() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("{{ '<eos>' }}", "{% generation %}{{ '!<eos>' }}{% endgeneration %}")
+    assert trained_text(tokenizer, encoded(tokenizer, {"messages": TALKS["single"]})) == ["!<eos>"]
+
+
+def test_padding_that_is_the_stop_token_changes_nothing() -> None:
+    """The mask is one of places, so the stop token is trained, and padding never."""
+    from shardfold.tools.tune.data.batches import collate
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    long, short = ({"messages": TALKS[name]} for name in ("multi", "single"))
+    rows = [encoded(tokenizer, each).sequences for each in (long, short)]
+    batch = collate([[(0, rows[0])], [(1, rows[1])]], padded=True, pad=tokenizer.pad_token_id)
+    stops = (batch.labels == tokenizer.eos_token_id).sum(1).tolist()
+    assert stops == [2, 1]
+    assert batch.trained == sum(each.targets for row in rows for each in row)
+    assert (batch.labels[batch.documents < 0] == -100).all()
+
+
+def test_a_template_that_never_stops_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("{{ '<eos>' }}", "")
+    with pytest.raises(ConfigError, match=r"rows.jsonl:7: the assistant's turn ends with .*eos_token"):
+        encoded(tokenizer, {"messages": TALKS["single"]})
+
+
+def test_turns_that_a_template_alters_are_not_trained() -> None:
+    """An earlier turn without the thoughts that the model wrote there is no example of what it is to write."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace(
+        "message['content'] }}", "('~' if loop.last and message['role'] == 'assistant' else '') + message['content'] }}"
+    )
+    row = encoded(tokenizer, {"messages": TALKS["multi"]})
+    assert trained_text(tokenizer, row) == ["~So it is<eos>"]
+    assert row.facts["altered_turns"] == 1
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_templates_by_name(name: str) -> None:
+    tokenizer = tiny_tokenizer()
+    example = read_example(Raw("a:1", {"messages": TALKS["multi"]}), None, "chat")
+    [row] = Encoder(tokenizer, "chat", name, "assistant", 512).encode([example])
+    assert trained_text(tokenizer, row) == ["Hello you<eos>", "So it is<eos>"]
+
+
+def test_rows_are_cut_and_counted() -> None:
+    tokenizer = tiny_tokenizer()
+    cut = encoded(tokenizer, {"messages": TALKS["single"]}, length=14)
+    assert (len(cut.sequences[0]), cut.facts["cut"]) == (14, 1)
+    lost = encoded(tokenizer, {"messages": TALKS["single"]}, length=6)
+    assert (len(lost.sequences[0]), lost.facts["too_long"], lost.facts["cut"]) == (0, 1, 0)
