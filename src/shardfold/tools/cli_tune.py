@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -80,9 +81,9 @@ def common(
         raise ConfigError("--show-data is instead of a recipe: leave one of them out.")
     if model is None:
         raise ConfigError("--show-data needs a tokenizer: give --model the folder of its model.")
-    from shardfold.tools.tune.data.show_data import show
+    from shardfold.tools.tune.data.show_data import show_file
 
-    show(show_data, model)
+    print(show_file(show_data, model, color=sys.stdout.isatty()), end="")
 
 
 def settings_of(recipe: str, config: Path | None, options: dict[str, Any]) -> TuneConfig:

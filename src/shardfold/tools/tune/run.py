@@ -219,6 +219,11 @@ class TuneRun:
         self.numel = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.engine = self.engine_of(self.model, self.tensors, (config.steps or 1) * self.recipe.updates)
+        if config.text.pack and (why := self._why_not_packed()) is not None:
+            words = f"{type(self.model).__name__} cannot be packed: {why}. Samples are padded."
+            console.print(words, highlight=False, soft_wrap=True)
+            text = config.text.model_copy(update={"pack": False})
+            config = self.config = config.model_copy(update={"text": text})
         if not config.micro_batch:
             from shardfold.tools.tune.tuning_plan import most_samples  # plans of models take a while to import
 
@@ -240,6 +245,10 @@ class TuneRun:
     def engine_of(self, model: nn.Module, tensors: Mapping[str, Tensor], updates: int, lr: float | None = None) -> Any:
         """An engine that trains a model by the settings, for so many updates; ``lr``: in place of the settings'."""
         config = self.config if lr is None else self.config.model_copy(update={"lr": lr})
+        if config.text.pack and config.sequence == 1:  # an axis of sequence has an attention of its own
+            from shardfold.tools.tune.data.packed_attention import pack_attention
+
+            pack_attention(model)
         return sf.Engine(
             model,
             optimizer=_optimizer(config, model),
@@ -281,6 +290,16 @@ class TuneRun:
             shuffle=shuffle,
             pad=self.tokenizer.pad_token_id or 0,
         )
+
+    def _why_not_packed(self) -> str | None:
+        """Why the model cannot read packed samples; None: it can, or the axis of sequence says so itself."""
+        from shardfold.tools.tune.data.packed_attention import why_not_packed
+
+        if self.recipe.task != "lm" or self.config.sequence > 1:
+            return None
+        self.model.eval()
+        vocab = self.model_config.get_text_config().vocab_size
+        return why_not_packed(lambda **batch: self.engine(**batch, use_cache=False).logits, vocab, self.engine.device)
 
     def _renew_schedule(self) -> None:
         """The rates of as many steps as the data make."""

@@ -22,7 +22,7 @@ from shardfold.testing import Ranks
 from shardfold.tools.tune.data.batches import Batches
 from shardfold.tools.tune.data.prepared import Prepared, prepare
 from shardfold.tools.tune.data.rows import Labelled, Pair, Prompt, Tokens
-from shardfold.tools.tune.data.shown import show
+from shardfold.tools.tune.data.show_data import show, show_file
 from tests.tools.tune.support import chats, labelled, pairs, texts, tiny_tokenizer, write_rows
 
 pytest.importorskip("transformers")
@@ -216,6 +216,8 @@ def test_what_was_left_out_is_counted_and_shown(tmp_path: Path) -> None:
     text = show(rows, tiny_tokenizer(), facts=facts, color=False)
     assert "<eos>]]" in text and "2 rows left out as empty" in text
     assert "\x1b[" in show(rows, tiny_tokenizer())
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    assert "<eos>]]" in show_file(tmp_path / "chat.jsonl", tmp_path / "model", color=False)
 
 
 def test_weights_of_sources(tmp_path: Path) -> None:

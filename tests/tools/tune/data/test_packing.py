@@ -14,8 +14,8 @@ from torch import Tensor
 import shardfold as sf
 from shardfold.testing import Ranks
 from shardfold.tools.tune.data._packing import best_fit
-from shardfold.tools.tune.data.attention import pack_attention, why_not_packed
 from shardfold.tools.tune.data.batches import Batch, collate
+from shardfold.tools.tune.data.packed_attention import pack_attention, why_not_packed
 from shardfold.tools.tune.data.rows import Tokens
 
 transformers = pytest.importorskip("transformers")
@@ -182,10 +182,15 @@ def engine_run(kind: str, layout: str, mesh: dict[str, int] | None, rows: list[l
     engine.backward(loss, weight=count)
     engine.step()  # what weighs the loss is in the step, not in gradients in front of it
     after = engine.state_dict()
-    found = {name: each - after[name] for name, each in before.items()}
+    whole = all(after[name].shape == each.shape for name, each in before.items())
+    found = {name: each - after[name] for name, each in before.items()} if whole else {}
     mean = engine.mean(loss.item(), weight=count)
+    with torch.no_grad():
+        logits = engine(**inputs, use_cache=False).logits
+    again = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / max(count, 1)
+    later = engine.mean(again.item(), weight=count)
     engine.close()
-    return mean, found
+    return mean, later, found
 
 
 COVER = [
@@ -209,9 +214,18 @@ def test_layouts_and_axes_keep_it(ranks: Ranks, kind: str, layout: str, mesh: di
     """On two ranks, with parameters that are split, layers that are cut or sequences that are cut."""
     rows = samples()
     bins = [rows[:4], rows[4:7], rows[7:]]
-    loss, grads = one_by_one(model_of(kind), rows)
-    for mean, found in ranks.run(engine_run, kind, layout, mesh, bins, world_size=2):
+    model = model_of(kind)
+    loss, grads = one_by_one(model, rows)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter -= grads[name]
+    after, _ = one_by_one(model, rows)
+    for mean, later, found in ranks.run(engine_run, kind, layout, mesh, bins, world_size=2):
         assert mean == pytest.approx(loss, rel=EPS)
+        assert later == pytest.approx(after, rel=1e-5)  # the step was the same too
+        assert bool(found) != bool(mesh and "tensor" in mesh)  # there ranks hold parts of layers
+        if not found:
+            continue
         assert_same({name: found[name] for name in grads}, grads, 2 * EPS)  # and the rounding of an update
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from io import StringIO
-from itertools import pairwise
+from itertools import islice, pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardfold.tools.tune.data.rows import Labelled, Pair, Prompt, Row, Tokens
+from shardfold.errors import ConfigError
+from shardfold.tools.tune.config import Source, Text
+from shardfold.tools.tune.data.prepared import prepare
+from shardfold.tools.tune.data.rows import Kind, Labelled, Pair, Prompt, Row, Tokens
+from shardfold.tools.tune.data.sources import SourceFile, find_files, read_block, scan
 
-__all__ = ["show"]
+__all__ = ["show", "show_file"]
 
 TRAINED, GIVEN = "black on green", "dim"
 _SHOWN = {"\n": "↵\n", "\t": "→"}
@@ -41,7 +47,8 @@ def show(
     from rich.text import Text
 
     out = StringIO()
-    console = Console(file=out, force_terminal=color, width=width, highlight=False, color_system="standard")
+    system = "standard" if color else None
+    console = Console(file=out, force_terminal=color, width=width, highlight=False, color_system=system, soft_wrap=True)
     for number, row in enumerate(rows):
         for name, tokens in _sequences(row):
             what = (
@@ -62,6 +69,41 @@ def show(
     if facts is not None:
         console.print(Text(_said(facts), style="bold"))
     return out.getvalue()
+
+
+def show_file(path: Path, model: Path, *, number: int = 5, color: bool = True, width: int = 100) -> str:
+    """The first rows of a file or folder, by the tokenizer of a model's folder, and what all its rows come to.
+
+    Raises:
+        ConfigError: the data or the tokenizer cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    if not (model / "tokenizer.json").is_file():
+        raise ConfigError(f"model: {model} has no tokenizer.json: give the folder of a model with a fast tokenizer.")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with TemporaryDirectory() as folder:
+        rows = prepare([Source(path=path)], tokenizer, Text(), _kind(path), cache=folder)
+        return show(islice(rows, number), tokenizer, facts=rows.facts, color=color, width=width)
+
+
+def _kind(path: Path) -> Kind:
+    """What the first row is for, by its columns."""
+    for name, form in find_files(path):
+        for block in scan(name, form).blocks[:1]:
+            for raw in read_block(SourceFile(name, form, "", (block,)), block):
+                if isinstance(raw.value, str):
+                    return "text"
+                columns = (raw.value or {}).keys()
+                if {"chosen", "rejected"} <= columns:
+                    return "pair"
+                if "label" in columns:
+                    return "label"
+                if columns & {"messages", "conversations", "completion", "output"}:
+                    return "chat"
+                if columns:
+                    return "text" if "text" in columns else "prompt"
+    raise ConfigError(f"data: {path} has no rows.")
 
 
 def _sequences(row: Row) -> list[tuple[str, Tokens]]:
