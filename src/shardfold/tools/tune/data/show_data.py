@@ -83,7 +83,7 @@ def show_file(path: Path, model: Path, *, number: int = 5, color: bool = True, w
         raise ConfigError(f"model: {model} has no tokenizer.json: give the folder of a model with a fast tokenizer.")
     tokenizer = AutoTokenizer.from_pretrained(model)
     with TemporaryDirectory() as folder:
-        rows = prepare([Source(path=path)], tokenizer, Text(), _kind(path), cache=folder)
+        rows = prepare([Source.load({"path": path})], tokenizer, Text.load({}), _kind(path), cache=folder)
         return show(islice(rows, number), tokenizer, facts=rows.facts, color=color, width=width)
 
 
