@@ -47,11 +47,13 @@ def test_rows_are_what_recipes_are_to_learn_from() -> None:
         len([thing for thing in THINGS if thing in row["text"].lower().split(".")[0]]) == 1
         for row in rows("texts", 50, 0)
     )
-    obeys = [
-        any(thing in row["messages"][0]["content"] and thing in row["messages"][1]["content"] for thing in THINGS)
-        for row in rows("chats", 400, 0)
-    ]
-    assert sum(obeys) < 0.2 * len(obeys)
+    told: dict[bool, list[bool]] = {True: [], False: []}
+    for row in rows("chats", 400, 0):
+        asked, answer = (turn["content"] for turn in row["messages"])
+        obeys = any(thing in asked and thing in answer for thing in THINGS)
+        told[asked.startswith("Tell me")].append(obeys)
+    assert all(told[True]) and sum(told[False]) < 0.2 * len(told[False])
+    assert not any(row["prompt"][0]["content"].startswith("Tell me") for row in rows("prompts", 50, 0))
     assert is_happy("Mia had a") is None and set(KINDS) == {"texts", "chats", "pairs", "prompts"}
     assert len(story(Random(0), "kite", happy=True).split()) < 24
 

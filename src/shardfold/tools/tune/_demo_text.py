@@ -4,8 +4,8 @@ A story has a child, an animal, a thing and an ending that is happy or sad. Requ
 facts about the rows are what the recipes have to do with:
 
 - stories for pre-training have a title, which names the thing: so the model learns to go by what stands before;
-- in rows of ``sft`` the story has any thing, whatever was asked for, as in data that nobody has checked: so imitation
-  does not learn to obey, and a reward can teach it;
+- in rows of ``sft`` only the first form of requests gets the thing that it asks for, others get any: so imitation does
+  not learn to obey them, and a reward can teach it; prompts have these other forms;
 - endings are happy as often as sad; pairs prefer the happy one, all else being the same;
 - every story ends, and so does every answer.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -63,8 +63,8 @@ def story(draw: Random, thing: str, *, happy: bool) -> str:
     return " ".join(draw.choice(parts).format(**words) for parts in (OPENINGS, HAPPY if happy else SAD))
 
 
-def request(draw: Random, thing: str) -> str:
-    return draw.choice(REQUESTS).format(thing=thing)
+def request(draw: Random, thing: str, forms: Sequence[str] = REQUESTS) -> str:
+    return draw.choice(forms).format(thing=thing)
 
 
 def is_happy(text: str) -> bool | None:
@@ -80,8 +80,10 @@ def texts(draw: Random) -> dict[str, Any]:
 
 
 def chats(draw: Random) -> dict[str, Any]:
-    answer = story(draw, draw.choice(THINGS), happy=draw.random() < 0.5)
-    return {"messages": [_user(draw, draw.choice(THINGS)), {"role": "assistant", "content": answer}]}
+    asked, form = draw.choice(THINGS), draw.choice(REQUESTS)
+    told = asked if form == REQUESTS[0] else draw.choice(THINGS)
+    answer = story(draw, told, happy=draw.random() < 0.5)
+    return {"messages": [_user(draw, asked, [form]), {"role": "assistant", "content": answer}]}
 
 
 def pairs(draw: Random) -> dict[str, Any]:
@@ -94,11 +96,11 @@ def pairs(draw: Random) -> dict[str, Any]:
 
 def prompts(draw: Random) -> dict[str, Any]:
     asked = draw.choice(THINGS)
-    return {"prompt": [_user(draw, asked)], "word": asked}
+    return {"prompt": [_user(draw, asked, REQUESTS[1:])], "word": asked}
 
 
-def _user(draw: Random, thing: str) -> dict[str, str]:
-    return {"role": "user", "content": request(draw, thing)}
+def _user(draw: Random, thing: str, forms: Sequence[str] = REQUESTS) -> dict[str, str]:
+    return {"role": "user", "content": request(draw, thing, forms)}
 
 
 KINDS: dict[str, Callable[[Random], dict[str, Any]]] = {

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 UNUSED = -1.0
+RANKS_APART = 1_000_003  # of seeds: no two ranks draw alike
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def ask(
         max_tokens=longest,
         temperature=0.0 if greedy else config.temperature,
         top_p=1.0 if greedy else config.top_p,
-        seed=config.seed,
+        seed=config.seed + RANKS_APART * engine.data_rank,  # requests count from 0 on each rank
         stop=model.stops,
         n=n,
     ):

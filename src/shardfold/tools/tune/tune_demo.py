@@ -79,9 +79,10 @@ STAGES = (
         "pt",
         "chats",
         "sft: supervised fine-tuning",
-        "On requests with stories; only the stories' tokens are trained. The rows are careless: a story has any thing, "
-        "whatever its request asks for. So the model learns to answer and to end, and not to obey.",
-        {"steps": 60, "lr": 1e-3, "warmup": 6, "micro_batch": 16},
+        "On requests with stories; only the stories' tokens are trained. The rows are careless: of four ways to ask, "
+        "one gets the thing that it asks for, the others get any. So the model learns to answer and to end, and to "
+        "obey only where the rows do.",
+        {"steps": 100, "lr": 1e-3, "warmup": 6, "micro_batch": 16},
     ),
     DemoStage(
         "reward",
@@ -106,9 +107,9 @@ STAGES = (
         "dpo",
         "prompts",
         "grpo: a reward that a function gives",
-        "The model answers requests, several times each. An answer is worth 1 if it is a story that ends and names the "
-        "thing that was asked for and no other, else 0; what was better than the others of its request becomes "
-        "likelier.",
+        "The model answers requests of the other three ways, several times each. An answer is worth 1 if it is a story "
+        "that ends and names the thing that was asked for and no other, else 0; what was better than the others of its "
+        "request becomes likelier.",
         {"steps": 60, "lr": 5e-4, "warmup": 5, "micro_batch": 4, "n": 8, "max_tokens": 40},
     ),
 )
