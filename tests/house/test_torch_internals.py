@@ -27,6 +27,7 @@ OTHERS = {  # names with an underscore that are Python's or other libraries'
     "_attn_implementation", "_init_weights", "_is_stateful", "_no_split_modules", "_supports_attention_backend",  # of
     # transformers
     "_apply_gate",  # of its modules of experts
+    "_disable_adapters",  # of peft's layers
 }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 
 from shardfold.errors import ModelError, did_you_mean
 from shardfold.plan.formats import FORMATS
@@ -86,7 +85,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_stack(module: nn.Module, parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 3 and not isinstance(module, _ConvNd) and not _is_linear(module)
+    return parameter.dim() == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and not _is_linear(module)
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
