@@ -41,7 +41,7 @@ def values_of(case: str) -> Tensor:
     parts = [(mixed >> shift) & 255 for shift in (0, 8, 16, 24)]
     sums = (parts[0] + parts[1] + parts[2] + parts[3] - 510).float() / 8192
     if case == "ties":
-        from shardfold.plan.codebooks import TABLES
+        from shardfold.plan._codebooks import TABLES
 
         levels = torch.tensor(TABLES["nf4"])
         middles = (levels[:-1] + levels[1:]) / 2

@@ -200,9 +200,17 @@ class _Read:
         self._layer, self._reads = layer, reads
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None, dropout: float,
-        window: int | None, softcap: float | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        dropout: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         if not causal:
             raise ConfigError("attention that is not causal cannot generate: tokens would see those behind them.")
         out = self._reads.attend(self._layer, query, key, value, scale=scale, window=window, softcap=softcap)

@@ -5,7 +5,6 @@
     bind             the one compiler: a table, the units of a model and a mesh, bound to the program that runs
     blocks           blocks of codes: each has a scale, which lies behind its codes in the payload
     checks           what values that users give have to be, what their names are, and how messages show them
-    codebooks        blocks of levels in a table, and scales that are codes: formats of what rests
     cost             what a table holds and what a program sends, as sums
     explain          a layout in words: the table, the units, what they cost and the program that will run
     format           WHAT is on the link: how values become the bytes of a payload, and values again
@@ -26,6 +25,7 @@
     signs            values that are sent as signs and a scale per block
     version          the version, in one place
     walk             which operations of a section are due when something happens in a pass, or in one through a part
+    _codebooks       blocks of levels in a table, and scales that are codes: formats of what rests
 
 It imports ``errors`` only.
 """

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardfold.errors import LayoutError, did_you_mean
+from shardfold.plan._codebooks import Levels, WithDouble
 from shardfold.plan.blocks import Fp8, Integers
-from shardfold.plan.codebooks import Levels, WithDouble
 from shardfold.plan.format import FLOATS, ITEMSIZE, Elements, Family, Format, canonical, made, torch_dtype
 from shardfold.plan.signs import Sign
 

@@ -3,8 +3,6 @@
     autograd         what autograd is doing at this moment, and what it could save of a value
     buffers          buffers are rank 0's on every rank, as under DDP
     changes          whether a model still is what its units were made of
-    coded            which frozen parameters rest as codes
-    coded_shard      this rank's part of what rests as codes, as the values that they stand for
     compared         what every rank has to have alike of a model's units, as texts
     dtensor_load     DTensors of a state dict into shards: each rank gets of them what is in its own ranges
     dtensors         a model's values as DTensors, PyTorch's own word for a tensor that ranks have in parts
@@ -41,6 +39,8 @@
     whole_segments   all values of a state that is split: of whole segments, or of single parameters
     whole_state      a model's whole values out of shards, and back: state dicts, and the names of what is in them
     _buckets         which small blocks of a list are one unit
+    _coded           which frozen parameters rest as codes
+    _coded_shard     this rank's part of what rests as codes, as the values that they stand for
     _hidden          ``parameter.grad`` where no rank could show the gradient itself
 
 It imports ``comm``, ``tiers`` and ``plan``.

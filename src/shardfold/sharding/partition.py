@@ -44,7 +44,7 @@ from shardfold.plan.offload import with_staying
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack, rest_itemsize
 from shardfold.plan.rules import Rules
 from shardfold.sharding._buckets import LEAST, LEAST_WHOLE, FoundBlock, buckets, joint_name
-from shardfold.sharding.coded import coded_parameters
+from shardfold.sharding._coded import coded_parameters
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.slices import Slice, places_of, slices_on
 

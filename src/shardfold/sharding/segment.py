@@ -39,7 +39,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS, Format
 from shardfold.plan.layout import DATA_AXES, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
-from shardfold.sharding.coded_shard import CodedShard
+from shardfold.sharding._coded_shard import CodedShard
 from shardfold.sharding.shard import Shard
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region

@@ -32,12 +32,23 @@ __all__ = ["print_inference", "print_plan", "write_plan_page"]
 
 
 def print_plan(
-    model: str | Callable[[Division], Planned], gpus: str, *, memory: str | None, precision: str,
-    micro_batch: int | str | None, accumulate: int, length: int | None, tables: Mapping[str, Layout],
-    modes: Sequence[str], batch: int | None = None, host: str | None = None,
-    divisions: Sequence[Division] = (UNDIVIDED,), wire: AutoWire | None = None, real: bool | None = None,
+    model: str | Callable[[Division], Planned],
+    gpus: str,
+    *,
+    memory: str | None,
+    precision: str,
+    micro_batch: int | str | None,
+    accumulate: int,
+    length: int | None,
+    tables: Mapping[str, Layout],
+    modes: Sequence[str],
+    batch: int | None = None,
+    host: str | None = None,
+    divisions: Sequence[Division] = (UNDIVIDED,),
+    wire: AutoWire | None = None,
+    real: bool | None = None,
     price: float | None = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
     train that fits; returns whether anything fits. ``model``: a name, or what makes it for a division."""
     where, room = cluster(gpus, memory=memory), host_bytes(host)

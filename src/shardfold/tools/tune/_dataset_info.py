@@ -14,13 +14,24 @@ __all__ = ["sources_of"]
 FILE = "dataset_info.json"
 KNOWN = ("file_name", "formatting", "ranking", "columns", "tags", "split", "subset", "folder", "num_samples")
 ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
-          "chosen": "chosen", "rejected": "rejected", "tools": "tools"}  # fmt: skip
+ALPACA = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "system": "system",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "tools": "tools",
+}
 """Columns there, and as rows have them here."""
 SPEAKERS = {
-    "user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",),
-    "observation_tag": ("observation", "tool"), "function_tag": ("function_call",),
-}  # fmt: skip
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "system_tag": ("system",),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",),
+}
 
 
 def sources_of(names: Sequence[str], folder: Path, recipe: str) -> list[dict[str, Any]]:

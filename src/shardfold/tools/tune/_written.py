@@ -39,7 +39,7 @@ def beside(run: TuneRun, folder: Path) -> None:
     run.model_config.dtype = torch.float32
     run.model_config.save_pretrained(folder)
     run.tokenizer.save_pretrained(folder)
-    if run.recipe.task != "lm":
+    if run.config.task != "lm":
         return
     if (run.place.folder / "generation_config.json").is_file():
         made = GenerationConfig.from_pretrained(run.place.folder)

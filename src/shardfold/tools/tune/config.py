@@ -235,6 +235,8 @@ class TuneConfig(RecipeSettings):
     effects: ClassVar[tuple[Effect, ...]] = TUNE_EFFECTS
     recipe: ClassVar[str] = ""
     kind: ClassVar[Kind] = "chat"
+    task: ClassVar[Literal["lm", "score"]] = "lm"
+    """What the model ends in: logits over tokens, or one number."""
 
     model: Path = Field(
         description="A folder of transformers, a run, or an adapter of peft, which is merged as it is read."
@@ -383,6 +385,7 @@ class RewardConfig(TuneConfig):
 
     recipe: ClassVar[str] = "reward"
     kind: ClassVar[Kind] = "pair"
+    task: ClassVar[Literal["lm", "score"]] = "score"
     center: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="Factor of what keeps the rewards of a pair around 0, as 0.01."
     )

@@ -179,8 +179,15 @@ NAMES = {
     "best_exact_match": "the best is right",
     "any_exact_match": "one of them is right",
 }
-SHARES = ("token_accuracy", "accuracy", "accuracy_per_byte", "stopped", "exact_match", "best_exact_match",
-          "any_exact_match")  # fmt: skip
+SHARES = (
+    "token_accuracy",
+    "accuracy",
+    "accuracy_per_byte",
+    "stopped",
+    "exact_match",
+    "best_exact_match",
+    "any_exact_match",
+)
 
 
 def _show(found: Evaluation, folder: Path) -> None:

@@ -73,8 +73,16 @@ class GRPO(RolloutRecipe):
             values = values + config.beta * divergence
             figures["kl"] = divergence.detach()
         value, weight = _mean(values, micro, config.loss, config.max_tokens)
-        return Loss(value, weight, {name: _mean(each, micro, config.loss, config.max_tokens)[0] if name != "ratio"
-                                    else each.sum() / max(len(each), 1) for name, each in figures.items()})  # fmt: skip
+        return Loss(
+            value,
+            weight,
+            {
+                name: _mean(each, micro, config.loss, config.max_tokens)[0]
+                if name != "ratio"
+                else each.sum() / max(len(each), 1)
+                for name, each in figures.items()
+            },
+        )
 
 
 def _mean(values: Tensor, micro: AnswerBatch, loss: str, most: int) -> tuple[Tensor, float]:

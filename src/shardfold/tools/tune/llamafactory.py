@@ -291,25 +291,42 @@ MODEL: dict[str, Key] = {
     **_noted("attention is what torch chooses for the device", "flash_attn", "enable_liger_kernel"),
     **_noted("no rank has a copy of the whole model", "low_cpu_mem_usage", "upcast_layernorm", "use_reentrant_gc"),
     **_noted("what is trained is printed at the start", "print_param_status"),
-    **_refused("an adapter as a model is merged as it is read: give it as model_name_or_path, or go on by --resume",
-               "adapter_name_or_path"),
+    **_refused(
+        "an adapter as a model is merged as it is read: give it as model_name_or_path, or go on by --resume",
+        "adapter_name_or_path",
+    ),
     **_refused("frozen parameters rest as nf4, int8 or int2", "quantization_type", without=("nf4",)),
     **_refused("formats are this library's own", "quantization_method", without=("bnb", "bitsandbytes")),
     **_refused("give --rope yarn:4 with the factor", "rope_scaling"),
-    **_refused("vocabularies stay as they are", "resize_vocab", "add_tokens", "add_special_tokens",
-               "new_special_tokens_config"),
+    **_refused(
+        "vocabularies stay as they are", "resize_vocab", "add_tokens", "add_special_tokens", "new_special_tokens_config"
+    ),
     **_refused("expand adds new blocks by itself: give --expand 2 without it", "use_llama_pro"),
     **_refused("all modules of a layer are trained with it", "freeze_trainable_modules", without=("all",)),
     **_refused("freeze trains whole layers only", "freeze_extra_modules"),
     **_refused("embeddings have the same ratio", "loraplus_lr_embedding", without=(1e-6, "1e-6")),
-    **_refused("it is no part of this library", "use_unsloth", "use_unsloth_gc", "shift_attn", "mixture_of_depths",
-               "use_kt", "use_mca", "use_badam", "use_apollo", "use_adam_mini", "use_dft_loss", "use_asft_loss",
-               "use_eaft_loss", "use_hyper_parallel", "train_from_scratch"),
+    **_refused(
+        "it is no part of this library",
+        "use_unsloth",
+        "use_unsloth_gc",
+        "shift_attn",
+        "mixture_of_depths",
+        "use_kt",
+        "use_mca",
+        "use_badam",
+        "use_apollo",
+        "use_adam_mini",
+        "use_dft_loss",
+        "use_asft_loss",
+        "use_eaft_loss",
+        "use_hyper_parallel",
+        "train_from_scratch",
+    ),
     **_refused("GaLore is sf.optim.GaLore, in a loop of one's own", "use_galore"),
     "use_muon": _taken('optimizer = "muon"', _if_true("optimizer", "muon")),
     **_refused(HUB, "hf_hub_token", "ms_hub_token", "om_hub_token"),
     **_refused(HUB, "model_revision", without=("main",)),
-}  # fmt: skip
+}
 
 DATA: dict[str, Key] = {
     "dataset": _taken("data, by dataset_info.json", lambda reading, value: _data(reading, "data", value)),
@@ -323,19 +340,38 @@ DATA: dict[str, Key] = {
     "neftune_noise_alpha": _taken("text.noise", _to("text.noise")),
     "max_samples": Key("noted", "all rows are trained", _no_more_rows),
     **_noted("the tokenizer's own template is taken (text.template), and its stop token trained", "template"),
-    **_noted(LOADED, "overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "streaming",
-             "buffer_size", "tokenized_path", "data_shared_file_system", "dataloader_num_workers",
-             "dataloader_pin_memory"),
+    **_noted(
+        LOADED,
+        "overwrite_cache",
+        "preprocessing_num_workers",
+        "preprocessing_batch_size",
+        "streaming",
+        "buffer_size",
+        "tokenized_path",
+        "data_shared_file_system",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+    ),
     **_refused("keep rows to evaluate in a file of their own, as eval_dataset", "val_size", without=(None, 0, 0.0)),
-    **_refused("files are joined; give weights to the sources in the config file", "mix_strategy", "interleave_probs",
-               without=(None, "concat")),
+    **_refused(
+        "files are joined; give weights to the sources in the config file",
+        "mix_strategy",
+        "interleave_probs",
+        without=(None, "concat"),
+    ),
     **_refused("tools are told by the model's own template", "tool_format"),
     **_refused("system prompts are in the rows", "default_system"),
     **_refused("the model's own template decides", "enable_thinking", "preserve_thinking", without=(None, True)),
     **_refused("padding is never a target", "ignore_pad_token_for_loss", without=(None, True)),
-    **_refused(MEDIA, "media_dir", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model",
-               without=(None, False, True)),
-}  # fmt: skip
+    **_refused(
+        MEDIA,
+        "media_dir",
+        "freeze_vision_tower",
+        "freeze_multi_modal_projector",
+        "freeze_language_model",
+        without=(None, False, True),
+    ),
+}
 
 TRAINING: dict[str, Key] = {
     "stage": _taken("the recipe; rm: reward", _stage),
@@ -350,8 +386,9 @@ TRAINING: dict[str, Key] = {
     "learning_rate": _taken("lr", _to("lr", float)),
     "num_train_epochs": _taken("epochs", _to("epochs")),
     "max_steps": _taken("steps, in place of epochs", _steps),
-    "lr_scheduler_type": _taken("schedule", _one_of(
-        "schedule", "lr_scheduler_type", SCHEDULES, "schedules are cosine, linear and constant")),
+    "lr_scheduler_type": _taken(
+        "schedule", _one_of("schedule", "lr_scheduler_type", SCHEDULES, "schedules are cosine, linear and constant")
+    ),
     "warmup_steps": _taken("warmup", _to("warmup")),
     "warmup_ratio": _taken("warmup, beside max_steps; else noted", _warmup_ratio),
     "weight_decay": _taken("weight_decay", _to("weight_decay")),
@@ -370,9 +407,17 @@ TRAINING: dict[str, Key] = {
     "disable_gradient_checkpointing": _taken("activations", _checkpointing),
     "deepspeed": _taken("layout, offload", _deepspeed),
     "fsdp": _taken("layout", _fsdp),
-    **_noted("every step is a line of metrics.jsonl, and curves are in report.html", "logging_steps", "logging_dir",
-             "plot_loss", "report_to", "logging_first_step", "include_num_input_tokens_seen", "run_name",
-             "include_effective_tokens_per_second"),
+    **_noted(
+        "every step is a line of metrics.jsonl, and curves are in report.html",
+        "logging_steps",
+        "logging_dir",
+        "plot_loss",
+        "report_to",
+        "logging_first_step",
+        "include_num_input_tokens_seen",
+        "run_name",
+        "include_effective_tokens_per_second",
+    ),
     **_noted("a run has a new folder", "overwrite_output_dir"),
     **_noted("checkpoints have all that a run needs to go on", "save_only_model"),
     **_noted("ranks that wait say so after 10 minutes", "ddp_timeout", "ddp_find_unused_parameters"),
@@ -380,38 +425,62 @@ TRAINING: dict[str, Key] = {
     **_noted("layouts are settings here", "fsdp_config", "tf32"),
     **_refused("this reads a training", "do_train", without=(True,)),
     **_refused("that is shardfold eval or shardfold generate", "do_eval", "do_predict", "predict_with_generate"),
-    **_refused("checkpoints of others are not gone on with: leave it out, or give --resume a run of this library",
-               "resume_from_checkpoint"),
+    **_refused(
+        "checkpoints of others are not gone on with: leave it out, or give --resume a run of this library",
+        "resume_from_checkpoint",
+    ),
     **_refused("betas are 0.9 and 0.999", "adam_beta1", without=(None, 0.9)),
     **_refused("betas are 0.9 and 0.999", "adam_beta2", without=(None, 0.999)),
     **_refused("one seed is of rows too", "data_seed"),
     **_refused("rows are shuffled in each epoch", "disable_shuffling"),
     **_refused("a run ends after its steps", "early_stopping_steps"),
-    **_refused("a preference loss stands alone", "pref_ftx", "pref_bco_weight", "simpo_gamma", "ld_alpha",
-               without=(None, 0, 0.0)),
-    **_refused("the reference is the model before it is tuned", "ref_model", "ref_model_adapters",
-               "ref_model_quantization_bit"),
+    **_refused(
+        "a preference loss stands alone",
+        "pref_ftx",
+        "pref_bco_weight",
+        "simpo_gamma",
+        "ld_alpha",
+        without=(None, 0, 0.0),
+    ),
+    **_refused(
+        "the reference is the model before it is tuned", "ref_model", "ref_model_adapters", "ref_model_quantization_bit"
+    ),
     **_refused("rewards of ppo are named by --reward", "reward_model", "ppo_buffer_size", "ppo_epochs", "ppo_target"),
     **_refused("there is no account to send to", "push_to_hub", "use_swanlab"),
     **_refused("losses are those of the recipe's evaluation", "compute_accuracy"),
-}  # fmt: skip
+}
 
 KEYS: dict[str, Key] = {**TRAINING, **MODEL, **DATA}
 """All keys; they are read in this order."""
 
 ALSO = {
-    "max_length": "cutoff_len", "max_seq_length": "cutoff_len", "lora_r": "lora_rank", "beta": "pref_beta",
-    "loss_type": "pref_loss", "label_smoothing": "dpo_label_smoothing", "desirable_weight": "kto_chosen_weight",
-    "undesirable_weight": "kto_rejected_weight", "lora_target_modules": "lora_target",
-    "use_liger_kernel": "enable_liger_kernel", "load_best_model_at_end": "early_stopping_steps",
-}  # fmt: skip
+    "max_length": "cutoff_len",
+    "max_seq_length": "cutoff_len",
+    "lora_r": "lora_rank",
+    "beta": "pref_beta",
+    "loss_type": "pref_loss",
+    "label_smoothing": "dpo_label_smoothing",
+    "desirable_weight": "kto_chosen_weight",
+    "undesirable_weight": "kto_rejected_weight",
+    "lora_target_modules": "lora_target",
+    "use_liger_kernel": "enable_liger_kernel",
+    "load_best_model_at_end": "early_stopping_steps",
+}
 """TRL's and peft's names of what means the same."""
 
 DEFAULTS: dict[str, Any] = {
-    "stage": "sft", "finetuning_type": "lora", "per_device_train_batch_size": 8, "learning_rate": 5e-5,
-    "num_train_epochs": 3.0, "lr_scheduler_type": "linear", "cutoff_len": 2048, "save_steps": 500, "seed": 42,
-    "disable_gradient_checkpointing": False, "lora_target": "all",
-}  # fmt: skip
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "per_device_train_batch_size": 8,
+    "learning_rate": 5e-5,
+    "num_train_epochs": 3.0,
+    "lr_scheduler_type": "linear",
+    "cutoff_len": 2048,
+    "save_steps": 500,
+    "seed": 42,
+    "disable_gradient_checkpointing": False,
+    "lora_target": "all",
+}
 """What LLaMA-Factory takes for keys that are not given, where it is not what stands here."""
 
 

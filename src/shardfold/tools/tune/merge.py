@@ -32,8 +32,16 @@ __all__ = ["MergeReport", "MergedTensors", "merge"]
 
 ADAPTER = "adapter_model.safetensors"
 NAME = "default"  # peft's, of an adapter
-TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
-             "spiece.model", "sentencepiece*.model")  # fmt: skip
+TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "spiece.model",
+    "sentencepiece*.model",
+)
 BESIDE = ("*processor_config.json",)
 
 

@@ -107,8 +107,12 @@ class PPO(RolloutRecipe):
 
     def saved(self, run: TuneRun, path: Path) -> None:
         """The value model's checkpoints lie beside the policy's, in ``value/``."""
-        self._engine.save(path.parents[1] / "value" / path.name, keep=run.config.keep, wait=True,
-                          frozen="keep" if run.trains_base else "skip")  # fmt: skip
+        self._engine.save(
+            path.parents[1] / "value" / path.name,
+            keep=run.config.keep,
+            wait=True,
+            frozen="keep" if run.trains_base else "skip",
+        )
 
     def resumed(self, run: TuneRun, path: Path) -> None:
         self._loaded = path.parents[1] / "value" / path.name

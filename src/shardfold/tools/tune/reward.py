@@ -43,8 +43,6 @@ def last_tokens(documents: Tensor) -> Tensor:
 class Reward(Recipe):
     """Every pair counts alike."""
 
-    task = "score"
-
     def made(self, run: TuneRun, model: nn.Module) -> None:
         """The model gives numbers for all tokens too."""
         vars(model)["token_scores"] = MethodType(token_scores, model)

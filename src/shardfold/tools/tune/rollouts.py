@@ -164,10 +164,17 @@ class RolloutRecipe(Recipe):
         stops: Any = run.stops()
         stop = [stops] if isinstance(stops, int) else stops
         answers = sf.generate(
-            run.engine, [prompt.ids.tolist() for _, prompt in flat], max_tokens=config.max_tokens,
-            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, n=n, pages=config.pages,
-            seed=[_seed(config.seed, run.done, row) for row, _ in flat], stop=stop,
-        )  # fmt: skip
+            run.engine,
+            [prompt.ids.tolist() for _, prompt in flat],
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            n=n,
+            pages=config.pages,
+            seed=[_seed(config.seed, run.done, row) for row, _ in flat],
+            stop=stop,
+        )
         found: list[list[DrawnAnswer | None]] = [[None] * n for _ in flat]
         for each in answers:
             row, prompt = flat[each.request]
@@ -198,10 +205,12 @@ class RolloutRecipe(Recipe):
         found = []
         for part in drawn:
             samples = [
-                Tokens(np.array(each.prompt + each.tokens, np.int32), np.arange(len(each.prompt) + len(each.tokens))
-                       >= len(each.prompt))
+                Tokens(
+                    np.array(each.prompt + each.tokens, np.int32),
+                    np.arange(len(each.prompt) + len(each.tokens)) >= len(each.prompt),
+                )
                 for each in part
-            ]  # fmt: skip
+            ]
             bins = [[(each.row, [tokens])] for each, tokens in zip(part, samples, strict=True)]
             batch = run.on_rank(collate(bins, padded=True, pad=run.tokenizer.pad_token_id or 0))
             old = torch.tensor([value for each in part for value in each.log_probs], device=run.engine.device)
@@ -270,9 +279,13 @@ class RolloutRecipe(Recipe):
         with (out / "samples.jsonl").open("a", encoding="utf-8") as file:
             for each in drawn:
                 row = {
-                    "step": run.done + 1, "prompt": decode(each.prompt), "answer": decode(each.tokens),
-                    "ended": each.ended, "reward": each.reward, "rewards": each.rewards,
-                }  # fmt: skip
+                    "step": run.done + 1,
+                    "prompt": decode(each.prompt),
+                    "answer": decode(each.tokens),
+                    "ended": each.ended,
+                    "reward": each.reward,
+                    "rewards": each.rewards,
+                }
                 file.write(json.dumps(row) + "\n")
 
 
@@ -288,11 +301,14 @@ def _frozen(run: TuneRun) -> sf.Engine:
     model, tensors = beginning(hollow_model(copy.deepcopy(run.model_config), "lm"), run.place, None, "lm", config.seed)
     model.requires_grad_(False)
     engine = sf.Engine(
-        model, layout=config.table(), precision=config.precision, init=sf.Init(weights=tensors, seed=config.seed),
+        model,
+        layout=config.table(),
+        precision=config.precision,
+        init=sf.Init(weights=tensors, seed=config.seed),
         parallel=sf.Parallel(
             mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
             tensor="auto" if config.tensor > 1 else None,
         ),
-    )  # fmt: skip
+    )
     model.eval()
     return engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 import time
@@ -24,8 +23,9 @@ from shardfold.plan.layout import Tier
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.stop_signal import StopSignal
+from shardfold.tools.tune._model_config import changed_config, with_length
 from shardfold.tools.tune._noise import EmbeddingNoise, sample_lengths
-from shardfold.tools.tune.adapters import BASE_CHANGES, beginning, expanded_config, optimizer_groups
+from shardfold.tools.tune.adapters import BASE_CHANGES, beginning, optimizer_groups
 from shardfold.tools.tune.config import Kind, Source, TuneConfig
 from shardfold.tools.tune.models import ModelPlace, hollow_model
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardfold.tools.tune.data.batches import Batch, Batches, Window
     from shardfold.tools.tune.data.prepared import Prepared
 
-__all__ = ["Loss", "Recipe", "Totals", "TuneRun", "changed_config", "recipe_of", "with_length"]
+__all__ = ["Loss", "Recipe", "Totals", "TuneRun"]
 
 BETAS = (0.9, 0.999)
 
@@ -61,11 +61,9 @@ class Recipe:
     """How a run learns. A recipe says what loss a batch has, and may say more.
 
     Attributes:
-        task: what the model ends in: ``"lm"``, logits over tokens, or ``"score"``, one number.
         updates: of the optimizer in one step of the recipe.
     """
 
-    task = "lm"
     updates = 1
 
     def made(self, run: TuneRun, model: nn.Module) -> None:
@@ -210,7 +208,7 @@ class TuneRun:
         self.rows = self.prepare(config.data, config.kind)
         self.held_out = self.prepare(config.eval_data, config.kind) if config.eval_data else None
         self.model_config = changed_config(config, self.place)
-        task = self.recipe.task
+        task = config.task
         self.model, self.tensors = beginning(
             hollow_model(self.model_config, task), self.place, config.adapter, task, config.seed, config.base.resting
         )
@@ -227,7 +225,9 @@ class TuneRun:
         if not config.micro_batch:
             from shardfold.tools.tune.tuning_plan import most_samples  # plans of models take a while to import
 
-            config = self.config = config.model_copy(update={"micro_batch": most_samples(self)})
+            config = self.config = config.model_copy(
+                update={"micro_batch": most_samples(config, self.engine, len(self.rows))}
+            )
         self.batches = self.batches_of(self.rows)
         self.total = config.steps or max(1, math.ceil(config.epochs * self.batches.epoch_windows))
         self._renew_schedule()
@@ -295,7 +295,7 @@ class TuneRun:
         """Why the model cannot read packed samples; None: it can, or the axis of sequence says so itself."""
         from shardfold.tools.tune.data.packed_attention import why_not_packed
 
-        if self.recipe.task != "lm" or self.config.sequence > 1:
+        if self.config.task != "lm" or self.config.sequence > 1:
             return None
         self.model.eval()
         vocab = self.model_config.get_text_config().vocab_size
@@ -497,40 +497,6 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.group.all_reduce(grads[0].clone()), None
-
-
-def with_length(config: TuneConfig, place: ModelPlace) -> TuneConfig:
-    """The settings, where no length is given with at most as many tokens as the model has positions for."""
-    most = getattr(place.config, "max_position_embeddings", None)
-    if most is None or config.text.rope is not None or "length" in config.text.model_fields_set:
-        return config
-    text = config.text.model_copy(update={"length": min(config.text.length, most)})
-    return config.model_copy(update={"text": text})
-
-
-def changed_config(config: TuneConfig, place: ModelPlace) -> Any:
-    """transformers' config of the model that is trained: other positions, more blocks."""
-    found = copy.deepcopy(place.config)
-    if (rope := config.text.rope) is not None:
-        own = getattr(found, "rope_parameters", None)
-        if not isinstance(own, dict) or "rope_theta" not in own:
-            raise ConfigError(
-                f"a model of the type {found.model_type!r} has no rotary positions that --rope could change."
-            )
-        before = found.max_position_embeddings
-        more = {name: value for name, value in rope.items() if name != "type"}
-        found.rope_parameters = {**own, "rope_type": rope["type"], "original_max_position_embeddings": before, **more}
-        if rope["type"] == "linear":
-            del found.rope_parameters["original_max_position_embeddings"]
-        found.max_position_embeddings = math.ceil(before * float(rope["factor"]))
-    if config.text.length > (most := getattr(found, "max_position_embeddings", None) or math.inf):
-        raise ConfigError(
-            f"length is {config.text.length}, but the model has positions for {most} tokens: give --length {most}, or "
-            f"--rope yarn:{math.ceil(config.text.length / most)}."
-        )
-    if config.adapter is not None and config.adapter.kind == "expand":
-        found = expanded_config(found, config.adapter.layers)
-    return found
 
 
 def _in_memory(report: sf.MemoryReport) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold import accelerator
+from shardfold.engine.engine import Engine
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import human
 from shardfold.plan.lifetimes import CPU, GPU
@@ -17,13 +18,10 @@ from shardfold.planner.division import Division
 from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.tools.planning.known_models import Planned
 from shardfold.tools.recipes.largest import most_that_fit
+from shardfold.tools.tune._model_config import changed_config, with_length
 from shardfold.tools.tune.adapters import adapted
 from shardfold.tools.tune.config import TuneConfig
 from shardfold.tools.tune.models import ModelPlace, hollow_model
-from shardfold.tools.tune.run import changed_config, recipe_of, with_length
-
-if TYPE_CHECKING:
-    from shardfold.tools.tune.run import TuneRun
 
 __all__ = ["most_samples", "planned_tuning"]
 
@@ -38,8 +36,8 @@ def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0
     """
     place = ModelPlace.find(config.model)
     config = with_length(config, place)
-    task = recipe_of(config.recipe).task
-    model = adapted(hollow_model(changed_config(config, place), task), config.adapter, task, place.folder)
+    model = hollow_model(changed_config(config, place), config.task)
+    model = adapted(model, config.adapter, config.task, place.folder)
     shape = (samples, 2, config.text.length) if config.kind == "pair" else (samples, config.text.length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     parameters = sum({id(p): p.numel() for p in model.parameters()}.values())
@@ -58,13 +56,12 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
 
 
-def most_samples(run: TuneRun) -> int:
-    """The most samples of a micro-batch that fit on all ranks, by plan; all ranks call it.
+def most_samples(config: TuneConfig, engine: Engine, rows: int) -> int:
+    """The most samples of a micro-batch that fit on all ranks, by plan, of so many rows; all ranks call it.
 
     Raises:
         ConfigError: on all ranks: not even one fits.
     """
-    config, engine = run.config, run.engine
     streams = accelerator.has_streams(engine.device)
     division = Division(
         tensor=config.tensor,
@@ -86,7 +83,7 @@ def most_samples(run: TuneRun) -> int:
         )
         return largest_of(subjects, rank, config.table(), config.activations)
 
-    most, peak, budget = most_that_fit(engine, config.memory, find, len(run.rows))
+    most, peak, budget = most_that_fit(engine, config.memory, find, rows)
     if most < 1:
         one = "pair" if config.kind == "pair" else "sample"
         raise ConfigError(
@@ -94,4 +91,4 @@ def most_samples(run: TuneRun) -> int:
             f"{human(peak)}, and each rank has {human(budget)}: choose another --layout, --activations recompute, "
             "a smaller --length, or more ranks."
         )
-    return min(most, max(1, len(run.rows) // (engine.data_ranks * config.accumulate)))
+    return min(most, max(1, rows // (engine.data_ranks * config.accumulate)))
