@@ -141,7 +141,11 @@ def test_every_all_names_what_exists():
         parts = path.relative_to(SOURCES).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         if _public(path) and any(_is_all(node) for node in trees()[path].body):
-            module = importlib.import_module(".".join(("shardfold", *parts)))
+            try:
+                module = importlib.import_module(".".join(("shardfold", *parts)))
+            except ModuleNotFoundError as error:  # a class for a harness that brings its own
+                assert error.name == "lm_eval"
+                continue
             absent += [f"{_name(path)}: {name}" for name in module.__all__ if not hasattr(module, name)]
     assert not absent
 

@@ -47,7 +47,7 @@ def format_named(
     text: str, what: str, words: tuple[str, ...] = (), fits: Callable[[Format], bool] = lambda form: True
 ) -> str:
     """The name, as programs have it, of the format that a table calls ``text``; one of ``words`` is itself. Where it is
-    none, those that ``fits`` allows are listed.
+    none, those are listed that travel and that ``fits`` allows.
 
     Raises:
         LayoutError: it is none. ``what`` travels as it.
@@ -56,6 +56,7 @@ def format_named(
         return text
     name = canonical(text, FAMILIES)
     if name not in FORMATS:
-        known = (*words, *(each for each in (*FLOATS, *FAMILIES) if fits(FORMATS[canonical(each, FAMILIES)])))
+        forms = {each: FORMATS[canonical(each, FAMILIES)] for each in (*FLOATS, *FAMILIES)}
+        known = (*words, *(each for each, form in forms.items() if fits(form) and not form.only_rests))
         raise LayoutError(f"{what} travels as {text!r}, which is not a format.{did_you_mean(str(text), known)}")
     return name
