@@ -35,7 +35,7 @@ def test_a_core_that_several_ranks_may_run_on_is_shared(
     down, and at least one."""
     texts = [json.dumps([machine, list(cores)]) for machine, cores in masks]
     for (machine, cores), share in zip(masks, shares, strict=True):
-        monkeypatch.setattr("shardfold.comm.cores._machine", lambda machine=machine: machine)
+        monkeypatch.setattr("shardfold.comm.cores.machine", lambda machine=machine: machine)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(cores))
         assert share_of_cores(lambda key, text: texts) == share
 

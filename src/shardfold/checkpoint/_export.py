@@ -51,6 +51,7 @@ BESIDE = (
 )
 
 
+@known_arguments
 @dataclass(frozen=True)
 class ExportReport:
     """What was written.
@@ -149,6 +150,7 @@ def export_to(
     return ExportReport(target, tuple(files), len(stored.tensors), total)
 
 
+@known_arguments
 def write_folder(
     stored: Stored,
     target: str | Path,

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,9 @@ def merged_logits(folder: str) -> tuple[list[float], list[float]]:
     model, tensors = beginning(hollow_model(place.config, "lm"), place, None, "lm", 0)
     model.load_state_dict({name: tensors[name] for name in tensors}, strict=False, assign=True)
     base = AutoModelForCausalLM.from_pretrained(Path(folder, "base"), dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, str(Path(folder, "a", "adapter"))).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft asks for it
+        theirs = PeftModel.from_pretrained(base, str(Path(folder, "a", "adapter"))).eval()
     ids = torch.arange(5, 13)[None]
     with torch.no_grad():
         return [each(input_ids=ids).logits[0, -1].tolist() for each in (model.eval(), theirs)]  # type: ignore[return-value]
