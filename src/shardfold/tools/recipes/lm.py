@@ -527,9 +527,10 @@ def write_results(run: Run, out: Path, bits: Mapping[str, float], seconds: float
             raise
         return [f"There is no picture: {said}"]
     held_out = [(m.step, m.held_out_bits_per_byte) for m in run.history if m.held_out_bits_per_byte is not None]
+    trained = [(m.step, m.bits_per_byte) for m in run.history if m.bits_per_byte is not None]
     loss_picture(
         out / "loss.png",
-        train=[(each.step, each.bits_per_byte) for each in run.history if math.isfinite(each.bits_per_byte)],
+        train=[(step, bits) for step, bits in trained if math.isfinite(bits)],
         held_out=[*held_out, (run.done, model)],
         baselines=dict(counted),
         memory=memory.rows,

@@ -510,7 +510,7 @@ def read_yaml(path: Path) -> Reading:
     for name in given:
         if ALSO.get(name, name) not in KEYS:
             raise ConfigError(f"{str(path)!r}: there is no key {name!r}.{did_you_mean(str(name), [*KEYS, *ALSO])}")
-    named = {ALSO.get(name, name): value for name, value in given.items()}
+    named: dict[str, Any] = {str(ALSO.get(name, name)): value for name, value in given.items()}
     reading = Reading(path, {**DEFAULTS, **named})
     if reading.given["finetuning_type"] != "lora" and "lora_target" not in named:
         del reading.given["lora_target"]

@@ -126,7 +126,7 @@ def _wrapped(model: nn.Module, adapter: Path) -> nn.Module:
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    config = PeftConfig.from_pretrained(str(adapter))
+    config: Any = PeftConfig.from_pretrained(str(adapter))
     if config.is_prompt_learning:
         raise ConfigError(
             f"the adapter in {str(adapter)!r} is of the type {config.peft_type.value}: a prefix is no change of "
@@ -172,6 +172,7 @@ def _parts(base: nn.Module, adapter: Path) -> tuple[dict[str, nn.Module], dict[s
         if any(path.startswith(f"{outer}.") for outer in (*layers, *saved)):
             continue
         if isinstance(module, BaseTunerLayer):
+            assert isinstance(module, nn.Module)
             if type(module).__name__ == "ParamWrapper":
                 raise ConfigError(
                     f"the adapter in {str(adapter)!r} is of parameters that are no layers (target_parameters): merge "
