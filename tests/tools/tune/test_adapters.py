@@ -158,6 +158,17 @@ def test_as_with_peft_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
         assert _near(written, logits, 1e-4 if name in ("pissa", "olora") else 1e-5)
 
 
+@pytest.mark.parametrize("name", ["lora", "projected"])
+def test_embeddings_that_are_the_head(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """The file has one tensor for both; an adapter beside them learns as it does with peft alone."""
+    support.model_folder(tmp_path / "base", scale=4.0, tie_word_embeddings=True)
+    support.write_rows(tmp_path / "rows.jsonl", support.chats(STEPS * 4))
+    losses, logits, _ = ranks.run(alone, str(tmp_path), name, world_size=1)[0]
+    found, written = ranks.run(ours, str(tmp_path), name, {"layout": "zero3"}, world_size=2)[0]
+    assert found == pytest.approx(losses, abs=LOOSE, rel=LOOSE)
+    assert _near(written, logits, 1e-5)
+
+
 @pytest.mark.parametrize("name", ["projected", pytest.param("prefix", marks=pytest.mark.soak)])
 def test_a_prefix_with_recomputation(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """Blocks that are computed again see the prefix once: losses are peft's without."""

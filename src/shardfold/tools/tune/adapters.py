@@ -291,7 +291,10 @@ class AdaptedTensors(Mapping[str, Tensor]):
         finish = partial(_round_base, resting or "nf4/64") if adapter.variant == "loftq" else None
         self._layers = LoneLayers(model, given, seed, finish) if lora else None
         self._makes_prefix = None if lora else partial(type(model.prompt_encoder[NAME]), self._config)
-        base = {id(p): name for name, p in model.get_base_model().named_parameters(remove_duplicate=False)}
+        base: dict[int, str] = {}
+        for name, parameter in model.get_base_model().named_parameters(remove_duplicate=False):
+            if id(parameter) not in base or clean(name) in given:  # of tied ones, the name that has a value
+                base[id(parameter)] = name
         self._places: dict[str, tuple[str, str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             inner = base.get(id(parameter))
