@@ -10,7 +10,7 @@ from shardfold.tools.tune._demo_text import THINGS, write_rows
 
 __all__ = ["REWARD_FILE", "held_out", "make_base", "make_text"]
 
-VOCABULARY = 512
+VOCABULARY, WIDTH = 512, 96
 NUMBERS = {"texts": 3000, "chats": 3000, "pairs": 1500, "prompts": 2000}
 HELD_OUT, LEAST_HELD_OUT = 64, 8
 LEAST = 64  # rows of each kind, however small a part of the demo is asked for
@@ -73,12 +73,13 @@ def make_base(folder: Path, rows: dict[str, Path], *, seed: int) -> dict[str, in
     padding: Any = tokenizer.pad_token_id
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=96,
+        hidden_size=WIDTH,
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=128,
+        initializer_range=WIDTH**-0.5,  # with the usual 0.02 a model of this width copies nothing for 250 steps
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=end,

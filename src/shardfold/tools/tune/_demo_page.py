@@ -40,7 +40,6 @@ CURVES = {
     "reward": ("accuracy", "share of pairs that are told apart"),
     "dpo": ("accuracy", "share of pairs that are told apart"),
     "grpo": ("reward", "share of answers with that thing alone, which ended"),
-    "ppo": ("reward", "share of answers with that thing alone, which ended"),
 }
 """Of each recipe the figure that its section draws."""
 
@@ -83,11 +82,7 @@ def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         if "accuracy" in held_out.get(name, {}):
             found.append((words, f"{held_out[name]['accuracy']:.0%}"))
     found.append(("happy endings, by dpo", _change(measures, "sft", "dpo", "happy", "{:.0%}")))
-    found += [
-        (f"word and end, by {name}", _change(measures, "dpo", name, "obeys", "{:.0%}"))
-        for name in ("grpo", "ppo")
-        if name in measures
-    ]
+    found.append(("word and end, by grpo", _change(measures, "dpo", "grpo", "obeys", "{:.0%}")))
     return found
 
 

@@ -5,7 +5,6 @@
     reward  pairs of stories: which of two is better, as a model of its own
     dpo     the same pairs: to write the better one
     grpo    a reward for stories that have the word that was asked for, and end
-    ppo     the same reward, with a critic
 
 Everything is made here: text from templates, a tokenizer of it, a LLaMA with random values. Each stage is a run in a
 folder of its own, as its command would have made it.
@@ -82,7 +81,7 @@ STAGES = (
         "On requests with stories; only the stories' tokens are trained. The rows are careless: of four ways to ask, "
         "one gets the thing that it asks for, the others get any. So the model learns to answer and to end, and to "
         "obey only where the rows do.",
-        {"steps": 100, "lr": 1e-3, "warmup": 6, "micro_batch": 16},
+        {"steps": 120, "lr": 2e-3, "warmup": 6, "micro_batch": 16},
     ),
     DemoStage(
         "reward",
@@ -107,10 +106,19 @@ STAGES = (
         "dpo",
         "prompts",
         "grpo: a reward that a function gives",
-        "The model answers requests of the other three ways, several times each. An answer is worth 1 if it is a story "
+        "The model answers requests of the other three ways, eight times each. An answer is worth 1 if it is a story "
         "that ends and names the thing that was asked for and no other, else 0; what was better than the others of its "
-        "request becomes likelier.",
-        {"steps": 60, "lr": 5e-4, "warmup": 5, "micro_batch": 4, "n": 8, "max_tokens": 40},
+        "request becomes likelier. The divergence from the model before is in the loss, so that stories stay stories.",
+        {
+            "steps": 40,
+            "lr": 5e-4,
+            "warmup": 4,
+            "micro_batch": 16,
+            "n": 8,
+            "max_tokens": 40,
+            "beta": 0.05,
+            "reference": "copy",
+        },
     ),
 )
 
