@@ -15,7 +15,7 @@ from shardfold.errors import CheckpointError
 from shardfold.testing import Ranks
 from tests.support.adapted import Adapted, batches
 
-BASE = "int8/64+double"
+BASE = "nf4/64+double"
 """Coded once more, its values could be others in their last digit."""
 
 
@@ -72,6 +72,22 @@ def test_any_layout_goes_on_with_codes_and_others_read_their_values(ranks: Ranks
     losses = ranks.run(_write, str(tmp_path), world_size=2)
     for rank, wrong in enumerate(ranks.run(_read_on_two, str(tmp_path), losses, world_size=2)):
         assert wrong == [], rank
+
+
+def _values(folder: str) -> list[str]:
+    """A rank's range begins within a matrix: what it reads of the codes is what others read as values."""
+    coded, plain = _engine(f"zero3+{BASE}", seed=7), _engine("zero3", seed=7)
+    for engine in (coded, plain):
+        engine.load(f"{folder}/all")
+    wrong = _other(plain.state_dict(), coded.state_dict())
+    coded.close()
+    plain.close()
+    return wrong
+
+
+def test_each_of_three_ranks_reads_its_part_of_the_codes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_write, str(tmp_path), world_size=2)
+    assert ranks.run(_values, str(tmp_path), world_size=3) == [[]] * 3
 
 
 def _read_on_two(folder: str, losses: list[list[float]]) -> list[str]:

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
+from shardfold.comm._connection import Connection
 from shardfold.comm._sockets import SocketTransport
 from shardfold.comm.mesh import DataMesh
 from shardfold.testing import Ranks, RanksFailed
@@ -123,9 +124,20 @@ def test_a_rank_goes_on_with_what_it_began_while_it_stands_elsewhere(ranks: Rank
     assert ranks.run(_stands_elsewhere, kind, world_size=2) == [result] * 2
 
 
+@contextmanager
+def _late() -> Iterator[None]:
+    """Inside, this rank reads nothing for a while: what another one changes too early comes changed."""
+    receive, since = Connection.receive, time.monotonic()
+    Connection.receive = lambda self: time.monotonic() - since > 0.5 and receive(self)
+    try:
+        yield
+    finally:
+        Connection.receive = receive
+
+
 def _fenced() -> list[float]:
-    """Rank 0 changes what is resident behind a fence, before rank 1 has read it."""
-    with _wired() as (wire, mesh):
+    """Rank 0 changes what is resident behind a fence, and rank 1 reads late."""
+    with _wired() as (wire, mesh), _late() if mesh.rank == 1 else nullcontext():
         shard = torch.full((LARGE // 4,), 1.0 + mesh.rank)
         full = torch.cat([shard] * 2)
         pending = wire.all_gather(full, mesh.everyone, resident=shard)
@@ -161,15 +173,20 @@ def _killed(folder: str, forks: bool) -> None:
     """Rank 1 is killed in the middle of a collective; a child of its may live on, as one that reads data does."""
     with _wired() as (wire, mesh):
         wire.all_reduce(torch.zeros(10), mesh.everyone).wait(wait)
+        if mesh.rank == 0:  # all that it has to send is on its way: only reading tells it
+            begun = wire.all_gather(torch.zeros(8), mesh.everyone)
+        dist.barrier()
         if mesh.rank == 1:
             if forks and not os.fork():
                 time.sleep(3 * SOON)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
-        begun = time.monotonic()
+        since = time.monotonic()
+        with pytest.raises(RuntimeError, match="closed by rank 1"):
+            begun.wait(wait)
         with pytest.raises(RuntimeError, match="closed by rank 1"):
             wire.all_gather(torch.zeros(LARGE), mesh.everyone).wait(wait)
-        Path(folder, "said").write_text(str(time.monotonic() - begun < SOON))
+        Path(folder, "said").write_text(str(time.monotonic() - since < SOON))
 
 
 @pytest.mark.parametrize("forks", [False, pytest.param(True, marks=pytest.mark.soak)])
