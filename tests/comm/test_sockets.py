@@ -173,9 +173,7 @@ def _killed(folder: str, forks: bool) -> None:
     """Rank 1 is killed in the middle of a collective; a child of its may live on, as one that reads data does."""
     with _wired() as (wire, mesh):
         wire.all_reduce(torch.zeros(10), mesh.everyone).wait(wait)
-        if (
-            mesh.rank == 0
-        ):  # it sends nothing, and nothing of its own is unread there: the end is all that is read
+        if mesh.rank == 0:  # it sends nothing, and nothing of its own is unread there: the end is all that is read
             begun = wire.exchange(torch.zeros(0), [0, 0], torch.zeros(8), [0, 8], mesh.everyone)
         dist.barrier()
         if mesh.rank == 1:
