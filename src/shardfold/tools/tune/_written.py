@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,10 @@ def _write_adapter(run: TuneRun, folder: Path, base: Path) -> None:
             values = {"prompt_embeddings": model.get_prompt_embedding_to_save(NAME).detach().cpu().clone()}
     else:
         state = run.engine.state_dict(frozen="skip")
-        values = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+        whole = [name for name, _ in model.named_parameters() if ".modules_to_save." in name]
+        # peft asks modules that are trained whole for the names of their tensors by their own state dict.
+        with run.engine.gathered(*whole) if whole else nullcontext():
+            values = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     if not run.leads:
         return
     folder.mkdir()
