@@ -151,9 +151,12 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
         pass
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
-    subprocess.run(command("--resume=killed", "--out=rest"), cwd=folder, check=True, capture_output=True)
+    subprocess.run(command("--resume=killed", "--procs=2", "--out=rest"), cwd=folder, check=True, capture_output=True)
     losses = {
-        name: {row["step"]: row["loss"] for row in map(json.loads, (tmp_path / name / "metrics.jsonl").open())}
+        name: {
+            row["step"]: row["loss"]
+            for row in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        }
         for name in ("whole", "rest")
     }
     assert losses["rest"] and 12 in losses["rest"]
