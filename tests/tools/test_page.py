@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
-from shardfold.tools.observe._charts import HEIGHT, WIDTH, ChartLine, line_chart
+from shardfold.tools.observe.charts import HEIGHT, WIDTH, ChartLine, line_chart
 from shardfold.tools.observe.run_page import page_of_run, write_page
+from tests.support.page_tags import PageTags
 
 CONFIG = {"size": "tiny", "layout": "zero3", "procs": 2, "steps": 3, "data": "<script>alert(1)</script>"}
 STEPS = [
@@ -41,30 +41,13 @@ def run_folder(folder: Path, *, summary: bool = True, tail: str = "") -> Path:
     return folder
 
 
-class Tags(HTMLParser):
-    """Which elements a page has, and that they close in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.seen.add(tag)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_has_what_the_folder_has_and_runs_nothing(tmp_path: Path) -> None:
     """Numbers, program, sample and settings are on it; what is in them is text; nothing is fetched from elsewhere."""
     path = write_page(run_folder(tmp_path))
     text = path.read_text(encoding="utf-8")
     for word in ("1.234", "3 of 3", "1.35M", "bigram 3.5", "5,000", "128 B", "ALL_GATHER blocks.0", "def f():"):
         assert word in text, word
-    tags = Tags()
+    tags = PageTags()
     tags.feed(text)
     assert "script" not in tags.seen and not tags.open
     assert "\x1b" not in text and not re.search(r"(src|href)=|url\(|@import", text)

@@ -16,6 +16,7 @@
     packages      models of other packages by a name
     planning      the command `shardfold plan`: models by name, what fits where, as text
     recipes       complete trainings to run, read and copy: `lm` trains a byte-level GPT on any text
+    run_engine    what runs of every recipe ask of their engine
     stop_signal   the signals that end a run at a step, and not within one
     tune          fine-tuning of transformers models: recipes, their settings, the run
     _explained    what ``shardfold explain --config`` prints

@@ -216,7 +216,7 @@ def test_rewards_of_our_own_and_of_a_file(tmp_path: Path) -> None:
     assert found["ends"](_answer("")) == 1
     solution = "48/2 = <<48/2=24>>24\n#### 1,024"
     assert [found["gsm8k"](_answer(text, answer=solution)) for text in ("so 1024.", "#### 1,024.0", "#### 7", "")] == [
-        1, 1, 0, 0
+        0, 1, 0, 0
     ]  # fmt: skip
     (tmp_path / "mine.py").write_text(
         "def short(answer):\n    return -len(answer.text)\n\ndef bad(answer):\n    return None\n"

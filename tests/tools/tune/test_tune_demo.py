@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
 
@@ -15,26 +14,10 @@ from shardfold.tools.cli import main
 from shardfold.tools.tune._demo_text import KINDS, THINGS, is_happy, rows, story
 from shardfold.tools.tune.demo_config import DemoConfig
 from shardfold.tools.tune.tune_demo import STAGES, prepare, run_demo
+from tests.support.page_tags import PageTags
 from tests.tools.tune.support import model_folder
 
 DOCS = Path(__file__).parents[3] / "docs"
-
-
-class PageTags(HTMLParser):
-    """Which elements a page has, and that they close in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.seen.add(tag)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def test_rows_are_what_recipes_are_to_learn_from() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.errors import ConfigError
-from shardfold.tools.observe._charts import ChartLine, line_chart
+from shardfold.tools.observe.charts import ChartLine, line_chart
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.page_parts import page, scroll, table, tiles
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
 
-__all__ = ["PAGE", "page_of_run", "write_page"]
+__all__ = ["PAGE", "page_of_run", "series", "smooth", "step_rows", "write_page"]
 
 PAGE = "report.html"
 NOT_OPTIONS = ("derived", "procs", "layers", "d_model", "heads", "context")
@@ -43,7 +43,7 @@ def page_of_run(folder: Path) -> str:
         ConfigError: the folder is not that of a run, or a file in it is none that a run writes.
     """
     config, summary = _object(folder / "config.json"), _object(folder / "summary.json", missing={})
-    steps = _rows(folder / "metrics.jsonl")
+    steps = step_rows(folder / "metrics.jsonl")
     ranks = config.get("procs", 1)
     what = f"{config['recipe']} of {Path(config.get('model', '')).name}" if "recipe" in config else None
     what = what or f"GPT {config.get('size', '')}"
@@ -75,7 +75,7 @@ def _object(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]
     return found
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def step_rows(path: Path) -> list[dict[str, Any]]:
     """The steps, without a last line that was not written to its end."""
     found: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
@@ -88,11 +88,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _series(steps: Iterable[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+def series(steps: Iterable[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
     return [(row["step"], row[name]) for row in steps if isinstance(row.get(name), int | float)]
 
 
-def _smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     half = len(points) // SMOOTH
     means: list[tuple[float, float]] = []
     for place, (x, _) in enumerate(points):
@@ -105,7 +105,7 @@ def _smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
     bits, seconds = summary.get("bits_per_byte", {}).get("model"), summary.get("seconds")
     tokens, last = summary.get("tokens"), steps[-1] if steps else {}
-    rates = sorted(y for _, y in _series(steps, "tokens_per_s"))
+    rates = sorted(y for _, y in series(steps, "tokens_per_s"))
     held_out = "bits per byte, held out", f"{bits:.3f}" if bits is not None else "not yet"
     if "recipe" in config:  # of rows, whose loss is no matter of bytes
         loss, end = summary.get("held_out_loss"), last.get("loss")
@@ -126,16 +126,16 @@ def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequenc
 
 
 def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    of_bytes = _series(steps, "bits_per_byte")
-    unit, loss = ("bits per byte", of_bytes) if of_bytes else ("mean over a step", _series(steps, "loss"))
+    of_bytes = series(steps, "bits_per_byte")
+    unit, loss = ("bits per byte", of_bytes) if of_bytes else ("mean over a step", series(steps, "loss"))
     last = steps[-1]["step"] if steps else 1
     counted = summary.get("bits_per_byte", {})
-    held_out = [*_series(steps, "held_out_bits_per_byte"), *_series(steps, "held_out_loss")]
+    held_out = [*series(steps, "held_out_bits_per_byte"), *series(steps, "held_out_loss")]
     if "model" in counted:
         held_out.append((last, counted["model"]))
     lines = [
         ChartLine("", loss, "faint"),
-        ChartLine("training", _smooth(loss)),
+        ChartLine("training", smooth(loss)),
         ChartLine("held out", held_out, "held"),
     ]
     lines += [
@@ -153,9 +153,9 @@ def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> l
     small += tuple((name, name.replace("_", " ").capitalize()) for name in figures)
     charts = [
         f"<div><h2>{title}</h2>"
-        f"{scroll(line_chart([ChartLine('', points, 'faint'), ChartLine('', _smooth(points))], label=title))}</div>"
+        f"{scroll(line_chart([ChartLine('', points, 'faint'), ChartLine('', smooth(points))], label=title))}</div>"
         for name, title in small
-        if (points := _series(steps, name))
+        if (points := series(steps, name))
     ]
     return [*found, '<div class="charts">', *charts, "</div>"]
 

@@ -32,7 +32,6 @@ from shardfold.comm.mesh import pick_device
 from shardfold.engine.peak_rate import peak_of
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
 from shardfold.launch import INTERRUPTED
-from shardfold.optim.schedules import renew_rates
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport
 from shardfold.tiers.limit import memory_limit
@@ -50,6 +49,7 @@ from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
 from shardfold.tools.recipes.train_config import SHAPE, TrainConfig, flops_or_file
+from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite
 from shardfold.tools.stop_signal import StopSignal
 
 __all__ = ["Result", "TrainConfig", "train"]
@@ -112,14 +112,6 @@ def _optimizer(config: TrainConfig, model: torch.nn.Module) -> Any:
     return sf.optim.Muon(groups, weight_decay=config.weight_decay)
 
 
-def _clip(config: TrainConfig) -> sf.Clip | None:
-    """Of gradients; one that clips nothing looks whether they are finite."""
-    stops = config.nonfinite == "raise" and not config.precision.startswith("fp16")  # that skips such steps
-    if not (config.clip_norm or stops):
-        return None
-    return sf.Clip(norm=config.clip_norm or math.inf, error_if_nonfinite=stops)
-
-
 class Run:
     """One training: the engine, the text and the run folder.
 
@@ -149,7 +141,7 @@ class Run:
             ),
             precision=config.precision,
             accumulate=config.accumulate,
-            clip_norm=_clip(config),
+            clip_norm=clip_of(config),
             lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
             init=sf.Init(seed=config.seed),
         )
@@ -199,16 +191,7 @@ class Run:
 
     def resume(self, path: Path) -> str:
         """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
-        optimizer, schedule = self.engine.optimizer, self.engine.lr_schedule
-        assert optimizer is not None
-        names = ("params", "param_names")
-        options = [{k: v for k, v in group.items() if k not in names} for group in optimizer.param_groups]
-        rates = list(schedule.base_lrs)
-        report = self.engine.load(path, state={"data": Position(self.sampler, self.config)})
-        for group, asked in zip(optimizer.param_groups, options, strict=True):  # the settings are those of this run
-            group.update(asked)
-        schedule.base_lrs = rates
-        renew_rates(schedule)
+        report = load_with_own_rates(self.engine, path, {"data": Position(self.sampler, self.config)})
         self.done = self.begun_at = report.state["done"]
         if self.done >= self.config.steps:
             raise ConfigError(
@@ -247,10 +230,11 @@ class Run:
         except NonFiniteError as error:
             if scaler is not None:
                 raise
-            raise ShardfoldError(self.not_finite("the loss or its gradient is inf or NaN")) from error
+            said = not_finite("the loss or its gradient is inf or NaN", self.done + 1, self.config)
+            raise ShardfoldError(said) from error
         assert done is not None and done.lr is not None
         if not math.isfinite(mean) and scaler is None and self.config.nonfinite == "raise":
-            raise ShardfoldError(self.not_finite(f"the loss is {mean}"))
+            raise ShardfoldError(not_finite(f"the loss is {mean}", self.done + 1, self.config))
         self.done += 1
         now = time.perf_counter()
         tokens_per_s = self.tokens_per_step / (now - began)
@@ -264,7 +248,7 @@ class Run:
             mfu=self.mfu(tokens_per_s),
             seconds=now - self.began,
             # Walking live storages every step would cost time, and at rest between steps nothing changes.
-            memory_bytes=self.history[-1].memory_bytes if self.history else in_memory(self.engine.memory()),
+            memory_bytes=self.history[-1].memory_bytes if self.history else held_in_memory(self.engine.memory()),
             loss_scale=done.loss_scale if scaler is not None else None,
             skipped=scaler.skipped if scaler is not None else 0,
         )
@@ -274,14 +258,6 @@ class Run:
         if self.flops is None:
             return None
         return 6 * self.shape.num_read * tokens_per_s / (self.flops * self.engine.world_size)
-
-    def not_finite(self, what: str) -> str:
-        """Return the sentence with which a run ends that is not finite any more."""
-        return (
-            f"{what} at step {self.done + 1}, and nothing was updated: lower the learning rate (--lr, now "
-            f"{self.config.lr:g}), clip harder (--clip-norm, now {self.config.clip_norm:g}), or go on all the "
-            "same with --nonfinite warn."
-        )
 
     def step_of_passes(self, batches: Iterator[list[int]]) -> tuple[StepReport | None, float]:
         """Forward, backward and step of each micro-batch; what the step said, and the mean loss of all ranks."""
@@ -453,11 +429,6 @@ def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: s
         out=out,
         sample=sample,
     )
-
-
-def in_memory(report: sf.MemoryReport) -> int:
-    """Return the bytes that are held in memory, whichever."""
-    return sum(num_bytes for tier, num_bytes in report.tiers.items() if tier != Tier.DISK)
 
 
 def elsewhere(layout: sf.Layout) -> str:

@@ -198,6 +198,11 @@ class RecipeSettings(BaseModel):
             if not first["loc"]:  # a check of several settings at once, which wrote the sentence itself
                 raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
             name = ".".join(str(part) for part in first["loc"])
+            if first["type"] == "missing":
+                option = name.replace("_", "-")
+                raise ConfigError(
+                    f"{where}: there is no {name}: give --{option}, or {name} = in a config file."
+                ) from None
             raise ConfigError(f"{where}: {name} is {first['input']!r}, but {reason(first['msg'])}.") from None
 
 

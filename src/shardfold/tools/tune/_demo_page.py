@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardfold.tools.observe._charts import ChartLine, line_chart
+from shardfold.tools.observe.charts import ChartLine, line_chart
 from shardfold.tools.observe.page_parts import page, scroll, table, tiles
 from shardfold.tools.observe.readable import format_count, format_duration
-from shardfold.tools.observe.run_page import _rows as step_rows
-from shardfold.tools.observe.run_page import _series as series
-from shardfold.tools.observe.run_page import _smooth as smooth
+from shardfold.tools.observe.run_page import series, smooth, step_rows
 
 __all__ = ["demo_page"]
 

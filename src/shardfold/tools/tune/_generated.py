@@ -9,7 +9,7 @@ from typing import Any
 import shardfold as sf
 from shardfold.tools.tune._answers import is_match
 from shardfold.tools.tune._evaluated_model import EvaluatedModel
-from shardfold.tools.tune.data._encoding import Encoder
+from shardfold.tools.tune.data.encoding import Encoder
 from shardfold.tools.tune.data.row_formats import Example
 from shardfold.tools.tune.eval_config import EvalConfig
 

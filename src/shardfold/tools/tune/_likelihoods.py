@@ -13,7 +13,7 @@ from shardfold.errors import ConfigError
 from shardfold.tools.tune._eval_rows import ChoiceQuestion, EvalRows
 from shardfold.tools.tune._evaluated_model import EvaluatedModel
 from shardfold.tools.tune._scoring import RowScore, score_rows, windows_of
-from shardfold.tools.tune.data._encoding import Encoder
+from shardfold.tools.tune.data.encoding import Encoder
 from shardfold.tools.tune.data.row_formats import Example
 from shardfold.tools.tune.data.rows import Tokens
 from shardfold.tools.tune.eval_config import EvalConfig

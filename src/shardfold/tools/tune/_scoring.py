@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import shardfold as sf
-from shardfold.tools.tune.data._packing import best_fit
+from shardfold.tools.tune.data.packing import best_fit
 from shardfold.tools.tune.data.rows import Tokens
 
 __all__ = ["Forward", "RowScore", "score_rows", "windows_of"]

@@ -303,9 +303,6 @@ class TuneConfig(RecipeSettings):
         for name, section in SECTIONS.items():
             if isinstance(given := settings.get(name), Mapping):
                 settings[name] = section.load(dict(given), where=f"{where}, [{name}]")
-        for name in ("model", "data"):
-            if settings.get(name) is None:
-                raise ConfigError(f"{where}: there is no {name}: give --{name}, or {name} = in a config file.")
         return super().load(settings, where, inherited)
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.checks import is_number
+from shardfold.tools.tune._answers import final_number, is_match
 
 __all__ = ["Completion", "Reward", "contains", "ends", "gsm8k", "rewards_of"]
-
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -57,19 +55,13 @@ def ends(answer: Completion) -> float:
 
 
 def gsm8k(answer: Completion) -> float:
-    """1 where the last number, behind ``####`` if there is one, is that of the row's column ``answer``, as in GSM8K
-    (arXiv 2110.14168)."""
+    """1 where the number behind ``####`` is that of the row's column ``answer``, as in GSM8K (arXiv 2110.14168)."""
     asked = answer.row.get("answer")
-    if not isinstance(asked, str) or (right := _number(asked)) is None:
+    if not isinstance(asked, str) or final_number(asked) is None:
         raise ConfigError(
-            f"reward gsm8k: a row's column 'answer' is {asked!r}: it is a solution that ends in a number."
+            f"reward gsm8k: a row's column 'answer' is {asked!r}: it is a solution that ends in #### and a number."
         )
-    return float(_number(answer.text) == right)
-
-
-def _number(text: str) -> float | None:
-    found = NUMBER.findall(text.rpartition("####")[2])
-    return float(found[-1].replace(",", "")) if found else None
+    return float(is_match(answer.text, asked))
 
 
 OWN: dict[str, Reward] = {"contains": contains, "ends": ends, "gsm8k": gsm8k}

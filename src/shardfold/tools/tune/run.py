@@ -19,9 +19,9 @@ import shardfold as sf
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
 from shardfold.optim.schedules import renew_rates
-from shardfold.plan.layout import Tier
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
+from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite
 from shardfold.tools.stop_signal import StopSignal
 from shardfold.tools.tune._model_config import changed_config, with_length
 from shardfold.tools.tune._noise import EmbeddingNoise, sample_lengths
@@ -172,14 +172,6 @@ def _optimizer(config: TuneConfig, model: nn.Module) -> Any:
     return partial(kind, lr=config.lr, weight_decay=config.weight_decay, **options)
 
 
-def _clip(config: TuneConfig) -> sf.Clip | None:
-    """Of gradients; one that clips nothing looks whether they are finite."""
-    stops = config.nonfinite == "raise" and not config.precision.startswith("fp16")  # that skips such steps
-    if not (config.clip_norm or stops):
-        return None
-    return sf.Clip(norm=config.clip_norm or math.inf, error_if_nonfinite=stops)
-
-
 class TuneRun:
     """One training of a recipe.
 
@@ -262,7 +254,7 @@ class TuneRun:
             ),
             precision=config.precision,
             accumulate=config.accumulate,
-            clip_norm=_clip(config),
+            clip_norm=clip_of(config),
             lr_schedule=_schedule(config, updates),
             init=sf.Init(weights=tensors, seed=config.seed),
         )
@@ -370,11 +362,12 @@ class TuneRun:
         except NonFiniteError as error:
             if scaler is not None:
                 raise
-            raise ShardfoldError(self.not_finite("the loss or its gradient is inf or NaN")) from error
+            said = not_finite("the loss or its gradient is inf or NaN", self.done + 1, self.config)
+            raise ShardfoldError(said) from error
         means = totals.means(self.engine)
         loss = means.pop("loss")
         if not math.isfinite(loss) and scaler is None and self.config.nonfinite == "raise":
-            raise ShardfoldError(self.not_finite(f"the loss is {loss}"))
+            raise ShardfoldError(not_finite(f"the loss is {loss}", self.done + 1, self.config))
         tokens = self.engine.mean(float(totals.tokens)) * self.engine.data_ranks
         self.done += 1
         now = time.perf_counter()
@@ -385,18 +378,10 @@ class TuneRun:
             grad_norm=said.grad_norm,
             tokens_per_s=tokens / (now - began),
             seconds=now - self.began,
-            memory_bytes=self.history[-1].memory_bytes if self.history else _in_memory(self.engine.memory()),
+            memory_bytes=self.history[-1].memory_bytes if self.history else held_in_memory(self.engine.memory()),
             loss_scale=said.loss_scale if scaler is not None else None,
             skipped=scaler.skipped if scaler is not None else 0,
             figures=means,
-        )
-
-    def not_finite(self, what: str) -> str:
-        """Return the sentence with which a run ends that is not finite any more."""
-        return (
-            f"{what} at step {self.done + 1}, and nothing was updated: lower the learning rate (--lr, now "
-            f"{self.config.lr:g}), clip harder (--clip-norm, now {self.config.clip_norm:g}), or go on all the same "
-            "with --nonfinite warn."
         )
 
     @torch.no_grad()
@@ -458,16 +443,8 @@ class TuneRun:
 
     def resume(self, path: Path) -> str:
         """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
-        optimizer, schedule = self.engine.optimizer, self.engine.lr_schedule
-        assert optimizer is not None
-        names = ("params", "param_names")
-        options = [{k: v for k, v in group.items() if k not in names} for group in optimizer.param_groups]
-        rates = list(schedule.base_lrs)
-        report = self.engine.load(path, state={"data": self.batches, "recipe": self.recipe})
-        for group, asked in zip(optimizer.param_groups, options, strict=True):  # the settings are those of this run
-            group.update(asked)
-        schedule.base_lrs = rates
-        renew_rates(schedule)
+        state = {"data": self.batches, "recipe": self.recipe}
+        report = load_with_own_rates(self.engine, path, state)
         self.done = self.begun_at = report.state["done"]
         self.recipe.resumed(self, Path(report.path))
         if self.done >= self.total:
@@ -497,8 +474,3 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.group.all_reduce(grads[0].clone()), None
-
-
-def _in_memory(report: sf.MemoryReport) -> int:
-    """Return the bytes that are held in memory, whichever."""
-    return sum(num_bytes for tier, num_bytes in report.tiers.items() if tier != Tier.DISK)

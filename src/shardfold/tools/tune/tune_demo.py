@@ -285,6 +285,8 @@ class _Facts:
     def write(self) -> None:
         """``demo.json``."""
         models = list(self.measures)
+        asked = {row["prompt"]: number for number, row in reversed(list(enumerate(self.answers[models[0]])))}
+        shown = sorted(asked.values())[:SHOWN]  # the first of each request: none is on the page twice
         samples = [
             {
                 "prompt": self.answers[models[0]][number]["prompt"],
@@ -298,7 +300,7 @@ class _Facts:
                     for name in models
                 },
             }
-            for number in range(SHOWN)
+            for number in shown
         ]
         facts = {
             **{name: value for name, value in self.made.items() if name != "seconds"},

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import shardfold as sf
 from shardfold.testing import Ranks
-from shardfold.tools.tune.data._packing import best_fit
 from shardfold.tools.tune.data.batches import Batch, collate
 from shardfold.tools.tune.data.packed_attention import pack_attention, why_not_packed
+from shardfold.tools.tune.data.packing import best_fit
 from shardfold.tools.tune.data.rows import Tokens
 
 transformers = pytest.importorskip("transformers")

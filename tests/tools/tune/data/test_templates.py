@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardfold.errors import ConfigError
-from shardfold.tools.tune.data._encoding import EncodedRow, Encoder
+from shardfold.tools.tune.data.encoding import EncodedRow, Encoder
 from shardfold.tools.tune.data.row_formats import Message, read_example
 from shardfold.tools.tune.data.sources import Raw
 from shardfold.tools.tune.data.templates import TEMPLATES, ChatTemplate

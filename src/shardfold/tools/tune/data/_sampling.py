@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardfold.data import shuffled
-from shardfold.tools.tune.data._packing import best_fit
+from shardfold.tools.tune.data.packing import best_fit
 from shardfold.tools.tune.data.prepared import Prepared
 
 __all__ = ["Reached", "Sample", "SampleOrder"]

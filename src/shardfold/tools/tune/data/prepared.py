@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.tools.tune.data._encoding import EncodedRow, Encoder
+from shardfold.tools.tune.data.encoding import EncodedRow, Encoder
 from shardfold.tools.tune.data.row_formats import FORMATS, read_example
 from shardfold.tools.tune.data.rows import Kind, Labelled, Pair, Prompt, Row, Tokens
 from shardfold.tools.tune.data.sources import SourceFile, find_files, read_block, scan

@@ -133,6 +133,8 @@ def _tell(row: Mapping[str, Any], kind: Kind, where: str) -> str:
         return "text"
     known = ["messages", "conversations", "instruction", "output", "prompt", "completion", "chosen", "rejected", "text"]
     near = next((each for name in has if "Did you mean" in (each := did_you_mean(name, known))), "")
+    if not near:
+        near = ' Other names are told in a config file: data = [{ path = "...", columns = { prompt = "question" } }].'
     _refuse(where, f"columns {', '.join(map(repr, has))} are of no known format; {kind} reads {_SHAPES[kind]}.{near}")
 
 
