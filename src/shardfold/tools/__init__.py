@@ -1,5 +1,6 @@
 """Commands, and what they are made of.
 
+    answering     what `generate`, `chat` and `serve` share
     bench         the benchmark: layouts and peers that take turns
     cli           the command `shardfold`
     cli_ckpt      the commands `shardfold ckpt`: look into checkpoints, check them, carry them out and in
