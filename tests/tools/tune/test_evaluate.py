@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
+from shardfold.tools.answering.opened_model import OpenedModel, byte_tokenizer
 from shardfold.tools.recipes.lm import train
 from shardfold.tools.recipes.train_config import TrainConfig
 from shardfold.tools.tune._answers import final_number, is_match
-from shardfold.tools.tune._evaluated_model import EvaluatedModel, byte_tokenizer
 from shardfold.tools.tune._likelihoods import scored_bytes
 from shardfold.tools.tune._scoring import windows_of
 from shardfold.tools.tune.data.rows import Tokens
@@ -236,7 +236,7 @@ def test_a_run_of_train_is_evaluated_too(tmp_path: Path) -> None:
     found = evaluate(EvalConfig.load({"model": run, "data": data, "answers": 0})).language
     assert found is not None and found.tokens == found.bytes == sum(len(row["text"]) for row in texts(3))
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2)) and 1 < found.bits_per_byte < 9
-    opened = EvaluatedModel.open(EvalConfig.load({"model": run, "data": data}))
+    opened = OpenedModel.open(EvalConfig.load({"model": run, "data": data}))
     ids = [0, *texts(3)[0]["text"].encode()]
     with torch.no_grad():
         logits = opened.engine(torch.tensor([ids])).double()

@@ -36,7 +36,6 @@ _demo_base        what the demo begins with: text, a tokenizer of its words, and
 _demo_page        the page of the demo: what each recipe did, in figures, curves and answers
 _demo_text        the text of the demo: little stories from templates and lists of words
 _eval_rows        rows as an evaluation takes them: to score, to answer, to choose
-_evaluated_model  a model as an evaluation has it: split by a layout, with its tokenizer, never trained
 _generated        answers that a model gives to the prompts of an evaluation, and what they are held to
 _likelihoods      from rows to the tokens that are scored, and from scores to loss, bits per byte and accuracy
 _loftq            LoftQ: a rounded weight and two small matrices that together are near the weight

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import shardfold as sf
+from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.tune._answers import is_match
-from shardfold.tools.tune._evaluated_model import EvaluatedModel
 from shardfold.tools.tune.data.encoding import Encoder
 from shardfold.tools.tune.data.row_formats import Example
 from shardfold.tools.tune.eval_config import EvalConfig
@@ -102,7 +102,7 @@ class BestOfScores:
     any_exact_match: float | None = None
 
 
-def asked_prompts(model: EvaluatedModel, examples: Sequence[Example], config: EvalConfig) -> list[AskedPrompt]:
+def asked_prompts(model: OpenedModel, examples: Sequence[Example], config: EvalConfig) -> list[AskedPrompt]:
     """The first prompts of the data that leave room for an answer."""
     encoder = Encoder(model.tokenizer, "prompt", config.template, "assistant", max(1, model.context - 1))
     found: list[AskedPrompt] = []
@@ -116,7 +116,7 @@ def asked_prompts(model: EvaluatedModel, examples: Sequence[Example], config: Ev
 
 
 def ask(
-    model: EvaluatedModel, prompts: Sequence[AskedPrompt], config: EvalConfig, *, n: int = 1, greedy: bool
+    model: OpenedModel, prompts: Sequence[AskedPrompt], config: EvalConfig, *, n: int = 1, greedy: bool
 ) -> list[list[GivenAnswer]]:
     """Answer all prompts, `n` times each. All ranks call it, each answers its part."""
     engine = model.engine
@@ -178,7 +178,7 @@ def score_best_of(
     )
 
 
-def _given(model: EvaluatedModel, row: Sequence[float]) -> GivenAnswer:
+def _given(model: OpenedModel, row: Sequence[float]) -> GivenAnswer:
     tokens = [int(value) for value in row[1:] if value != UNUSED]
     shown = tokens[:-1] if tokens and tokens[-1] in model.stops else tokens
     text = model.tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from shardfold.errors import ConfigError
+from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.tune._eval_rows import ChoiceQuestion, EvalRows
-from shardfold.tools.tune._evaluated_model import EvaluatedModel
 from shardfold.tools.tune._scoring import RowScore, score_rows, windows_of
 from shardfold.tools.tune.data.encoding import Encoder
 from shardfold.tools.tune.data.row_formats import Example
@@ -67,7 +67,7 @@ class ChoiceScores:
     accuracy_per_byte: float
 
 
-def score_language(model: EvaluatedModel, rows: EvalRows, config: EvalConfig) -> LanguageScores | None:
+def score_language(model: OpenedModel, rows: EvalRows, config: EvalConfig) -> LanguageScores | None:
     """Score texts from their first token on, in windows of the model's context, and conversations where an assistant
     speaks; None: there is neither."""
     sequences: list[Tokens] = []
@@ -97,9 +97,7 @@ def score_language(model: EvaluatedModel, rows: EvalRows, config: EvalConfig) ->
     )
 
 
-def score_choices(
-    model: EvaluatedModel, questions: Sequence[ChoiceQuestion], config: EvalConfig
-) -> ChoiceScores | None:
+def score_choices(model: OpenedModel, questions: Sequence[ChoiceQuestion], config: EvalConfig) -> ChoiceScores | None:
     """Choose by likelihood: what counts are a choice's own tokens, never the question's; None: nothing is asked."""
     if not questions:
         return None
@@ -115,17 +113,17 @@ def score_choices(
     return ChoiceScores(questions=count, accuracy=right / count, accuracy_per_byte=right_per_byte / count)
 
 
-def scored(model: EvaluatedModel, sequences: Sequence[Tokens], config: EvalConfig) -> list[RowScore]:
+def scored(model: OpenedModel, sequences: Sequence[Tokens], config: EvalConfig) -> list[RowScore]:
     pack = model.context if config.pack and not model.is_bytes else 0
     return score_rows(model.engine, model.forward, sequences, batch_tokens=config.batch_tokens, pack=pack)
 
 
-def encode(model: EvaluatedModel, text: str) -> list[int]:
+def encode(model: OpenedModel, text: str) -> list[int]:
     """The tokens of a text, and none around it."""
     return model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def split_pair(model: EvaluatedModel, before: str, text: str) -> tuple[list[int], list[int]]:
+def split_pair(model: OpenedModel, before: str, text: str) -> tuple[list[int], list[int]]:
     """Tokens of a text behind another one, such that together they are the tokens of both joined.
 
     Blanks at the end of what stands before are the text's, as tokens begin with blanks and do not end with them.
@@ -137,7 +135,7 @@ def split_pair(model: EvaluatedModel, before: str, text: str) -> tuple[list[int]
     return first, joined[len(first) :]
 
 
-def continued(model: EvaluatedModel, before: Sequence[int], ids: Sequence[int]) -> Tokens:
+def continued(model: OpenedModel, before: Sequence[int], ids: Sequence[int]) -> Tokens:
     """A sequence of which the tokens behind `before` are scored; of what is too long, the begin is left out."""
     if not before:
         before = [] if model.first is None else [model.first]
@@ -147,7 +145,7 @@ def continued(model: EvaluatedModel, before: Sequence[int], ids: Sequence[int]) 
     return Tokens(np.array(kept, np.int32), trained)
 
 
-def windows(model: EvaluatedModel, ids: Sequence[int]) -> list[Tokens]:
+def windows(model: OpenedModel, ids: Sequence[int]) -> list[Tokens]:
     first = model.first
     if first is None:  # the first token has nothing to be predicted from
         first, ids = ids[0], ids[1:]
@@ -159,14 +157,14 @@ def windows(model: EvaluatedModel, ids: Sequence[int]) -> list[Tokens]:
     return found
 
 
-def _conversations(model: EvaluatedModel, examples: Sequence[Example], config: EvalConfig) -> list[tuple[Tokens, bool]]:
+def _conversations(model: OpenedModel, examples: Sequence[Example], config: EvalConfig) -> list[tuple[Tokens, bool]]:
     """Of each its tokens, and whether its end was cut; what has nothing left to score is left out."""
     encoder = Encoder(model.tokenizer, "chat", config.template, config.train_on, model.context + 1)
     encoded = encoder.encode(list(examples))
     return [(each.sequences[0], bool(each.facts["cut"])) for each in encoded if len(each.sequences[0])]
 
 
-def _choices(model: EvaluatedModel, question: ChoiceQuestion, config: EvalConfig) -> list[Tokens]:
+def _choices(model: OpenedModel, question: ChoiceQuestion, config: EvalConfig) -> list[Tokens]:
     if isinstance(question.prompt, str):
         pairs = (split_pair(model, question.prompt, each) for each in question.choices)
         return [continued(model, *pair) for pair in pairs]

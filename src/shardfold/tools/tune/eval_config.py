@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from shardfold.errors import ConfigError
-from shardfold.plan import presets
+from shardfold.tools.answering.open_config import OpenConfig
 from shardfold.tools.effects import Effect
-from shardfold.tools.recipes.train_config import RecipeSettings
 from shardfold.tools.tune.config import Source, TuneConfig
 
 __all__ = ["EvalConfig"]
@@ -26,7 +25,7 @@ def _as_in_tune(name: str) -> Any:
     return copy.copy(TuneConfig.model_fields[name])
 
 
-class EvalConfig(RecipeSettings):
+class EvalConfig(OpenConfig):
     """What a model is held to. Field descriptions are the command line's help."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
@@ -34,19 +33,8 @@ class EvalConfig(RecipeSettings):
         *(Effect(name, lambda given: given.best_of > 1, *SAMPLES_ONLY) for name in ("temperature", "top_p", "seed")),
     )
 
-    model: Path = Field(
-        description="A run of shardfold tune or shardfold train, a folder of transformers, or an adapter of peft."
-    )
     data: tuple[Source, ...] = _as_in_tune("data")
-    procs: int = Field(1, ge=1, le=4096, description="Processes on this machine; torchrun's own count wins.")
-    layout: str = Field("zero3", description=f"How parameters are split over ranks: {', '.join(presets.NAMES)}.")
-    tensor: int = Field(1, ge=1, le=4096, description="Ranks that share each layer: heads, columns and words.")
-    precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast"] = Field(
-        "fp32", description="Arithmetic of the model: fp32, bf16, fp16, bf16-autocast, fp16-autocast."
-    )
-    length: int | None = Field(
-        None, ge=2, le=2**30, description="Tokens that the model reads at most; without it, as many as its config says."
-    )
+    layout: str = Field("zero3", description=OpenConfig.model_fields["layout"].description)
     pack: bool = Field(False, description="Several rows share a line of tokens; none sees another: the same figures.")
     batch_tokens: int = Field(8192, ge=1, description="Tokens that go through the model at once, on each rank.")
     template: str = Field("model", description="The chat template: model (the tokenizer's own), a file, or a name.")

@@ -17,10 +17,10 @@ from typing import Any
 from rich.text import Text
 
 from shardfold.errors import ConfigError
+from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.tables import headed, new_table, print_whole
 from shardfold.tools.tune._eval_rows import read_rows
-from shardfold.tools.tune._evaluated_model import EvaluatedModel
 from shardfold.tools.tune._generated import (
     AnswerScores,
     AskedPrompt,
@@ -84,7 +84,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     """
     began = time.perf_counter()
     rewards = None if config.reward is None else rewards_of(config.reward)
-    model = EvaluatedModel.open(config)
+    model = OpenedModel.open(config)
     try:
         has_template = not model.is_bytes and chat_template(model.tokenizer, config.template) is not None
         rows = read_rows(config.data, chat=has_template)

@@ -21,7 +21,7 @@ from typing import Any
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
 from shardfold.errors import ConfigError
-from shardfold.tools.tune._evaluated_model import EvaluatedModel
+from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.tune._generated import AskedPrompt, ask
 from shardfold.tools.tune._likelihoods import continued, encode, scored, windows
 from shardfold.tools.tune.eval_config import EvalConfig
@@ -39,7 +39,7 @@ class HarnessModel(TemplateLM):
     def __init__(self, config: EvalConfig) -> None:
         super().__init__()
         self.config = config
-        self.evaluated = EvaluatedModel.open(config)
+        self.evaluated = OpenedModel.open(config)
         self.tokenizer = self.evaluated.tokenizer
 
     @property

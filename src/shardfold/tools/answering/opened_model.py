@@ -1,4 +1,4 @@
-"""A model as an evaluation has it: split by a layout over the ranks, with its tokenizer, never trained."""
+"""A model that is asked and not trained: split by a layout over the ranks, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import shardfold as sf
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError
 from shardfold.plan import presets
+from shardfold.tools.answering.open_config import OpenConfig
 from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings
 from shardfold.tools.tune.adapters import merged_tensors
-from shardfold.tools.tune.eval_config import EvalConfig
 from shardfold.tools.tune.models import ModelPlace, hollow_model, quiet
 
-__all__ = ["EvaluatedModel", "byte_tokenizer"]
+__all__ = ["OpenConfig", "OpenedModel", "byte_tokenizer"]
 
 USUAL_LENGTH = 2048
 """Tokens that a model reads whose config does not say."""
 
 
 @dataclass
-class EvaluatedModel:
-    """What an evaluation asks.
+class OpenedModel:
+    """A model that is there to be asked.
 
     Attributes:
         engine: of the model, without an optimizer.
@@ -46,12 +46,15 @@ class EvaluatedModel:
     is_bytes: bool = False
 
     @classmethod
-    def open(cls, config: EvalConfig) -> EvaluatedModel:
+    def open(cls, config: OpenConfig) -> OpenedModel:
         """Load it; each rank reads its own part.
 
         Raises:
-            ConfigError: there is no model, or it is a reward model.
+            ConfigError: there is no model, or it is a reward model, or it cannot be opened in that way.
         """
+        for name, given, usual in (("bits", config.bits, None), ("weights", config.weights, "memory")):
+            if given != usual:
+                raise ConfigError(f"--{name} {given} is not there yet: leave it out.")
         folder = config.model.expanduser()
         said = _settings(folder / "config.json")
         if "size" in said and "model_type" not in said:
@@ -88,7 +91,7 @@ def _settings(path: Path) -> dict[str, Any]:
     return read_settings(path) if path.is_file() else {}
 
 
-def _engine(model: torch.nn.Module, config: EvalConfig, weights: Mapping[str, Tensor] | None) -> sf.Engine:
+def _engine(model: torch.nn.Module, config: OpenConfig, weights: Mapping[str, Tensor] | None) -> sf.Engine:
     model.requires_grad_(False)
     return sf.Engine(
         model,
@@ -102,14 +105,14 @@ def _engine(model: torch.nn.Module, config: EvalConfig, weights: Mapping[str, Te
     )
 
 
-def _of_transformers(folder: Path, config: EvalConfig) -> EvaluatedModel:
+def _of_transformers(folder: Path, config: OpenConfig) -> OpenedModel:
     place = ModelPlace.find(folder)
     tokenizer = place.tokenizer()
     with quiet():
         model = hollow_model(place.config, "lm")
     engine = _engine(model, config, merged_tensors(model, place, "lm"))
     context = getattr(place.config.get_text_config(), "max_position_embeddings", None) or USUAL_LENGTH
-    return EvaluatedModel(engine, tokenizer, context, _stops(place, tokenizer))
+    return OpenedModel(engine, tokenizer, context, _stops(place, tokenizer))
 
 
 def _stops(place: ModelPlace, tokenizer: Any) -> tuple[int, ...]:
@@ -124,7 +127,7 @@ def _stops(place: ModelPlace, tokenizer: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _of_train(folder: Path, said: Mapping[str, Any], config: EvalConfig) -> EvaluatedModel:
+def _of_train(folder: Path, said: Mapping[str, Any], config: OpenConfig) -> OpenedModel:
     if not (folder / IN_RUN).is_dir():
         raise ConfigError(
             f"the run {str(folder)!r} has no checkpoint to evaluate: train with --save-every, which writes one at the "
@@ -137,7 +140,7 @@ def _of_train(folder: Path, said: Mapping[str, Any], config: EvalConfig) -> Eval
     engine = _engine(model, config, None)
     engine.load(folder, weights_only=True)
     tokenizer = byte_tokenizer()
-    return EvaluatedModel(engine, tokenizer, shape.context, (tokenizer.eos_token_id,), is_bytes=True)
+    return OpenedModel(engine, tokenizer, shape.context, (tokenizer.eos_token_id,), is_bytes=True)
 
 
 def byte_tokenizer() -> Any:
