@@ -30,10 +30,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "whole": {"rank": 4, "modules": "lm_head"},
     "prefix": {"kind": "prefix", "pre_seq_len": 4},
     "projected": {"kind": "prefix", "pre_seq_len": 4, "prefix_projection": True},
+    "yarn": {"rank": 4},
+    "linear": {"rank": 4},
 }
+ROPE = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+}
+"""As transformers' config has them."""
 
 
-def _settings(folder: Path, adapter: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _settings(folder: Path, name: str, **more: Any) -> dict[str, Any]:
+    adapter = KINDS.get(name)
+    if name in ROPE:
+        more = {"text": {"rope": f"{name}:4"}, **more}
     return {
         "model": folder / "base", "data": str(folder / "rows.jsonl"), "cache": folder / "cache", "steps": STEPS,
         "lr": LR, "schedule": "constant", "clip_norm": 0.0, "adapter": adapter, **more,
@@ -62,7 +72,7 @@ def ours(folder: str, name: str, more: dict[str, Any]) -> tuple[list[float], lis
     here = Path(folder)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     out = here / f"{name}-{world}-{more.get('layout')}-{more.get('activations')}"
-    run = _run(_settings(here, KINDS[name], micro_batch=4 // world, **more))
+    run = _run(_settings(here, name, micro_batch=4 // world, **more))
     windows = iter(run.batches)
     losses = [run.step(windows).loss for _ in range(STEPS)]
     if run.leads:
@@ -101,7 +111,11 @@ def alone(folder: str, name: str) -> tuple[list[float], list[list[float]], float
     here, adapter = Path(folder), Adapter.load(KINDS[name])
     place = ModelPlace.find(here / "base")
     wrapped, tensors = beginning(hollow_model(place.config, "lm"), place, adapter, "lm", 0)
-    base = AutoModelForCausalLM.from_pretrained(here / "base", dtype=torch.float32)
+    config = place.config
+    if name in ROPE:
+        config.rope_parameters = {**config.rope_parameters, **ROPE[name]}
+        config.max_position_embeddings *= 4
+    base = AutoModelForCausalLM.from_pretrained(here / "base", config=config, dtype=torch.float32)
     first = _logits(base)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
@@ -110,7 +124,7 @@ def alone(folder: str, name: str) -> tuple[list[float], list[list[float]], float
     changed = max(
         abs(a - b) for x, y in zip(first, _logits(model.eval()), strict=True) for a, b in zip(x, y, strict=True)
     )
-    run = _run(_settings(here, KINDS[name], micro_batch=4))
+    run = _run(_settings(here, name, micro_batch=4))
     batches = [window.batches[0] for _, window in zip(range(STEPS), iter(run.batches), strict=False)]
     run.engine.close()
     if adapter.lr_ratio is None:
@@ -141,7 +155,7 @@ def _near(found: list[list[float]], wanted: list[list[float]], tolerance: float)
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("dora", "pissa") else pytest.param(n, marks=pytest.mark.soak) for n in KINDS]
+    "name", [n if n in ("dora", "pissa", "yarn") else pytest.param(n, marks=pytest.mark.soak) for n in KINDS]
 )
 def test_as_with_peft_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """20 losses on one rank and under zero3 on two are those of peft alone, and so are the logits of what is written,
@@ -203,7 +217,7 @@ def expanded(folder: str) -> tuple[bool, list[float], set[str], set[str]]:
 
     here = Path(folder)
     adapter = {"kind": "expand", "layers": 2}
-    run = _run(_settings(here, adapter, micro_batch=2, layout="zero3"))
+    run = _run({**_settings(here, "", micro_batch=2, layout="zero3"), "adapter": adapter})
     base = AutoModelForCausalLM.from_pretrained(here / "base", dtype=torch.float32)
     ids = torch.arange(5, 13)[None]
     with torch.no_grad():
@@ -229,7 +243,7 @@ def test_an_expanded_model_begins_as_its_base(ranks: Ranks, tmp_path: Path) -> N
 
 def bf16(folder: str) -> list[float]:
     """How far DoRA's magnitudes have moved in bf16."""
-    run = _run(_settings(Path(folder), KINDS["dora"], micro_batch=2, layout="zero3", precision="bf16"))
+    run = _run(_settings(Path(folder), "dora", micro_batch=2, layout="zero3", precision="bf16"))
     names = [name for name in run.trained if "magnitude" in name]
     first = {name: run.tensors[name].float() for name in names}
     windows = iter(run.batches)

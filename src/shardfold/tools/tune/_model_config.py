@@ -17,9 +17,10 @@ __all__ = ["changed_config", "with_length"]
 def with_length(config: TuneConfig, place: ModelPlace) -> TuneConfig:
     """The settings, where no length is given with at most as many tokens as the model has positions for."""
     most = getattr(place.config, "max_position_embeddings", None)
-    if most is None or config.text.rope is not None or "length" in config.text.model_fields_set:
+    if most is None or "length" in config.text.model_fields_set:
         return config
-    text = config.text.model_copy(update={"length": min(config.text.length, most)})
+    factor = 1.0 if config.text.rope is None else float(config.text.rope["factor"])
+    text = config.text.model_copy(update={"length": min(config.text.length, math.ceil(most * factor))})
     return config.model_copy(update={"text": text})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint import export_to
-from shardfold.tools.tune.adapters import NAME, AdaptedTensors, clean
+from shardfold.tools.tune.adapters import NAME, AdaptedTensors, merged_tensors
+from shardfold.tools.tune.models import hollow_model
 from shardfold.tools.tune.run import TuneRun
 
 __all__ = ["write_model"]
@@ -85,8 +87,8 @@ def _write_adapter(run: TuneRun, folder: Path, base: Path) -> None:
     variant = run.config.adapter.variant if run.config.adapter is not None else ""
     if variant in ("pissa", "olora"):
         config, values = _on_the_base_as_it_was(run, config, values)
-    elif variant == "loftq":
-        _write_changed_base(run, base)
+    if (changed := _base_of_its_own(run)) is not None:
+        _write_base(run, changed, base)
         config.base_model_name_or_path = str(base.resolve())
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True
@@ -111,11 +113,23 @@ def _on_the_base_as_it_was(run: TuneRun, config: Any, values: dict[str, Tensor])
     return config, made
 
 
-def _write_changed_base(run: TuneRun, folder: Path) -> None:
-    """The base with which an adapter was trained, where that is not the one it came from; a file at a time."""
+def _base_of_its_own(run: TuneRun) -> Mapping[str, Tensor] | None:
+    """Values of the base with which an adapter was trained, where those, or its config, are not what ``--model`` names:
+    LoftQ has rounded it, another adapter was merged into it, or its positions are others."""
+    if isinstance(run.tensors, AdaptedTensors) and run.config.adapter is not None:
+        if run.config.adapter.variant == "loftq":
+            return run.tensors.base()
+        if run.place.adapter is not None or run.config.text.rope is not None:
+            return merged_tensors(
+                hollow_model(copy.deepcopy(run.model_config), run.config.task), run.place, run.config.task
+            )
+    return None
+
+
+def _write_base(run: TuneRun, values: Mapping[str, Tensor], folder: Path) -> None:
+    """A folder of transformers, a file of at most so many bytes at a time."""
     from safetensors.torch import save_file
 
-    assert isinstance(run.tensors, AdaptedTensors)
     folder.mkdir()
     part, size, written = dict[str, Tensor](), 0, list[Path]()
     places: dict[str, str] = {}
@@ -127,13 +141,9 @@ def _write_changed_base(run: TuneRun, folder: Path) -> None:
         places.update(dict.fromkeys(part, path.name))
         part.clear()
 
-    prefix = "base_model.model."
-    for name in run.tensors:
-        inner = name.removeprefix(prefix)
-        if ".lora_" in inner or clean(inner) in part or clean(inner) in places:
-            continue
-        part[clean(inner)] = run.tensors[name].contiguous().clone()
-        size += part[clean(inner)].nbytes
+    for name in values:
+        part[name] = values[name].contiguous().clone()
+        size += part[name].nbytes
         if size > SHARD_BYTES:
             write()
             size = 0

@@ -319,6 +319,11 @@ class AdaptedTensors(Mapping[str, Tensor]):
         """Of LoRA; None for a prefix."""
         return self._layers
 
+    def base(self) -> Mapping[str, Tensor]:
+        """Values of the base alone, by the names of the base, as the adapter's variant has changed them."""
+        prefix = "base_model.model."
+        return RenamedTensors(self, {clean(name.removeprefix(prefix)): name for name in self if ".lora_" not in name})
+
     def __getitem__(self, name: str) -> Tensor:
         path, own = self._places[name]
         if path:
@@ -343,6 +348,22 @@ def merged_tensors(model: nn.Module, place: ModelPlace, task: str) -> Mapping[st
     if place.adapter is not None:
         given = MergedTensors(model, given, place.adapter)
     return given
+
+
+class RenamedTensors(Mapping[str, Tensor]):
+    """Some tensors of a mapping by other names; ``names``: the mapping's, by the new one."""
+
+    def __init__(self, given: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        self._given, self._from = given, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._given[self._from[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._from)
+
+    def __len__(self) -> int:
+        return len(self._from)
 
 
 class JoinedTensors(Mapping[str, Tensor]):
