@@ -60,6 +60,21 @@ class TierTraffic:
         self.counts, self.left_out = {}, set()
 
 
+class Asked:
+    """What is no step's: collectives that were asked for, and forwards that no backward follows.
+
+    Attributes:
+        calls, sent: of collectives.
+        moves: between tiers, of those forwards.
+        ran: sections of the program that these were, by the part of the model that they went through.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.sent = 0
+        self.moves = TierTraffic()
+        self.ran: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
+
+
 class Meter:
     """Bytes and calls of one step.
 
@@ -83,8 +98,9 @@ class Meter:
             TierTraffic(),
         )
         self._sections: Counter[str] = Counter()
-        self._control = self._asked = self._asked_calls = 0
-        self._last_control = self._last_asked = self._last_asked_calls = 0
+        self._control = self._last_control = 0
+        self._asked, self._last_asked = Asked(), Asked()
+        self._stepped = False
         self.last_sections: Counter[str] = Counter()
         self._parts: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
         self.last_parts: Mapping[Hashable, Counter[str]] = {}
@@ -124,13 +140,20 @@ class Meter:
     def begin_step(self) -> None:
         """A forward that no backward followed was asked for; what comes now is the step's."""
         self._count_forward_as_asked()
-        self._in_forward = False
 
     def _count_forward_as_asked(self) -> None:
-        self._asked += sum(sent for _, sent in self._forward.values())
-        self._asked_calls += sum(calls for calls, _ in self._forward.values())
+        self._asked.sent += sum(sent for _, sent in self._forward.values())
+        self._asked.calls += sum(calls for calls, _ in self._forward.values())
         self._forward.clear()
-        self._forward_moves.clear()
+        self._asked.moves.take(self._forward_moves)
+        if self._in_forward:
+            section, part = self._begun
+            self._asked.ran[part][section] += 1
+        self._in_forward = False
+
+    def end_evaluation(self) -> None:
+        """A forward is over, and no backward follows it."""
+        self._count_forward_as_asked()
 
     def arrive(self) -> None:
         """Updates behind their step are done, and what they gave comes to where it is read: both sections are run."""
@@ -149,8 +172,8 @@ class Meter:
         self.last_sections, self._sections = self._sections, Counter()
         self.last_parts, self._parts = self._parts, defaultdict(Counter)
         self._last_control, self._control = self._control, 0
-        self._last_asked, self._asked = self._asked, 0
-        self._last_asked_calls, self._asked_calls = self._asked_calls, 0
+        self._last_asked, self._asked = self._asked, Asked()
+        self._stepped = True
 
     def forget_last(self) -> None:
         """The program is another one now: what the last step sent cannot be compared with it."""
@@ -173,8 +196,8 @@ class Meter:
 
     def ask(self, verb: str, axes: Axes, num_bytes: int) -> None:
         """One collective of so many bytes that was asked for."""
-        self._asked += int(ring_bytes(verb, num_bytes, self._mesh.parts(axes)))
-        self._asked_calls += 1
+        self._asked.sent += int(ring_bytes(verb, num_bytes, self._mesh.parts(axes)))
+        self._asked.calls += 1
 
     def send(self, kind: Sent, num_bytes: int) -> None:
         """One collective that is no operation of the program, in which this rank sends that many bytes to others."""
@@ -195,12 +218,21 @@ class Meter:
     @property
     def asked(self) -> tuple[int, int]:
         """Calls and bytes that were asked for since the last step."""
-        return self._asked_calls, self._asked
+        return self._asked.calls, self._asked.sent
+
+    @property
+    def reported(self) -> Asked:
+        """What :meth:`report` tells of: since the step before the last began, or, with none, since the beginning."""
+        return self._last_asked if self._stepped else self._asked
 
     def report(
-        self, predicted: Mapping[Sent, tuple[int, float]], moves: Mapping[Moved, tuple[int, float]]
+        self,
+        predicted: Mapping[Sent, tuple[int, float]],
+        moves: Mapping[Moved, tuple[int, float]],
+        evaluated: Mapping[Moved, tuple[int, float]],
     ) -> TrafficReport:
-        """The last completed step beside what the program predicts for the passes it had."""
+        """The last completed step beside what the program predicts for the passes it had; ``evaluated``: for those
+        that were no step's."""
         rows = []
         for kind in sorted({*self._last, *predicted}):
             calls, sent = self._last.get(kind, [0, 0])
@@ -208,13 +240,19 @@ class Meter:
             if kind.purpose == LAYERS:  # by the model, not by the program
                 program = float(sent)
             rows.append(TrafficRow(*kind, calls, program, sent))
-        moved: list[MovedRow] = []
-        for kind in sorted({*self._last_moves.counts, *moves}):
-            calls, num_bytes = self._last_moves.counts.get(kind, [0, 0])
-            moved.append(MovedRow(*kind, calls, moves[kind][1] if kind in moves else 0.0, num_bytes))
-        return TrafficReport(tuple(rows), self._last_control, self._last_asked, self._last_asked_calls, tuple(moved))
+        asked = self.reported
+        moved, apart = _rows(self._last_moves, moves), _rows(asked.moves, evaluated)
+        return TrafficReport(tuple(rows), self._last_control, asked.sent, asked.calls, moved, apart)
 
     @staticmethod
     def _add(into: Counts, kind: Sent, calls: int, sent: int) -> None:
         into[kind][0] += calls
         into[kind][1] += sent
+
+
+def _rows(counted: TierTraffic, predicted: Mapping[Moved, tuple[int, float]]) -> tuple[MovedRow, ...]:
+    rows: list[MovedRow] = []
+    for kind in sorted({*counted.counts, *predicted}):
+        calls, num_bytes = counted.counts.get(kind, [0, 0])
+        rows.append(MovedRow(*kind, calls, predicted[kind][1] if kind in predicted else 0.0, num_bytes))
+    return tuple(rows)

@@ -118,7 +118,12 @@ class Reports:
             moves(each, model.layout, specs, sizes, times, num_moments=moments, left_out=meter.last_left_out)
             for each, times in runs
         )
-        return meter.report(predicted, moved)
+        asked = dict(meter.reported.ran)
+        evaluation = program, asked.pop(None, {})
+        evaluated = summed(
+            moves(each, model.layout, specs, sizes, times) for each, times in [evaluation, *orders.stages_of(asked)]
+        )
+        return meter.report(predicted, moved, evaluated)
 
     def explained(self) -> str:
         """See :meth:`Engine.explain`."""

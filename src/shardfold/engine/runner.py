@@ -323,12 +323,13 @@ class Runner:
     def _help_evaluate(self, flags: Sequence[int]) -> None:
         """Takes part in the forward of ranks that evaluate more batches than this one."""
         self.buffers.synchronize(any(flags[:1]))
-        self.comm.meter.begin_forward()
+        self.comm.meter.begin_forward("alone")
         self.handlers.expect_backward(False)
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._passes.begin("eval", self._start("eval"))
         self._finish()
         self._free_all()
+        self.comm.meter.end_evaluation()
 
     @property
     def under_way(self) -> bool:
@@ -448,7 +449,7 @@ class Runner:
             self.buffers.trained(alone=local)
         self._forwards += grad and not local
         self._evaluated |= not grad
-        self.comm.meter.begin_forward("first" if first else "forward", context.part)
+        self.comm.meter.begin_forward("alone" if not grad else "first" if first else "forward", context.part)
         self._grad_forward = grad
         # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
         # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
@@ -476,6 +477,8 @@ class Runner:
         self._passes.prepare(PassContext())
         if not self._grad_forward:  # nothing will need what a layout keeps for backward
             self._free_all()
+            if not self.handlers.backward_follows:
+                self.comm.meter.end_evaluation()
         elif self._met:
             self.foresee()
         self._met = False

@@ -142,8 +142,8 @@ class TrafficRow(NamedTuple):
 
 
 class MovedRow(NamedTuple):
-    """What travelled between the device and a slower tier in the last step, one way (``FETCH`` or ``STORE``): calls and
-    bytes of this rank, beside what the program says."""
+    """What travelled between the device and a slower tier, one way (``FETCH`` or ``STORE``): calls and bytes of this
+    rank, beside what the program says."""
 
     tier: str
     op: str
@@ -155,7 +155,8 @@ class MovedRow(NamedTuple):
 class TrafficReport(NamedTuple):
     """Collectives of the last completed step, and what ``moved`` between the device and slower tiers. ``control`` bytes
     (norms, used parameters) and ``asked`` bytes (``gathered()``, ``state_dict()``, evaluation since the step began; by
-    ``asked_calls`` collectives) are apart.
+    ``asked_calls`` collectives) are apart, and so is what forwards without a backward (evaluation, generation) moved in
+    that time, ``evaluated``. Before the first step is over both are since the engine was made.
 
     Examples:
         >>> engine.backward(engine(x).square().mean())
@@ -169,6 +170,7 @@ class TrafficReport(NamedTuple):
     asked: int
     asked_calls: int = 0
     moved: tuple[MovedRow, ...] = ()
+    evaluated: tuple[MovedRow, ...] = ()
 
     @property
     def sent(self) -> int:
@@ -187,6 +189,9 @@ class TrafficReport(NamedTuple):
             )
         for row in self.moved:
             lines.append(f"{row.tier:<9}{row.op:<30}{row.calls:>6}{human(row.program):>13}{human(row.moved):>13}")
+        for row in self.evaluated:
+            what = f"{row.op} without a step"
+            lines.append(f"{row.tier:<9}{what:<30}{row.calls:>6}{human(row.program):>13}{human(row.moved):>13}")
         by = f" by {self.asked_calls} collectives" if self.asked_calls else ""
         lines.append(f"control messages {human(self.control)}, gathered on request {human(self.asked)}{by}")
         return "\n".join(lines)
