@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from logging import getLogger
 from typing import Any
 
@@ -26,7 +27,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.lifetimes import Behaviour
 from shardfold.plan.order import contradiction, describe, merge_orders
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program import BESIDE, Op, Program
+from shardfold.plan.program import BESIDE, MARKERS, Op, Program
 from shardfold.plan.rewrites import Overlap
 from shardfold.plan.walk import Part, of_part
 from shardfold.sharding.unit import Unit
@@ -196,6 +197,12 @@ class Orders:
     def moves(self, section: str) -> bool:
         """Whether the section sends something, or moves it between tiers."""
         return self._moving[section]
+
+    @property
+    def first_reads(self) -> Iterator[Op]:
+        """What an evaluation reads from files before any module runs."""
+        ops = self.tracks["eval"].ops
+        return (op for op in takewhile(lambda op: op.verb not in MARKERS, ops) if op.verb == "READ")
 
     def unordered(self, section: str, part: Part | None = None) -> Section:
         """The section in definition order, for a pass that asks."""

@@ -1020,6 +1020,12 @@ class Engine:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""
         return self._reports.memory()
 
+    def reads_ahead(self) -> AbstractContextManager[None]:
+        """Inside, forwards without gradients follow each other, as in a generation: when one ends, what the next reads
+        first of parameters in files begins to come."""
+        self._gate.refuse_closed("engine.reads_ahead()")
+        return self._runner.going_on()
+
     def count_saved(self) -> AbstractContextManager[SavedReport]:
         """Inside, bytes that autograd saves in each unit are counted; the report is complete at the end."""
         return self._replaced.counted()

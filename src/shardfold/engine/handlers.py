@@ -209,6 +209,20 @@ class Handlers:
         for segment in unit.segments:
             segment.fetch(op.source, self.host.empty)
 
+    def read_ahead(self, ops: Iterable[Op]) -> None:
+        """What these read from files begins to come before their pass; it is counted there."""
+        for op in ops:
+            unit = self.units[op.unit]
+            if not unit.pins and unit.life is Life.RESTING:
+                for segment in unit.segments:
+                    segment.fetch(op.source, self.host.empty)
+
+    def forget_read(self) -> None:
+        """The same is not needed after all."""
+        for unit in self.units.values():
+            for segment in unit.segments:
+                segment.forget_fetched()
+
     def _tell(self, op: Op, do: Call) -> None:
         """Where a file cannot be read, ranks that wait for what is filled from it hear so."""
         with self.comm.agreement.told(str(op)):

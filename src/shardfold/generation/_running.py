@@ -70,8 +70,8 @@ class Generation:
         #: Forwards so far, and tokens that went through them.
         self.forwards, self.seen = 0, 0
         with ExitStack() as held:
-            if self._engine is not None and gather:
-                held.enter_context(self._engine.gathered())
+            if self._engine is not None:
+                held.enter_context(self._engine.gathered() if gather else self._engine.reads_ahead())
             self._decoder.open(self._reads, held)
             training = [part for part in self._module.modules() if part.training]
             held.callback(_set_training, training)

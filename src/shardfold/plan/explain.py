@@ -78,8 +78,10 @@ def explain(
         held_long = ""
         if unit.root and layout.rest.over:
             held_long = "  (whole through each pass)" if unit.table_or(layout).rest.over else "  (whole on every rank)"
-        tables = unit.trainable and unit.table_or(layout)
-        stays = "  (the optimizer's states stay on the device)" if tables and tables.share > layout.share else ""
+        stays = ""
+        if (unit.trainable or layout.shares_params) and unit.table_or(layout).share > layout.share:
+            what = "parameters stay" if layout.shares_params else "the optimizer's states stay"
+            stays = f"  ({what} on the device)"
         lines.append(f"{name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}{stays}")
     if activations:
         lines += ["", *activations]

@@ -238,8 +238,8 @@ class Cell:
     """How one state rests on each rank: ``over=()`` means that every rank holds all of it. A tier's name will do.
     ``folder``: of the disk tier, where the file is, or several, one for each drive, over which values are spread; ``~``
     is the user's home, and ``{local_rank}`` the rank's number on its node; None: the system's folder for temporary
-    files. ``share``: of master and moments in a slower tier: at least which part of their bytes rests there, in whole
-    units; the others are as if all tiers were the device's (see :meth:`Layout.near`). ``until``: of held, which is
+    files. ``share``: of master and moments, or of params, in a slower tier: at least which part of their bytes rests
+    there, in whole units; in the others they rest on the device (see :meth:`Layout.near`). ``until``: of held, which is
     whole: ``"backward"``, or ``"step"``: what the first micro-batch of a step has gathered stays for all of them.
     ``small``: of params that are split: those of at most so many elements are not (see :meth:`Layout.whole`).
 
@@ -523,12 +523,19 @@ class Layout:
 
     @property
     def share(self) -> float:
-        """Which part of the optimizer's states rests in a slower tier, at least."""
-        return self.moments.share
+        """Which part of the optimizer's states, or else of params, rests in a slower tier, at least."""
+        return self.params.share if self.shares_params and self.params is not None else self.moments.share
+
+    @property
+    def shares_params(self) -> bool:
+        """Whether it is params of which a part stays on the device."""
+        return self.params is not None and self.params.share != 1.0
 
     def near(self) -> Layout:
-        """The table of units whose part of the optimizer's states stays on the device: master and moments do, and
-        gradients, which are where master is."""
+        """The table of units whose part stays on the device: params do, or else master and moments, and gradients,
+        which are where master is."""
+        if self.shares_params and self.params is not None:
+            return self.replace(params=replace(self.params, tier=Tier.DEVICE, folder=None, share=1.0))
         grads = self.grads if self.master.tier is Tier.DEVICE else replace(self.grads, tier=Tier.DEVICE, folder=None)
         master, moments = (
             replace(cell, tier=Tier.DEVICE, folder=None, share=1.0) for cell in (self.master, self.moments)
@@ -682,19 +689,19 @@ class Layout:
         tier = self.master.tier
         for name, cell in self.cells().items():
             away = name == "moments" or (name == "master" and cell.tier is not Tier.DEVICE)
-            if cell.share != (self.share if away else 1.0):
+            if name != "params" and cell.share != (self.moments.share if away else 1.0):
                 raise LayoutError(
-                    f"{name} has share={cell.share:g} and moments share={self.share:g}: units stay on the device with "
-                    "all of the optimizer's states, so give master and moments one share where both rest in a slower "
-                    "tier, and other states none."
+                    f"{name} has share={cell.share:g} and moments share={self.moments.share:g}: units stay on the "
+                    "device with all of the optimizer's states, so give master and moments one share where both rest "
+                    "in a slower tier, and other states but params none."
                 )
-        if self.share != 1.0 and self.moments.tier is Tier.DEVICE:
+            if name in ("params", "moments") and cell.share != 1.0 and cell.tier is Tier.DEVICE:
+                raise LayoutError(
+                    f"{name} have share={cell.share:g} but rest on the device: it is of a slower tier; leave it out."
+                )
+        if self.moments.share != 1.0 and self.params is not None and self.params.tier is not Tier.DEVICE:
             raise LayoutError(
-                f"moments have share={self.share:g} but rest on the device: it is of a slower tier; leave it out."
-            )
-        if self.share != 1.0 and self.params is not None and self.params.tier is not Tier.DEVICE:
-            raise LayoutError(
-                f"moments have share={self.share:g} and params rest in the {self.params.tier} tier: a unit whose "
+                f"moments have share={self.moments.share:g} and params rest in the {self.params.tier} tier: a unit whose "
                 "master stays on the device has its parameters there, so let params rest on the device, or leave the "
                 "share out."
             )

@@ -12,7 +12,7 @@ backward for the same reason).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +36,7 @@ UPDATE = ("grads", "master", "moments")
 """What rests in a slower tier where only a tier is named: all that an update reads but the parameters."""
 SHARED = ("master", "moments")
 """Of which a part may stay on the device."""
-UNDIVIDED: Mapping[str, str] = {
-    "params": "parameters rest there whole or not at all",
-    "grads": "gradients of a unit are where its master is",
-}
+UNDIVIDED: Mapping[str, str] = {"grads": "gradients of a unit are where its master is"}
 """Of which none may, and why."""
 FOLDER = "folder"
 """The word that stands beside the states."""
@@ -52,8 +49,9 @@ def offloaded(layout: Layout, offload: str | Mapping[str, Any] | None) -> Layout
         layout: any table.
         offload: a tier for gradients, master and moments, and for whatever else rests in a slower tier, as ``"host"``;
             or tiers by state, as ``{"optimizer": "host", "grads": "host"}``, where ``optimizer`` is master and moments;
-            the same as text is ``"optimizer=host,grads=host"``; None: no change. Of the optimizer's states a part may
-            stay on the device: with ``"host:0.7"`` at least 0.7 of them rest in host memory (see ``Cell.share``).
+            the same as text is ``"optimizer=host,grads=host"``; None: no change. Of the optimizer's states, or of
+            params, a part may stay on the device: with ``"host:0.7"`` at least 0.7 of them rest in host memory (see
+            ``Cell.share``).
             ``folder`` beside the states is where all that rests on disk is, or a list of folders, one for each drive
             (see ``Cell.folder``); as text ``"disk,folder=/mnt/a"`` or ``"optimizer=disk,folder=/mnt/a:/mnt/b"``.
 
@@ -83,7 +81,7 @@ def offloaded(layout: Layout, offload: str | Mapping[str, Any] | None) -> Layout
         found, share = _tier(f"offload={{{word!r}: ...}}", tier)
         if share != 1 and word in UNDIVIDED:
             raise ConfigError(
-                f"offload={{{word!r}: {tier!r}}}: {UNDIVIDED[word]}, so a part is of 'optimizer' only: write "
+                f"offload={{{word!r}: {tier!r}}}: {UNDIVIDED[word]}, so a part is of 'optimizer' or 'params': write "
                 f"{str(found)!r} for {word}."
             )
         tiers.update(dict.fromkeys(WORDS[word], (found, share)))
@@ -178,18 +176,37 @@ def with_staying(units: Sequence[UnitSpec], layout: Layout, near: Callable[[Layo
 
 def staying(units: Sequence[UnitSpec], layout: Layout) -> set[str]:
     """Names of the units, which are in the order of their forward, whose states stay: as many as fit into what
-    ``layout.share`` leaves, roots first, then in that order."""
+    ``layout.share`` leaves, roots first, then in that order. Of units whose params stay those between them that do not
+    are spread evenly, so that each of these comes while others compute."""
     sizes = {unit.name: _num_bytes(unit, layout) for unit in units}
     moved = sum(sizes.values())
     least = layout.share * moved
     found: set[str] = set()
-    for unit in sorted(units, key=lambda unit: not unit.root):
-        if sizes[unit.name] and moved - sizes[unit.name] >= least:
+    order = sorted(units, key=lambda unit: not unit.root)
+    for unit in [*_spread(order, sizes, moved - least), *order] if layout.shares_params else order:
+        if unit.name not in found and sizes[unit.name] and moved - sizes[unit.name] >= least:
             found.add(unit.name)
             moved -= sizes[unit.name]
     return found
 
 
+def _spread(units: Sequence[UnitSpec], sizes: Mapping[str, int], room: float) -> Iterator[UnitSpec]:
+    """Roots, and of the others every one with which they still have no more than their part of what is left."""
+    left = room - sum(sizes[unit.name] for unit in units if unit.root)
+    inner = sum(sizes[unit.name] for unit in units if not unit.root)
+    passed = taken = 0.0
+    for unit in units:
+        if unit.root:
+            yield unit
+            continue
+        passed += sizes[unit.name]
+        if taken + sizes[unit.name] <= left * passed / inner:
+            taken += sizes[unit.name]
+            yield unit
+
+
 def _num_bytes(unit: UnitSpec, layout: Layout) -> int:
-    """In proportion to its optimizer's states."""
+    """In proportion to its optimizer's states; or, of params, their bytes on all ranks together."""
+    if layout.shares_params:
+        return sum(segment.value_bytes(segment.length) for segment in unit.segments)
     return sum(s.length * ITEMSIZE[s.dtype_for("master", layout)] for s in unit.segments if s.trainable)

@@ -388,7 +388,9 @@ class Segment:
         return Shard(region, start if whole else 0, self.shard_numel)
 
     def fetch(self, state: str, empty: Callable[[int, torch.dtype], Tensor]) -> None:
-        """Begins to bring a state from its file to host memory, which ``empty`` gives."""
+        """Begins to bring a state from its file to host memory, which ``empty`` gives; not again if it has begun."""
+        if state in self._coming:
+            return
         region = self._region(state)
         self.here.pop(state, None)
         region.fetch(empty(region.nbytes // region.dtype.itemsize, region.dtype))
@@ -457,6 +459,8 @@ class Segment:
     def forget_fetched(self) -> None:
         """What came from files, or comes, is not needed."""
         self.here.clear()
+        for region in self._coming.values():
+            region.stop()
         self._coming.clear()
 
     def give_up(self) -> None:

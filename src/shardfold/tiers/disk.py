@@ -406,7 +406,7 @@ class DiskRegion:
         owner, room = self._owner, self._room
         assert room is not None
         problem, patient = owner.look(patient=False), owner.is_refused
-        self._stop()
+        self.stop()
         flat = values.detach().view(-1).view(torch.uint8)
         streams = accelerator.has_streams(flat.device)
         if streams:
@@ -453,7 +453,7 @@ class DiskRegion:
         owner, room = self._owner, self._room
         assert room is not None
         problem, patient = owner.look(patient=False), owner.is_refused
-        self._stop()
+        self.stop()
         for number, first, nbytes, to in self._parts(start * size, (start + count) * size):
             low = number * owner.chunk // size
             part = slice(low, min(low + owner.chunk // size, prod(self._shape)))
@@ -517,13 +517,14 @@ class DiskRegion:
         flat = torch.empty(max(0, stop - first), dtype=self.dtype)
         return self._begin(flat, first * self.dtype.itemsize, given=False).get()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """What is on its way to memory is not needed."""
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.stop()
 
     def drop(self) -> None:
-        self._stop()
+        self.stop()
         if self._room is not None:
             self._owner.forget(self._room)
         for write in self._writes:
