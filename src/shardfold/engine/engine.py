@@ -1024,7 +1024,7 @@ class Engine:
         """Inside, forwards without gradients follow each other, as in a generation: when one ends, what the next reads
         first of parameters in files begins to come."""
         self._gate.refuse_closed("engine.reads_ahead()")
-        return self._runner.going_on()
+        return self._runner.handlers.going_on()
 
     def count_saved(self) -> AbstractContextManager[SavedReport]:
         """Inside, bytes that autograd saves in each unit are counted; the report is complete at the end."""

@@ -66,6 +66,8 @@ class Handlers:
         repeated: names of units that a pass gathers more than once: what their forward wrote into them is in their
             shards before the pass is over.
         backward_follows: whether the forward under way is one of training.
+        goes_on: whether a forward without gradients is followed by another, whose first units are read meanwhile into
+            memory that waits for them.
         norms: of the gradients.
         cursor: the second one.
         rounds: what outer steps change, or signs are sent of; None: there are none.
@@ -104,7 +106,7 @@ class Handlers:
         self.damage = StepFailure(together=layout.moments.tier is not Tier.DEVICE, later=later)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
-        self.backward_follows = True
+        self.backward_follows, self.goes_on = True, False
         self.scale, self.loss_scale, self.shares = scale, loss_scale, shares
         self.lifted = 1.0
         self.set_factors()
@@ -217,11 +219,18 @@ class Handlers:
                 for segment in unit.segments:
                     segment.fetch(op.source, self.host.empty)
 
-    def forget_read(self) -> None:
-        """The same is not needed after all."""
-        for unit in self.units.values():
-            for segment in unit.segments:
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Inside, a forward without gradients is followed by another; see :attr:`goes_on`."""
+        self.goes_on = True
+        try:
+            yield
+        finally:
+            self.goes_on = False
+            for segment in (segment for unit in self.units.values() for segment in unit.segments):
                 segment.forget_fetched()
+            if self.layout.rest.tier is Tier.DISK:
+                self.host.forget_spares()
 
     def _tell(self, op: Op, do: Call) -> None:
         """Where a file cannot be read, ranks that wait for what is filled from it hear so."""
@@ -236,7 +245,9 @@ class Handlers:
         self.comm.meter.move(op, num_bytes)
         with self.comm.memory.side(), torch.no_grad():
             for segment in unit.segments:
-                segment.fill_own_range(op.source)
+                read = segment.fill_own_range(op.source)
+                if read is not None and self.goes_on:
+                    self.host.recycle(read)
         unit.filling.append(Pending([], self.comm.memory.mark()))  # on one rank nothing else comes that is waited for
 
     def fill_updated(self, unit: Unit, op: Op, num_bytes: int) -> None:

@@ -88,7 +88,6 @@ class Runner:
         visible: gradients as users see them.
         interrupted: an exception has left the model's forward or backward, which is not settled yet.
         lost: how often :meth:`reset` has forgotten gradients of earlier backwards.
-        goes_on: whether a forward without gradients is followed by another.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Runner:
         self._state = model.run
         self._boundary_before = False
         self._scaled = False  # whether the backward under way is that of a loss that the engine scaled
-        self.interrupted = self.goes_on = False
+        self.interrupted = False
         # An exception has left a pass, or this rank was reset, and the others were not asked about that yet.
         self._caught = False
         self.lost = 0
@@ -480,21 +479,11 @@ class Runner:
             self._free_all()
             if not self.handlers.backward_follows:
                 self.comm.meter.end_evaluation()
-            if self.goes_on and self.orders.known("eval"):
+            if self.handlers.goes_on and self.orders.known("eval"):
                 self.handlers.read_ahead(self.orders.first_reads)
         elif self._met:
             self.foresee()
         self._met = False
-
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Inside, a forward without gradients is followed by another, whose first units are read meanwhile."""
-        self.goes_on = True
-        try:
-            yield
-        finally:
-            self.goes_on = False
-            self.handlers.forget_read()
 
     def _free_all(self) -> None:
         for unit in self.units:

@@ -529,28 +529,30 @@ class Segment:
         assert grads is not None
         grads.add_(flat)
 
-    def fill_own_range(self, source: str = "params") -> None:
+    def fill_own_range(self, source: str = "params") -> Tensor | None:
         """Writes this rank's shard of ``source`` (``params``, ``held`` or ``master``) into its range of the flat, ready
-        for a gather; casts if only ``master`` rests. Codes stay beside the flat, see :meth:`take_codes`."""
+        for a gather; casts if only ``master`` rests. Codes stay beside the flat, see :meth:`take_codes`. The memory
+        that it came to from a file is nobody's any more: that is given back; None: there is none."""
         if self.form is not None:
             self._brought = self._own_codes(source)
-            return
+            return None
         bounds = self.held_range if source == "held" else self.rest_range
         shard = self.shard("held") if source == "held" else self._resting
         assert shard is not None and bounds is not None
         if shard.region.resting is self.flat:
-            return
+            return None
         own = self.flat[bounds[0] : bounds[1]]
         region = shard.region
         if region.tier == Tier.DISK:
             values = self.bring(source)
             own.copy_(shard.read() if values is None else values, non_blocking=True)
-            self.here.pop(source, None)
-        elif self.table.rest.tier is Tier.DEVICE or source == "held":
+            return self.here.pop(source, None)
+        if self.table.rest.tier is Tier.DEVICE or source == "held":
             own.copy_(shard.read())
         else:
             region.fetch(own)
             region.get()  # whoever sends or reads the flat is behind it
+        return None
 
     def fill_own_values(self) -> None:
         """The same, also of codes: for a gather of the values that they stand for."""

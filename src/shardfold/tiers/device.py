@@ -148,6 +148,9 @@ class DeviceRegion:
         back, self._back = self._back, None
         return self.resting if back is None else back
 
+    def stop(self) -> None:
+        self._back = None
+
     def values(self, part: slice = slice(None)) -> Tensor:
         return self.resting.view(-1)[part]
 

@@ -160,6 +160,9 @@ class HostRegion:
             back.record_stream(compute)
         return back
 
+    def stop(self) -> None:
+        self._back = None
+
     def values(self, part: slice = slice(None)) -> Tensor:
         self._wait()
         return self.resting.view(-1)[part]

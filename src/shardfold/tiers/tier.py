@@ -90,6 +90,10 @@ class Region(Protocol):
         """
         ...
 
+    def stop(self) -> None:
+        """What :meth:`fetch` has begun is not needed: the next one begins anew."""
+        ...
+
     def values(self, part: slice = slice(None)) -> Tensor:
         """A part of the flattened values, 1-D, in whatever memory they are in, once nothing is on its way into the
         region any more: for this the host waits. Who changes all of them in place gives them to :meth:`store`.
