@@ -701,9 +701,9 @@ class Layout:
                 )
         if self.moments.share != 1.0 and self.params is not None and self.params.tier is not Tier.DEVICE:
             raise LayoutError(
-                f"moments have share={self.moments.share:g} and params rest in the {self.params.tier} tier: a unit whose "
-                "master stays on the device has its parameters there, so let params rest on the device, or leave the "
-                "share out."
+                f"moments have share={self.moments.share:g} and params rest in the {self.params.tier} tier: a unit "
+                "whose master stays on the device has its parameters there, so let params rest on the device, or leave "
+                "the share out."
             )
         if self.held is not None and self.held.tier is not Tier.DEVICE:
             raise LayoutError(
