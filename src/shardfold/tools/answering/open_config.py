@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from shardfold.errors import ConfigError
 from shardfold.plan import presets
+from shardfold.plan.checks import parse_bytes
+from shardfold.plan.layout import Layout
+from shardfold.plan.offload import offloaded
+from shardfold.tools.effects import Effect
 from shardfold.tools.recipes.train_config import RecipeSettings
 
 __all__ = ["OpenConfig"]
 
 
+BASES = {2: "int2/32", 4: "nf4/64", 8: "int8/64"}
+"""What a weight of so many bits rests as."""
+STREAMED = ("weights rest in memory", "give --weights disk or --weights host")
+
+
 class OpenConfig(RecipeSettings):
     """What every command asks that opens a model to use it. Field descriptions are the command line's help."""
+
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect("memory", lambda given: given.weights != "memory", *STREAMED),
+        Effect("weights_folder", lambda given: given.weights == "disk", "no weights rest on disk", "give --weights disk"),
+    )
 
     model: Path = Field(
         description="A run of shardfold tune or shardfold train, a folder of transformers, or an adapter of peft."
@@ -32,3 +47,28 @@ class OpenConfig(RecipeSettings):
     weights: Literal["memory", "host", "disk"] = Field(
         "memory", description="Where weights rest: memory (the device's), host or disk, from where they are streamed."
     )
+    memory: str | None = Field(
+        None, description="Bytes of weights that stay in memory on each rank, as 2GiB: only the others are streamed."
+    )
+    weights_folder: str | None = Field(
+        None, description="A folder on a fast drive for weights on disk; without it, the system's for temporary files."
+    )
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> Self:
+        if self.memory is not None and parse_bytes(self.memory) is None:
+            raise ConfigError(f"memory: {self.memory!r} names no bytes: write it as 2GiB or 500MB.")
+        return self
+
+    def table(self, share: float = 1.0) -> Layout:
+        """The layout, with weights as codes and where they rest; ``share``: the part of them that is streamed."""
+        table = presets.named(self.layout)
+        if self.bits is not None:
+            table = table.replace(base=BASES[self.bits])
+        if self.weights == "memory" or not share:
+            return table
+        part = self.weights if share == 1 else f"{self.weights}:{share!r}"
+        offload = {"params": part, "optimizer": "host", "grads": "host"}  # of which there are none
+        if self.weights_folder is not None:
+            offload["folder"] = self.weights_folder
+        return offloaded(table, offload)

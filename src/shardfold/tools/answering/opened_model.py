@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardfold as sf
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError
-from shardfold.plan import presets
+from shardfold.plan.checks import parse_bytes
 from shardfold.tools.answering.open_config import OpenConfig
 from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings
@@ -52,9 +53,6 @@ class OpenedModel:
         Raises:
             ConfigError: there is no model, or it is a reward model, or it cannot be opened in that way.
         """
-        for name, given, usual in (("bits", config.bits, None), ("weights", config.weights, "memory")):
-            if given != usual:
-                raise ConfigError(f"--{name} {given} is not there yet: leave it out.")
         folder = config.model.expanduser()
         said = _settings(folder / "config.json")
         if "size" in said and "model_type" not in said:
@@ -95,7 +93,7 @@ def _engine(model: torch.nn.Module, config: OpenConfig, weights: Mapping[str, Te
     model.requires_grad_(False)
     return sf.Engine(
         model,
-        layout=presets.named(config.layout),
+        layout=config.table(_streamed(model, config)),
         precision=config.precision,
         parallel=sf.Parallel(
             mesh={"tensor": config.tensor} if config.tensor > 1 else None,
@@ -103,6 +101,18 @@ def _engine(model: torch.nn.Module, config: OpenConfig, weights: Mapping[str, Te
         ),
         init=sf.Init(weights=weights) if weights is not None else sf.Init(),
     )
+
+
+def _streamed(model: torch.nn.Module, config: OpenConfig) -> float:
+    """The part of the weights that does not fit into what stays in memory."""
+    if config.memory is None:
+        return 1.0
+    from shardfold.planner.setting import Subject  # which takes a second, and nobody else here
+
+    ranks = dist.get_world_size() // config.tensor if dist.is_initialized() else 1
+    subject = Subject(model, torch.zeros(1, 1, dtype=torch.int64))
+    resting = sum(subject.resting(config.table(), config.precision, {"intra": ranks}, 0).values()) / config.tensor
+    return max(0.0, 1 - (parse_bytes(config.memory) or 0) / resting)
 
 
 def _of_transformers(folder: Path, config: OpenConfig) -> OpenedModel:

@@ -29,6 +29,7 @@ class EvalConfig(OpenConfig):
     """What a model is held to. Field descriptions are the command line's help."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
+        *OpenConfig.effects,
         *(Effect(name, lambda given: given.answers > 0, *ANSWERS_ONLY) for name in ("max_tokens", "best_of", "reward")),
         *(Effect(name, lambda given: given.best_of > 1, *SAMPLES_ONLY) for name in ("temperature", "top_p", "seed")),
     )
