@@ -129,7 +129,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ShardfoldError], str]] = {
     "no number": ({"offload": {"optimizer": "disk:half"}}, ConfigError, "as in 'disk:0.7', and not 'half'"),
     "a tier": ({"offload": "hots:0.5"}, ConfigError, "Did you mean 'host'"),
     "of gradients": ({"offload": {"optimizer": "host", "grads": "host:0.5"}}, ConfigError, "where its master is, so"),
-    "of parameters": ({"offload": {"params": "host:0.5"}}, ConfigError, "whole or not at all, so .* write 'host'"),
+    "of parameters": ({"offload": {"params": "host:0.5"}}, LayoutError, "but master on the device"),
+    "of parameters on the device": ({"offload": {"params": "device:0.5"}}, LayoutError, "params have share=0.5 but"),
     "of moments alone": (
         {"offload": {"master": "host", "moments": "host:0.5"}},
         LayoutError,
@@ -149,3 +150,31 @@ def test_what_is_no_share_is_refused_in_a_sentence(case: tuple[dict[str, Any], t
     options, kind, words = case
     with pytest.raises(kind, match=words):
         make(**{"layout": "zero3", **options})
+
+
+def _with_parameters_apart(offload: Mapping[str, str]) -> list[str]:
+    """What is different from training with all parameters on the device."""
+    options: dict[str, Any] = {"precision": "bf16", "clip_norm": 0.05, "accumulate": 2}
+    near = make("zero3", **options)
+    losses, values = train(near, 3), states(near)
+    near.close()
+    far = make("infinity", offload=offload, **options)
+    wrong = [] if train(far, 3) == losses else ["losses"]
+    found = states(far)
+    wrong += [name for name in values if not torch.equal(values[name], found[name])]
+    rows = [row for row in far.memory().rows if row.state == "params"]
+    held = {row.tier: row.held for row in rows}
+    wrong += [f"{row} of the table" for row in rows if row.held != row.table + row.padding]
+    wrong += [f"{row} of the program" for row in far.traffic().moved if row.moved != row.program or not row.calls]
+    slower = sum(num_bytes for tier, num_bytes in held.items() if tier != "device")
+    wrong += [] if sum(held.values()) / 2 <= slower < sum(held.values()) else [f"params are {held}"]
+    wrong += [] if "(parameters stay on the device)" in far.explain() else [far.explain()]
+    far.close()
+    return wrong
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_training_is_the_same_whatever_part_of_the_parameters_stays(ranks: Ranks, tier: str) -> None:
+    """With the other states where they were: equal to the bit, bytes as the table and the program say."""
+    states = {"optimizer": tier, "grads": tier} if tier == "disk" else {}
+    assert ranks.run(_with_parameters_apart, {"params": f"{tier}:0.5", **states}, world_size=2) == [[]] * 2

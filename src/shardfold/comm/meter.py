@@ -74,6 +74,10 @@ class Asked:
         self.moves = TierTraffic()
         self.ran: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
 
+    def count(self, calls: int, sent: int) -> None:
+        """So many collectives more, of so many bytes."""
+        self.calls, self.sent = self.calls + calls, self.sent + sent
+
 
 class Meter:
     """Bytes and calls of one step.
@@ -142,8 +146,8 @@ class Meter:
         self._count_forward_as_asked()
 
     def _count_forward_as_asked(self) -> None:
-        self._asked.sent += sum(sent for _, sent in self._forward.values())
-        self._asked.calls += sum(calls for calls, _ in self._forward.values())
+        each = self._forward.values()
+        self._asked.count(sum(calls for calls, _ in each), sum(sent for _, sent in each))
         self._forward.clear()
         self._asked.moves.take(self._forward_moves)
         if self._in_forward:
@@ -196,8 +200,7 @@ class Meter:
 
     def ask(self, verb: str, axes: Axes, num_bytes: int) -> None:
         """One collective of so many bytes that was asked for."""
-        self._asked.sent += int(ring_bytes(verb, num_bytes, self._mesh.parts(axes)))
-        self._asked.calls += 1
+        self._asked.count(1, int(ring_bytes(verb, num_bytes, self._mesh.parts(axes))))
 
     def send(self, kind: Sent, num_bytes: int) -> None:
         """One collective that is no operation of the program, in which this rank sends that many bytes to others."""

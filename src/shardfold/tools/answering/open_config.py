@@ -28,7 +28,9 @@ class OpenConfig(RecipeSettings):
 
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect("memory", lambda given: given.weights != "memory", *STREAMED),
-        Effect("weights_folder", lambda given: given.weights == "disk", "no weights rest on disk", "give --weights disk"),
+        Effect(
+            "weights_folder", lambda given: given.weights == "disk", "no weights rest on disk", "give --weights disk"
+        ),
     )
 
     model: Path = Field(
