@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ pytest.importorskip("transformers")
 ASKED: Message = {"role": "user", "content": "Hi there"}
 TOLD: Message = {"role": "assistant", "content": "Hello you"}
 CALL: Message = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+SOAK = pytest.mark.soak
 TALKS: dict[str, list[Message]] = {
     "single": [ASKED, TOLD],
     "system": [{"role": "system", "content": "Be good"}, ASKED, TOLD],
@@ -178,3 +180,89 @@ def test_rows_are_cut_and_counted() -> None:
     assert (len(cut.sequences[0]), cut.facts["cut"]) == (14, 1)
     lost = encoded(tokenizer, {"messages": TALKS["single"]}, length=6)
     assert (len(lost.sequences[0]), lost.facts["too_long"], lost.facts["cut"]) == (0, 1, 0)
+
+
+NOTES = """\
+{%- for message in messages -%}
+{{ '<' + message['role'] + '>' + message['content'] }}
+{%- if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<assistant>' + ('one ' if CONDITION else '') }}{% endif -%}
+"""
+"""A prompt for an answer has a word more, where a condition on the question holds; the text of all turns has it not."""
+OWN = {
+    "plain": TEMPLATE,
+    "trimmed": TEMPLATE.replace("message['content'] }}", "message['content'] | trim }}"),
+    "altered": TEMPLATE.replace(
+        "message['content'] }}", "('~' if loop.last and message['role'] == 'assistant' else '') + message['content'] }}"
+    ),
+    "asked for words": NOTES.replace("CONDITION", "'/no' in messages[-1]['content']"),
+    "asked for more": NOTES.replace("CONDITION", "messages[-1]['content'] | length > 20"),
+    **TEMPLATES,
+}
+SAID = ["one two", "x", " blanks\n", "one two three four five", "one /no", "two</think>three", "<think>a</think>\n\nb"]
+
+
+def drawn(number: int, seed: int) -> list[list[Message]]:
+    """Conversations of a few shapes."""
+    draw, found = random.Random(seed), []
+    for _ in range(number):
+        first = [{"role": "system", "content": "Be good"}] if draw.random() < 0.1 else []
+        turns = [
+            {"role": role, "content": draw.choice(SAID)}
+            for _ in range(draw.choice((1, 1, 1, 2)))
+            for role in ("user", "assistant")
+        ]
+        found.append(first + turns)
+    return found
+
+
+def same_as_alone(source: str, train_on: Any, number: int) -> list[int]:
+    """Renderings that each conversation took; each has the spans that a template finds which has seen no other."""
+    tokenizer, counts = tokenizer_of(source), []
+    known = ChatTemplate(tokenizer, source)
+    render = known.render
+
+    def counted(*args: Any, **kwargs: Any) -> str:
+        counts[-1] += 1
+        return render(*args, **kwargs)
+
+    known.render = counted  # type: ignore[method-assign]
+    for messages in drawn(number, 3):
+        begin = max(k for k, each in enumerate(messages) if each["role"] == "assistant")
+        counts.append(0)
+        try:
+            wanted = ChatTemplate(tokenizer, source).conversation(messages, begin, train_on, where="a:1")
+        except ConfigError:  # it knows no such turns
+            continue
+        assert known.conversation(messages, begin, train_on, where="a:1") == wanted, messages
+    return counts
+
+
+@pytest.mark.parametrize("train_on", ["assistant", *(pytest.param(k, marks=SOAK) for k in ("last", "completion"))])
+@pytest.mark.parametrize("name", [*OWN])
+def test_conversations_are_rendered_once(name: str, train_on: Any) -> None:
+    """What is trained is what rendering them turn by turn finds; most are not rendered so, as soon as their shape is
+    known."""
+    counts = same_as_alone(OWN[name], train_on, 100)
+    assert counts[-30:].count(1) >= (0 if name == "asked for more" else 6), counts
+
+
+@pytest.mark.parametrize("train_on", ["assistant", pytest.param("completion", marks=SOAK)])
+def test_shapes_are_tried(train_on: Any) -> None:
+    """A template that does to each real question what it does not do to the words by which its shape is learned."""
+    tokenizer = tiny_tokenizer()
+    source = NOTES.replace("CONDITION", "messages[-1]['content'].count(' ')")
+    known = ChatTemplate(tokenizer, source)
+    for number in range(12):
+        messages = [{"role": "user", "content": f"one {number}"}, {"role": "assistant", "content": "one two"}]
+        wanted = ChatTemplate(tokenizer, source).conversation(messages, 1, train_on, where="a:1")
+        assert known.conversation(messages, 1, train_on, where="a:1") == wanted
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("train_on", ["assistant", "last", "completion"])
+@pytest.mark.parametrize("name", [each.stem for each in sorted(FOLDER.glob("*.jinja"))] if FOLDER else [])
+def test_conversations_are_rendered_once_in_templates_of_others(name: str, train_on: Any) -> None:
+    assert FOLDER is not None
+    same_as_alone((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), train_on, 300)

@@ -1,13 +1,15 @@
-"""Rows as numbers of tokens, many at once, by the fast tokenizer's threads."""
+"""Rows as numbers of tokens, by the fast tokenizer's threads: while these work on some, the next are rendered."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ __all__ = ["EncodedRow", "Encoder"]
 
 TRAIN_ON = ("assistant", "last", "completion", "all")
 _TAIL = 4  # tokens at the end of a turn among which its stop token is looked for: behind it, line breaks may stand
+_TOGETHER = 256  # rows that are tokenized at once
 _NONE = Tokens(np.zeros(0, np.int32), np.zeros(0, np.bool_))
 
 
@@ -106,7 +109,7 @@ class Encoder:
             self._template = ChatTemplate(self.tokenizer, self._source)
         return self._template
 
-    def encode(self, examples: Sequence[Example | None]) -> list[EncodedRow]:
+    def encode(self, examples: Iterable[Example | None]) -> list[EncodedRow]:
         """Tokenize rows.
 
         Args:
@@ -118,16 +121,35 @@ class Encoder:
         Raises:
             ConfigError: one cannot be rendered, or ends without a stop token; names file and line.
         """
-        found = [EncodedRow([_NONE] * self.width, facts=Counter({"empty": 1})) for _ in examples]
-        pieces: list[tuple[int, Example, _Piece]] = []
-        for number, example in enumerate(examples):
-            if example is not None and not example.empty:
-                pieces += [(number, example, piece) for piece in self._pieces(example)]
-                found[number] = EncodedRow([], bool(example.good), example.fields if self.kind == "prompt" else {})
-        encodings = self._tokenized([piece for _, _, piece in pieces])
-        for (number, example, piece), encoding in zip(pieces, encodings, strict=True):
+        found: list[EncodedRow] = []
+        rest, begun = iter(examples), None
+        with ThreadPoolExecutor(1, "encoder") as beside:
+            while part := list(islice(rest, _TOGETHER)):
+                pieces = [(k, piece) for k, each in enumerate(part) if _says(each) for piece in self._pieces(each)]
+                encodings = beside.submit(self._tokenized, [piece for _, piece in pieces])
+                if begun is not None:
+                    found += self._rows(*begun)
+                begun = part, pieces, encodings
+            if begun is not None:
+                found += self._rows(*begun)
+        return found
+
+    def _rows(
+        self, part: Sequence[Example | None], pieces: Sequence[tuple[int, _Piece]], encodings: Future[list[Any]]
+    ) -> list[EncodedRow]:
+        """Rows of examples whose texts were tokenized."""
+        found = [
+            EncodedRow([], bool(each.good), each.fields if self.kind == "prompt" else {})
+            if _says(each)
+            else EncodedRow([_NONE] * self.width, facts=Counter({"empty": 1}))
+            for each in part
+        ]
+        for (number, piece), encoding in zip(pieces, encodings.result(), strict=True):
+            example = part[number]
+            assert example is not None
             found[number].sequences.append(self._sequence(piece, encoding, example))
-            found[number].facts["altered_turns"] += piece.rendered.altered
+            if piece.rendered.altered:
+                found[number].facts["altered_turns"] += piece.rendered.altered
         for each in found:
             self._fit(each)
         return found
@@ -189,23 +211,22 @@ class Encoder:
         return found
 
     def _sequence(self, piece: _Piece, encoding: Any, example: Example) -> Tokens:
-        rendered = piece.rendered
-        ids = np.array(encoding.ids, dtype=np.int32)
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        if _is_whole(rendered):
-            trained[:] = bool(rendered.spans)
-        else:
-            for span in rendered.spans:
-                first, stop = _tokens_of(encoding, *span)
-                trained[first:stop] = True
-                if span in rendered.answers:
-                    self._check_stop(ids[first:stop], example)
-        if piece.ended and self.eos is not None and (not len(ids) or ids[-1] != self.eos):
-            ids, trained = np.append(ids, np.int32(self.eos)), np.append(trained, True)
-        elif piece.ended and len(ids):
-            trained[-1] = True
+        rendered, numbers = piece.rendered, encoding.ids
         if piece.ended and self.eos is not None:
+            if not numbers or numbers[-1] != self.eos:
+                numbers.append(self.eos)
             self.stops[self.eos] += 1
+        ids = np.array(numbers, dtype=np.int32)
+        if _is_whole(rendered):
+            return Tokens(ids, np.full(len(ids), bool(rendered.spans)))
+        trained = np.zeros(len(ids), dtype=np.bool_)
+        for span in rendered.spans:
+            first, stop = _tokens_of(encoding, *span)
+            trained[first:stop] = True
+            if span in rendered.answers:
+                self._check_stop(ids[first:stop], example)
+        if piece.ended and len(ids):
+            trained[-1] = True
         return Tokens(ids, trained)
 
     def _check_stop(self, turn: npt.NDArray[np.int32], example: Example) -> None:
@@ -231,14 +252,18 @@ class Encoder:
         if self.kind == "prompt":
             reason = "too_long" if len(each.sequences[0]) > self.length else ""
         else:
-            cut = [Tokens(one.ids[: self.length], one.trained[: self.length]) for one in each.sequences]
-            each.facts["cut"] += any(len(a) < len(b) for a, b in zip(cut, each.sequences, strict=True))
-            lost = any(not one.targets for one in cut)
+            if any(len(one) > self.length for one in each.sequences):
+                each.sequences = [Tokens(one.ids[: self.length], one.trained[: self.length]) for one in each.sequences]
+                each.facts["cut"] = 1
+            lost = any(not one.targets for one in each.sequences)
             reason = ("too_long" if each.facts["cut"] else "untrained") if lost else ""
-            each.sequences = cut
         if reason:
             each.facts = Counter({reason: 1, "altered_turns": each.facts["altered_turns"]})
             each.sequences = [_NONE] * self.width
+
+
+def _says(example: Example | None) -> TypeGuard[Example]:
+    return example is not None and not example.empty
 
 
 def _is_whole(rendered: Rendered) -> bool:

@@ -249,7 +249,7 @@ class Prepared:
         columns = getattr(source, "columns", None)
         with self._encoding:
             self._encoder.stops.clear()
-            examples = [read_example(raw, source.format, self.kind, columns) for raw in read_block(file, block)]
+            examples = (read_example(raw, source.format, self.kind, columns) for raw in read_block(file, block))
             encoded = self._encoder.encode(examples)
             _write(self._path(number), encoded, self._encoder.stops)
 

@@ -4,14 +4,20 @@ A token is trained exactly where the model writes it when it answers. So an assi
 of the turns in front of it, with the prompt for an answer, ends; it ends where the rendering with it ends. No template
 has to be known for that: it is rendered with and without each turn. Where a template marks the assistant's words by
 ``{% generation %}``, its marks are taken.
+
+Most conversations are rendered once for that. What a template puts around the words of turns is learned for each shape
+of conversations (who speaks, in which order), and tried on some of them. Of one whose text is these words with what was
+learned around them, it is known where turns begin and end.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -40,7 +46,7 @@ TEMPLATES = {
 }
 """Templates by name, for tokenizers that bring none. Answers end with the tokenizer's own stop token."""
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _PROBE = "zq7probe"
 """Words that no template alters, and that are in none."""
 
@@ -96,6 +102,108 @@ def _alike(first: str, second: str) -> int:
     return low
 
 
+@dataclass
+class _Shape:
+    """What a template puts around the words of turns, in conversations of the same turns.
+
+    Attributes:
+        around: in front of each turn's words, and behind the last ones.
+        spans: of each trained span, in front of which words it begins, by how many characters, and behind which ones it
+            ends, by how many.
+        answers: whether spans are whole turns, see :class:`Rendered`.
+        altered: see :class:`Rendered`.
+        trials: conversations that have to agree yet, before one is believed.
+    """
+
+    around: tuple[str, ...]
+    spans: tuple[tuple[int, int, int, int], ...]
+    answers: bool
+    altered: int
+    trials: int = 3
+
+    @classmethod
+    def learn(cls, words: Sequence[str], rendered: Rendered) -> _Shape | None:
+        """From a conversation whose words stand nowhere else; None: it cannot be told by places of words."""
+        around, at = [], 0
+        for each in words:
+            if (place := rendered.text.find(each, at)) < 0 or rendered.text.count(each) != 1:
+                return None
+            around.append(rendered.text[at:place])
+            at = place + len(each)
+        around.append(rendered.text[at:])
+        places = cls._places(around, words)
+        spans = []
+        for start, stop in rendered.spans:
+            first = next((k for k, (begin, _) in enumerate(places) if start <= begin), None)
+            last = next((k for k, (_, end) in reversed(list(enumerate(places))) if end <= stop), None)
+            if first is None or last is None or (first and start < places[first - 1][1]):
+                return None
+            if last + 1 < len(places) and stop > places[last + 1][0]:
+                return None
+            spans.append((first, places[first][0] - start, last, stop - places[last][1]))
+        return cls(tuple(around), tuple(spans), bool(rendered.answers), rendered.altered)
+
+    @staticmethod
+    def _places(around: Sequence[str], words: Sequence[str]) -> list[tuple[int, int]]:
+        ends = list(accumulate(len(each) for pair in zip(around, words, strict=False) for each in pair))
+        return list(zip(ends[0::2], ends[1::2], strict=True))
+
+    def fits(self, words: Sequence[str], text: str) -> Rendered | None:
+        """What is trained in ``text``; None: it is not these words, as they are or without blanks at their ends, with
+        what stands around them."""
+        if not self._is(words, text) and not self._is(words := [each.strip() for each in words], text):
+            return None
+        places = self._places(self.around, words)
+        spans = tuple((places[a][0] - before, places[b][1] + behind) for a, before, b, behind in self.spans)
+        return Rendered(text, spans, spans if self.answers else (), self.altered)
+
+    def _is(self, words: Sequence[str], text: str) -> bool:
+        return text == "".join(chain.from_iterable(zip_longest(self.around, words, fillvalue="")))
+
+
+_SHAPES = 1024  # that are kept
+_NEVER = -1  # trials of a shape that is not believed
+_KEPT = {"strip", "lstrip", "rstrip", "join", "get", "append", "items"}
+"""Methods that do nothing to a text for what is in its middle, or that are none of texts."""
+_MEASURES = {"length", "count", "wordcount"}
+
+
+def _is_content(node: Any) -> bool:
+    """Whether an expression of a template is a turn's words."""
+    name = (
+        getattr(node, "name", None) or getattr(node, "attr", None) or getattr(getattr(node, "arg", None), "value", None)
+    )
+    return name == "content"
+
+
+def _asks(source: str) -> list[str] | None:
+    """What a template looks for in texts: words with any of it are rendered by its turns; None: it cannot be told.
+
+    Names are left out: they are what it asks of dictionaries (``'tool_calls' in message``).
+    """
+    from jinja2 import Environment, TemplateError, nodes
+
+    try:
+        read = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", source))
+    except TemplateError:
+        return None
+    found: list[nodes.Expr] = []
+    for compare in read.find_all(nodes.Compare):
+        sides = [compare.expr, *(each.expr for each in compare.ops)]
+        filters = (each for side in sides for each in (side, *side.find_all(nodes.Filter)))
+        measured = [each.node for each in filters if isinstance(each, nodes.Filter) and each.name in _MEASURES]
+        if any(map(_is_content, measured)) and not any(side in (nodes.Const(0), nodes.Const(1)) for side in sides):
+            return None  # whether it is longer than so many characters, say
+        found += sides if compare.ops[0].op in ("eq", "ne") else sides[:1]
+    for call in read.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr not in _KEPT:
+            found += call.args
+    for each in read.find_all(nodes.Filter):
+        found += each.args if each.name in ("replace", "split") else []
+    texts = {each.value for each in found if isinstance(each, nodes.Const) and isinstance(each.value, str)}
+    return sorted(each for each in texts if each and not re.fullmatch("[a-z_]+", each))
+
+
 class ChatTemplate:
     """A template beside its tokenizer.
 
@@ -113,6 +221,8 @@ class ChatTemplate:
         self.marks = bool(_GENERATION.search(source))
         names = {*tokenizer.all_special_tokens, *(str(each) for each in tokenizer.added_tokens_decoder.values())}
         self._special = re.compile("|".join(map(re.escape, sorted(names - {""}, key=len, reverse=True))) or r"(?!)")
+        self._asks = _asks(source)
+        self._shapes: dict[Any, _Shape | None] = {}
         self.parts = False
         asked = [{"role": "user", "content": "x"}]
         told = [*asked, {"role": "assistant", "content": _PROBE}]
@@ -194,6 +304,55 @@ class ChatTemplate:
         if train_on == "all":
             return Rendered(text, ((0, len(text)),), ())
         say = {"tools": tools, "settings": settings, "where": where}
+        shape, words = self._shape(messages, begin, train_on, say)
+        guess = shape.fits(words, text) if shape is not None else None
+        if shape is not None and guess is not None and not shape.trials:
+            return guess
+        found = self._searched(messages, begin, train_on, text, say)
+        if shape is not None and guess is not None:
+            shape.trials = shape.trials - 1 if found == guess else _NEVER
+        return found
+
+    def _shape(
+        self, messages: Sequence[Message], begin: int, train_on: TrainOn, say: Mapping[str, Any]
+    ) -> tuple[_Shape | None, list[str]]:
+        """What is known of conversations of such turns, and the words of this one; None: nothing, or its words may
+        change what the template does. A shape is learned when it comes for the second time."""
+        words: list[str] = []
+        turns: list[Any] = []
+        for each in messages:
+            text = each.get("content")
+            if self._asks is None or len(each) != 2 or not isinstance(text, str) or not text or text.isspace():
+                return None, []
+            if any(asked in text for asked in self._asks):
+                return None, []
+            words.append(text)
+            turns += each["role"], text[0].isspace(), text[-1].isspace()
+        more = json.dumps([say["tools"], say["settings"]], default=str) if say["tools"] or say["settings"] else ""
+        key = (train_on, begin, *turns, more)
+        if key in self._shapes:
+            if (shape := self._shapes[key]) is None:
+                shape = self._shapes[key] = self._learned(messages, begin, train_on, say)
+            return shape, words
+        if len(self._shapes) < _SHAPES:
+            self._shapes[key] = None
+        return None, words
+
+    def _learned(self, messages: Sequence[Message], begin: int, train_on: TrainOn, say: Mapping[str, Any]) -> _Shape:
+        """A shape by a conversation whose words are in no template."""
+        words = [f"{_PROBE}{number}." for number in range(len(messages))]
+        probes = [{**each, "content": text} for each, text in zip(messages, words, strict=True)]
+        try:
+            text = self.render(probes, say["tools"], say["settings"], where=say["where"])
+            found = _Shape.learn(words, self._searched(probes, begin, train_on, text, say))
+        except ConfigError:
+            found = None
+        return _Shape((), (), False, 0, _NEVER) if found is None else found
+
+    def _searched(
+        self, messages: Sequence[Message], begin: int, train_on: TrainOn, text: str, say: Mapping[str, Any]
+    ) -> Rendered:
+        """What is trained, by rendering parts of the conversation."""
         first = self._first(messages, begin, text, say) if train_on == "completion" else 0
         if train_on == "completion":
             last = messages[-1]["role"] == "assistant" if messages else False
