@@ -114,13 +114,18 @@ class Generation:
         drawn = step.under_way + [part.text for part in step.parts if part.draws]
         if not drawn:
             return []
-        rules, numbers = [text.rule for text in drawn], [text.number for text in drawn]
-        tokens, log_probs = choose(logits, rules, [text.sample for text in drawn], numbers)
+        chosen = choose(
+            logits,
+            [text.rule for text in drawn],
+            [text.sample for text in drawn],
+            [text.number for text in drawn],
+            [text.tokens for text in drawn],
+        )
         whole = []
-        for text, token, log_prob in zip(drawn, tokens, log_probs, strict=True):
+        for text, token, log_prob, tops in zip(drawn, *chosen, strict=True):
             if not log_prob > -torch.inf:
                 raise NonFiniteError(f"logits of request {text.request} are inf or NaN at token {text.number}.")
-            text.take(token, log_prob)
+            text.take(token, log_prob, tops)
             if text.finish is not None:
                 whole.append(text)
         self._scheduler.end(whole)
@@ -172,9 +177,12 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
+    repetition: float = 1.0,
     seed: int | Sequence[int] = 0,
     stop: Sequence[int] = (),
     n: int = 1,
+    top_log_probs: int = 0,
     pages: int | None = None,
     page_size: int = 16,
     rows: int = 256,
@@ -197,10 +205,14 @@ def generate(
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_p: of the likeliest tokens, those whose probabilities sum to it; 1 keeps all.
         top_k: the likeliest so many tokens; 0 keeps all.
+        min_p: tokens at least so many times as likely as the likeliest; 0 keeps all.
+        repetition: logits of tokens that a text has already are divided by it if positive, else multiplied; 1 changes
+            none.
         seed: of all draws, or one for each prompt. What a prompt gets depends on its seed (and, with one for all, on
             its number) and on nothing else that is generated beside it.
         stop: tokens that end an answer.
         n: answers for each prompt; they share the pages of its full pages of tokens.
+        top_log_probs: how many of the likeliest tokens are told beside each token, in ``tops``.
         pages: of keys and values, at most, all made at once; None: as many as are filled. With too few for all, texts
             wait, or give theirs back and are computed again, with the same result.
         page_size: tokens of a page.
@@ -222,7 +234,7 @@ def generate(
     ends = _tokens("stop", stop)
     if not is_integer(n, 1):
         raise ConfigError(f"generate(): n={described(n)}: it is a whole number from 1 on.")
-    rules = [SamplingRule(temperature, top_p, top_k, each) for each in seeds]
+    rules = [SamplingRule(temperature, top_p, top_k, each, repetition, min_p, top_log_probs) for each in seeds]
     texts = [
         Continuation(number, sample, list(prompt), len(prompt), most[number], rules[number], ends)
         for number, prompt in enumerate(prompts)

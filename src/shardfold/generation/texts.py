@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardfold.generation.sampling import SamplingRule
+from shardfold.generation.sampling import SamplingRule, Tops
 
 __all__ = ["Continuation", "Generated"]
 
@@ -22,6 +22,8 @@ class Generated:
         log_probs: of each token, given all before it, in nats: of ``logits / temperature`` over the whole vocabulary
             (at temperature 0 of the logits).
         finish: ``"stop"``: at a stop token; ``"length"``: at ``max_tokens``.
+        tops: with ``top_log_probs``: of each token the likeliest that might have stood there, each with its
+            log-probability, the likeliest first.
     """
 
     request: int
@@ -29,6 +31,7 @@ class Generated:
     tokens: list[int]
     log_probs: list[float]
     finish: Literal["stop", "length"]
+    tops: list[Tops] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -40,6 +43,8 @@ class Continuation:
         start: tokens of the prompt.
         most: tokens to be generated, at most.
         stop: tokens that end it.
+        log_probs: of the tokens generated.
+        tops: of each of these the likeliest alternatives, where its rule asks for them.
         pages: of its keys and values, in order.
         stored: tokens whose keys and values are in its pages, or will be after the step that is planned.
         evicted: how often its pages were taken from it.
@@ -53,6 +58,7 @@ class Continuation:
     rule: SamplingRule
     stop: frozenset[int]
     log_probs: list[float] = field(default_factory=list)
+    tops: list[Tops] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     stored: int = 0
     evicted: int = 0
@@ -67,10 +73,12 @@ class Continuation:
     def prompt(self) -> Sequence[int]:
         return self.tokens[: self.start]
 
-    def take(self, token: int, log_prob: float) -> None:
+    def take(self, token: int, log_prob: float, tops: Tops | None = None) -> None:
         """One more token."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
+        if tops:
+            self.tops.append(tops)
         if token in self.stop:
             self.finish = "stop"
         elif self.number >= self.most:
@@ -78,4 +86,4 @@ class Continuation:
 
     def answer(self) -> Generated:
         assert self.finish is not None
-        return Generated(self.request, self.sample, self.tokens[self.start :], self.log_probs, self.finish)
+        return Generated(self.request, self.sample, self.tokens[self.start :], self.log_probs, self.finish, self.tops)
