@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
+from shardfold.tools.tune.data import sources
 from shardfold.tools.tune.data.batches import Batches
 from shardfold.tools.tune.data.prepared import Prepared, prepare
 from shardfold.tools.tune.data.rows import Labelled, Pair, Prompt, Tokens
@@ -195,14 +197,65 @@ def test_formats_say_the_same(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "contnet": "x"}]}', r"chat.jsonl:2: messages\[0\] .*Did you mean 'content'"),
         ('{"conversations": [{"from": "hunan", "value": "x"}]}', r"chat.jsonl:2: .*Did you mean 'human'"),
         ("[1]", r"chat.jsonl:2: a row is an object"),
+        ("\0", r"chat.jsonl:2: not JSON"),
+        ("[" * 100_000, r"chat.jsonl:2: not JSON: maximum recursion"),
+        (json.dumps({"messages": TURNS}) * 2, r"chat.jsonl:2: not JSON: Extra data"),
+        ('{"messages": [{"role": "asistant", "content": "x"}]}', r"chat.jsonl:2: .*Did you mean 'assistant'"),
+        (json.dumps({"messages": [{"role": "wizard", "content": "x"}, TURNS[1]]}), r"chat.jsonl:2: the role of turn 0"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"chat.jsonl:2: messages\[0\]: 'role' is \['user'\]"),
+        ('{"messages": [{"role": "user", "content": 5}]}', r"chat.jsonl:2: messages\[0\]: 'content' is 5"),
+        ('{"messages": [{"role": "user"}]}', r"chat.jsonl:2: messages\[0\] has no 'content'"),
+        ('{"conversations": [{"from": ["x"], "value": "x"}]}', r"chat.jsonl:2: .*'from' is \['x'\]"),
+        ('{"conversations": [{"from": "human", "value": 5}]}', r"chat.jsonl:2: .*'value' is 5"),
+        ('{"instruction": "a", "output": "b", "history": 7}', r"chat.jsonl:2: 'history' is 7"),
+        ('{"instruction": "a", "output": "b", "history": [[1, 2]]}', r"chat.jsonl:2: history\[0\] is \[1, 2\]"),
+        ('{"prompt": "a", "completion": "\\udc00"}', r"chat.jsonl:2: .* is half of a character"),
+        ("x" * 3000, r"chat.jsonl:2: a line of 3,001 bytes, .*split it"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, row: str, said: str) -> None:
+def test_bad_rows_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, said: str) -> None:
+    monkeypatch.setattr(sources, "_LINE", 2000 if row.startswith("x") else sources._LINE)
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": TURNS}) + "\n" + row + "\n")
     rows = prepare([From(str(file))], tiny_tokenizer(), As(), "chat", cache=tmp_path / "cache")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as error:
         list(rows)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", gzip.compress(b"{}"), r"a.jsonl:1: not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b"{}"), r"ends in .gz, .*Unpack it"),
+        ("a.json", b'[{"messages": [}]', r"a.json is no JSON"),
+        ("a.json", b"[" * 100_000, r"a.json is no JSON: maximum recursion"),
+        ("a.json", b'[{"instruction": "\xe9"}]', r"a.json is not UTF-8: .* byte 18"),
+        ("a.json", b"[1]", r"a.json, row 1: a row is an object"),
+        ("a.csv", b"instruction,output\na\n", r"a.csv:2: a row has other fields than the header"),
+        ("a.csv", b"instruction,output\na,b,c\n", r"a.csv:2: a row has other fields than the header"),
+        ("a.csv", b"instruction,output\na,\xe9\n", r"a.csv:\d: not UTF-8"),
+        ("a.parquet", b"PAR1xxxxPAR1", r"a.parquet is no Parquet file"),
+        ("a.arrow", b"xxxx", r"a.arrow is no Arrow file"),
+        ("a.jsonl", b"", r"a.jsonl has no rows"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as error:
+        list(prepare([From(str(tmp_path / name))], tiny_tokenizer(), As(), "chat", cache=tmp_path / "cache"))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbf%s\n%s", b"%s\r\n%s\r\n", b"\n%s\n\n%s"], ids=["bom", "crlf", "blank"]
+)
+def test_files_of_other_systems(tmp_path: Path, content: bytes) -> None:
+    row = json.dumps({"messages": TURNS}).encode()
+    (tmp_path / "a.jsonl").write_bytes(content % (row, row))
+    rows = prepare([From(str(tmp_path / "a.jsonl"))], tiny_tokenizer(), As(), "chat", cache=tmp_path / "cache")
+    assert rows.facts["rows"] == 2
 
 
 def test_what_was_left_out_is_counted_and_shown(tmp_path: Path) -> None:

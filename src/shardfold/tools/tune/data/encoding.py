@@ -126,6 +126,8 @@ class Encoder:
         with ThreadPoolExecutor(1, "encoder") as beside:
             while part := list(islice(rest, _TOGETHER)):
                 pieces = [(k, piece) for k, each in enumerate(part) if _says(each) for piece in self._pieces(each)]
+                for k, piece in pieces:
+                    _check_text(piece.rendered.text, part[k])
                 encodings = beside.submit(self._tokenized, [piece for _, piece in pieces])
                 if begun is not None:
                     found += self._rows(*begun)
@@ -264,6 +266,18 @@ class Encoder:
 
 def _says(example: Example | None) -> TypeGuard[Example]:
     return example is not None and not example.empty
+
+
+def _check_text(text: str, example: Example | None) -> None:
+    """
+    Raises:
+        ConfigError: it is no text, but has halves of a surrogate pair, which JSON can spell.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = example.where if example is not None else ""
+        raise ConfigError(f"data: {where}: {text[error.start]!a} is half of a character.") from None
 
 
 def _is_whole(rendered: Rendered) -> bool:

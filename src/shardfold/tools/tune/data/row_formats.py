@@ -50,6 +50,9 @@ class Example:
         return not self.prompt or (isinstance(self.prompt, str) and not self.prompt.strip())
 
 
+SPEAKERS = ("system", "developer", "user", "assistant", "tool")
+"""Roles that every template may be given."""
+
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -189,24 +192,40 @@ def _turn(value: Any, where: str, name: str) -> Message:
         _refuse(where, f"{name} is {value!r:.60}, but a turn, {{'role': ..., 'content': ...}}")
     turn = {key: each for key, each in value.items() if each is not None}
     if "role" in turn:
+        if not isinstance(turn["role"], str):
+            _refuse(where, f"{name}: 'role' is {turn['role']!r:.60}, but has to be text")
+        near = did_you_mean(turn["role"], SPEAKERS)
+        if (
+            turn["role"] not in (*SPEAKERS, *_ROLES) and "Did you mean" in near
+        ):  # else it may be one of a template's own
+            _refuse(where, f"{name}: there is no role {turn['role']!r}.{near}")
         if "content" not in turn:
             others = [key for key in turn if key != "role"]
             if not {"tool_calls", "reasoning_content", "thinking", "function_call"} & turn.keys():
                 near = did_you_mean(others[0], ["content"]) if others else ""
                 _refuse(where, f"{name} has no 'content'.{near}")
             turn["content"] = ""
+        _said(turn["content"], where, f"{name}: 'content'")
         return turn
     if "from" in turn:
-        role = _ROLES.get(turn["from"])
+        role = _ROLES.get(str(turn["from"]))
         if role is None:
-            _refuse(where, f"{name}: 'from' is {turn['from']!r}.{did_you_mean(turn['from'], _ROLES)}")
+            _refuse(where, f"{name}: 'from' is {turn['from']!r:.60}.{did_you_mean(str(turn['from']), _ROLES)}")
         if "value" not in turn:
             _refuse(where, f"{name} has no 'value'")
         if role == "function_call":
             return {"role": "assistant", "content": "", "tool_calls": _calls(turn["value"], where, name)}
+        _said(turn["value"], where, f"{name}: 'value'")
         return {"role": role, "content": turn["value"]}
     near = did_you_mean(next(iter(turn), ""), ["role", "content", "from", "value"])
     _refuse(where, f"{name} has neither 'role' nor 'from'.{near}")
+
+
+def _said(value: Any, where: str, name: str) -> None:
+    """A turn's words: text, or a list of parts as models take them that see."""
+    parts = isinstance(value, list) and all(isinstance(each, str | Mapping) for each in value)
+    if not isinstance(value, str) and not parts:
+        _refuse(where, f"{name} is {value!r:.60}, but has to be text")
 
 
 def _calls(value: Any, where: str, name: str) -> list[Message]:
@@ -266,8 +285,11 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Example:
     turns: list[Message] = []
     if row.get("system"):
         turns.append({"role": "system", "content": _text(row, "system", where)})
-    for number, each in enumerate(_listed(row.get("history")) or []):
-        if not isinstance(each, Sequence) or isinstance(each, str) or len(each) != 2:
+    history = _listed(row.get("history")) or []
+    if not isinstance(history, list):
+        _refuse(where, f"'history' is {history!r:.60}, but a list of [instruction, answer]")
+    for number, each in enumerate(history):
+        if not isinstance(each, list) or len(each) != 2 or not all(isinstance(words, str) for words in each):
             _refuse(where, f"history[{number}] is {each!r:.60}, but [instruction, answer]")
         turns += [{"role": "user", "content": each[0]}, {"role": "assistant", "content": each[1]}]
     asked = [each for name in ("instruction", "input") if (each := _text(row, name, where, name != "instruction"))]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import xxhash
@@ -27,6 +27,7 @@ __all__ = ["Raw", "RowBlock", "SourceFile", "find_files", "read_block", "scan"]
 ROWS = 1024
 BYTES = 1 << 20
 _CHUNK = 8 << 20  # bytes that are looked through at once
+_LINE = 64 << 20  # bytes of a row, at most
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -39,6 +40,9 @@ _SUFFIXES = {
     ".txt": "text",
     ".md": "text",
 }
+
+
+_PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def _form(path: Path) -> str:
     if form is None:
         raise ConfigError(
             f"data: {str(path)!r} ends in {path.suffix or 'nothing'}, but files end in {', '.join(_SUFFIXES)}."
-            f"{did_you_mean(path.suffix, _SUFFIXES)}"
+            f"{' Unpack it.' if path.suffix.lower() in _PACKED else did_you_mean(path.suffix, _SUFFIXES)}"
         )
     if form == "json":  # lines of JSON are often named so, too
         with path.open("rb") as file:
@@ -212,7 +216,11 @@ def _cut(rows: int) -> tuple[RowBlock, ...]:
 
 def _count(path: str, form: str) -> int:
     if form == "parquet":
-        return _pyarrow("parquet").ParquetFile(path).metadata.num_rows
+        pyarrow = _pyarrow("arrow")
+        try:
+            return pyarrow.parquet.ParquetFile(path).metadata.num_rows
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ConfigError(f"data: {path} is no Parquet file: {' '.join(str(error).split())}.") from None
     if form == "arrow":
         return _arrow(path).num_rows
     return len(_whole(path, form, os.stat(path).st_mtime_ns))
@@ -256,16 +264,28 @@ def _whole(path: str, form: str, _changed: int) -> list[Any]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         if form == "csv":
             csv.field_size_limit(1 << 30)
-            reader = csv.DictReader(file, delimiter="\t" if path.lower().endswith(".tsv") else ",")
-            try:
-                return [dict(each) for each in reader]
-            except csv.Error as error:
-                raise ConfigError(f"data: {path}:{reader.line_num}: {error}.") from None
+            return list(_table(file, path))
         try:
             rows = json.load(file)
-        except ValueError as error:
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data: {path} is not UTF-8: {error.reason}, at byte {error.start}.") from None
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"data: {path} is no JSON: {error}.") from None
     return rows
+
+
+def _table(file: TextIO, path: str) -> Iterator[dict[str, Any]]:
+    reader = csv.DictReader(file, delimiter="\t" if path.lower().endswith(".tsv") else ",")
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                names = ", ".join(map(repr, reader.fieldnames or ()))
+                raise ConfigError(f"data: {path}:{reader.line_num}: a row has other fields than the header: {names}.")
+            yield dict(row)
+    except csv.Error as error:
+        raise ConfigError(f"data: {path}:{reader.line_num}: {error}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data: {path}:{reader.line_num + 1}: not UTF-8: {error.reason}.") from None
 
 
 def read_block(file: SourceFile, block: RowBlock) -> Iterator[Raw]:
@@ -305,11 +325,15 @@ def _lines(path: str, block: RowBlock, content: bytes) -> Iterator[Raw]:
         if not line.strip():
             yield Raw(where, None)
             continue
+        if len(line) > _LINE:
+            raise ConfigError(
+                f"data: {where}: a line of {len(line):,} bytes, but a row has at most {_LINE:,}: split it into rows."
+            )
         try:
             value = json.loads(line)
         except UnicodeDecodeError as error:
             raise ConfigError(f"data: {where}: not UTF-8: {error.reason}.") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"data: {where}: not JSON: {error}.") from None
         if not isinstance(value, dict):
             raise ConfigError(f"data: {where}: a row is an object, {{...}}, not {value!r:.60}.")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.tools.tune.data.row_formats import Message
+from shardfold.tools.tune.data.row_formats import SPEAKERS, Message
 
 __all__ = ["TEMPLATES", "ChatTemplate", "Rendered", "TrainOn", "chat_template"]
 
@@ -254,6 +254,12 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses them; names file and line.
         """
+        for number, each in enumerate(messages):
+            if each["role"] not in SPEAKERS and each["role"] not in self.source:
+                raise ConfigError(
+                    f"data: {where}: the role of turn {number} is {each['role']!r}, which the chat template does not "
+                    f"name.{did_you_mean(each['role'], SPEAKERS)}"
+                )
         try:
             return self.tokenizer.apply_chat_template(
                 self._given(messages),
