@@ -105,8 +105,11 @@ class Format(ABC):
         ``nbytes`` of that length."""
         from torch.nn.functional import pad
 
-        length = -(-values.numel() // self.block) * self.block
-        self.encode(pad(values, (0, length - values.numel())).view(1, -1), payload.view(1, -1))
+        whole = values.numel() // self.block * self.block
+        self.encode(values[:whole].view(1, -1), payload[: self.nbytes(whole)].view(1, -1))
+        if whole < values.numel():
+            last = pad(values[whole:], (0, self.block - values.numel() + whole))
+            self.encode(last.view(1, -1), payload[self.nbytes(whole) :].view(1, -1))
 
     @abstractmethod
     def decode(self, payload: Tensor, values: Tensor) -> None:

@@ -47,6 +47,8 @@ from shardfold.tiers.tiers import Tiers
 
 __all__ = ["Weights", "buffer_dtypes", "make_units", "meta_init", "move_buffers"]
 
+AT_ONCE = 4 * 2**20
+"""Bytes of a parameter that are read of a file at a time."""
 FIRST = "the broadcast of the first values of {}"
 
 
@@ -134,6 +136,7 @@ def make_units(
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:  # they keep weak references to their weights, and such tensors cannot be made real
         module._flat_weight_refs = []
+    spare(tiers)  # whole units that come and go leave no holes between what stays of them
     try:
         for c in cuts:
             segments = [
@@ -148,6 +151,7 @@ def make_units(
                 unit.release()
             units.append(unit)
     finally:
+        let_go(tiers)
         for module in recurrent:
             module._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in module._flat_weights]
     return units
@@ -157,7 +161,7 @@ def _give_values(unit: Unit, model: nn.Module, comm: Comm, tiers: Tiers, weights
     """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
     would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
     hand_over(parameter for _, parameter in unit.parameters())
-    exact = [segment.exact_flat() for segment in unit.segments]
+    exact = [segment.exact_flat(comm.memory) for segment in unit.segments]
     empty = _bind_parameters(unit, exact)
     if empty or weights is not None:
         _initialize(unit, model, empty, weights, seed, comm)
@@ -166,7 +170,8 @@ def _give_values(unit: Unit, model: nn.Module, comm: Comm, tiers: Tiers, weights
         for axes in (same, comm.mesh.sizes.rare):  # and of all groups
             comm.broadcast(flat, f"broadcast {unit.name}", over=axes, detail=FIRST.format(unit.name))
         _check_replicas(segment, flat, comm)
-        segment.bind(comm.mesh.sizes, comm.mesh.coords, flat, tiers)
+        released = unit.split and not unit.spec.root
+        segment.bind(comm.mesh.sizes, comm.mesh.coords, flat, tiers, released=released)
 
 
 def _check_replicas(segment: Segment, flat: Tensor, comm: Comm) -> None:
@@ -268,13 +273,7 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
                 values[name].fill_(float("nan"))  # so that what nobody initializes is found
         if weights is not None:
             for name, parameter in values.items():
-                value = weights.read(weights.name_of(name), *boxes[name])
-                if value.shape != parameter.shape:
-                    raise ModelError(
-                        f"weights give {name!r} the shape {tuple(value.shape)}, but the model's is "
-                        f"{tuple(parameter.shape)}."
-                    )
-                parameter.copy_(value)
+                weights.fill(name, parameter, *boxes[name])
             empty = set()
         if empty:
             wanted = {id(values[name]) for name in empty}
@@ -381,6 +380,41 @@ class Weights:
         stored = self._stored[parameter]
         assert stored is not None
         return stored
+
+    def fill(self, parameter: str, into: Tensor, whole: tuple[int, ...], box: Box | None) -> None:
+        """Reads the values of a parameter, or, where what is stored is of the shape ``whole``, this ``box`` of it. Of a
+        large one in a file some rows at a time: what was read of a file counts as the process's until it is closed.
+
+        Raises:
+            ModelError: they are of another shape.
+        """
+        name = self.name_of(parameter)
+        rows = max(1, AT_ONCE * len(into) // into.nbytes) if into.dim() and into.numel() else 1
+        slices = (slice(0, len(into)),) if box is None else () if box.stacked else box.slices
+        if self._source is not None or not slices or not into.dim() or rows >= len(into):
+            self._check_shape(parameter, (value := self.read(name, whole, box)).shape, into)
+            into.copy_(value)
+            return
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt") as opened:
+            shape = tuple(opened.get_slice(name).get_shape())
+        if box is None or shape != whole:
+            self._check_shape(parameter, shape, into)
+            slices = (slice(0, len(into)),)
+        first = slices[0].start or 0
+        for start in range(0, len(into), rows):
+            some = into[start : start + rows]
+            with safe_open(self._files[name], framework="pt") as opened:
+                of_file = (slice(first + start, first + start + len(some)), *slices[1:])
+                some.copy_(opened.get_slice(name)[of_file])
+
+    @staticmethod
+    def _check_shape(parameter: str, shape: Sequence[int], into: Tensor) -> None:
+        if tuple(shape) != tuple(into.shape):
+            raise ModelError(
+                f"weights give {parameter!r} the shape {tuple(shape)}, but the model's is {tuple(into.shape)}."
+            )
 
     def read(self, name: str, whole: tuple[int, ...] = (), box: Box | None = None) -> Tensor:
         """A value; where it is of the shape ``whole``, this ``box`` of it."""

@@ -223,28 +223,33 @@ class Segment:
         ]
         return views, [parts[i] for i in self._gaps_at]
 
-    def exact_flat(self) -> Tensor:
+    def exact_flat(self, store: DeviceTier) -> Tensor:
         """A flat for values as the master will have them, ``(length,)``; where that has the parameters' dtype, or there
-        is none, the flat itself. What becomes codes is not rounded before."""
+        is none, the flat itself. What becomes codes is not rounded before, and the flat has no memory meanwhile."""
         master = self.dtypes["master"]
         if self.form is not None:
             given = {p.dtype for p in self.parameters} - {self.dtype}
             wide = self.dtype
             for dtype in given:
                 wide = torch.promote_types(wide, dtype)
-            return self.flat if wide == self.dtype else self.flat.new_empty(self.spec.length, dtype=wide)
+            if wide == self.dtype:
+                return self.flat
+            store.take_back(self.flat)
+            return store.empty(self.spec.length, wide)
         if not self.spec.trainable or master == self.dtype:
             return self.flat
         return torch.empty(self.spec.length, dtype=master, device=self.flat.device)
 
-    def bind(self, mesh: Sizes, coords: Mapping[str, int], exact: Tensor, tiers: Tiers) -> None:
+    def bind(
+        self, mesh: Sizes, coords: Mapping[str, int], exact: Tensor, tiers: Tiers, *, released: bool = False
+    ) -> None:
         """Makes the states that rest, each in its cell's tier, and the flat, from the values in ``exact`` (see
-        :meth:`exact_flat`)."""
+        :meth:`exact_flat`). ``released``: the unit is about to be, so that nothing is decoded."""
         spec, flat, layout = self.spec, self.flat, self.table
         if layout.held is not None and layout.held.over:
             self.held_range = shard_range(spec.length, layout.held.over, mesh, coords)
         if self.form is not None:
-            self._bind_codes(self.form, exact, tiers)
+            self._bind_codes(self.form, exact, tiers, released)
             return
         if exact is not flat:
             flat.copy_(exact)
@@ -288,19 +293,40 @@ class Segment:
             self.format_state = kept.get()[: spec.length]
             self.node_state = kept.get()[spec.length :] if second else None
 
-    def _bind_codes(self, form: Format, exact: Tensor, tiers: Tiers) -> None:
-        """What rests of a segment of codes, and the values that they stand for."""
-        payload = torch.zeros(form.nbytes(self.spec.length), dtype=torch.uint8, device=exact.device)
-        for slot in self.spec.slots:
-            stop = slot.offset + slot.numel
-            end = form.nbytes(-(-stop // form.block) * form.block)
-            form.encode_tensor(exact[slot.offset : stop], payload[form.nbytes(slot.offset) : end])
-        table = self.table
+    def _bind_codes(self, form: Format, exact: Tensor, tiers: Tiers, released: bool) -> None:
+        """What rests of a segment of codes, one parameter after the other, and the values that they stand for."""
+        device, table = tiers.device, self.table
         for state, cell, bounds in (("params", table.rest, self.rest_range), ("held", table.held, self.held_range)):
             if cell is not None and bounds is not None:
-                self._rest_in(tiers, state, cell, payload[form.nbytes(bounds[0]) : form.nbytes(bounds[1])])
-        form.decode(payload.view(1, -1), self.flat.view(1, -1))
+                tier = tiers.named(cell.tier, cell.folder)
+                size = form.nbytes(bounds[1] - bounds[0])
+                self.regions[state] = tier.allocate((size,), torch.uint8, zero=True, rests=True)
+        if not released:
+            device.give(self.flat)
+            for start, stop in self.gaps:
+                self.flat[start:stop].zero_()
+        for slot in self.spec.slots:
+            payload = self._write_codes(form, slot.offset, exact[slot.offset : slot.offset + slot.numel])
+            if not released:
+                length = -(-slot.numel // form.block) * form.block
+                form.decode(payload.view(1, -1), self.flat[slot.offset : slot.offset + length].view(1, -1))
+        if exact is not self.flat:  # whose memory goes before the flat has its own
+            exact.untyped_storage().resize_(0)
+        device.give(self.flat)
         self._point()
+
+    def _write_codes(self, form: Format, first: int, values: Tensor) -> Tensor:
+        """The codes of a whole parameter, whose scales may be coded together, and which begins at element ``first``:
+        this rank's part of them rests from now on."""
+        length = -(-values.numel() // form.block) * form.block
+        payload = torch.empty(form.nbytes(length), dtype=torch.uint8, device=values.device)
+        form.encode_tensor(values, payload)
+        for state, _, (low, high) in self.copies():
+            a, b = max(first, low), min(first + length, high)
+            if a < b:
+                part = payload[form.nbytes(a - first) : form.nbytes(b - first)]
+                self.regions[state].write(form.nbytes(a - low), part)
+        return payload
 
     def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor | None:
         """A state with these values, in its tier; the memory itself, or None of a file."""
@@ -650,21 +676,12 @@ class Segment:
             self.updated[piece].copy_(copy[piece])
 
     def _take_coded(self, form: Format, slot: int, values: Tensor) -> None:
-        """The codes of a whole parameter, whose scales may be coded together, of which this rank keeps its part. Where
-        these are what its codes stand for, they stay: coded once more they could be others in their last digit."""
-        first = self.spec.slots[slot].offset
+        """A whole parameter. Where its values are what its codes stand for, these stay: coded once more they could be
+        others in their last digit."""
         piece, part = self._overlap(slot, self.rest_range)
         old = self._resting.part(piece).read()
-        if torch.equal(old, values[part].to(old.device, old.dtype)):
-            return
-        length = -(-values.numel() // form.block) * form.block
-        payload = torch.empty(form.nbytes(length), dtype=torch.uint8, device=values.device)
-        form.encode_tensor(values, payload)
-        for state, _, (low, high) in self.copies():
-            a, b = max(first, low), min(first + length, high)
-            if a < b:
-                part = payload[form.nbytes(a - first) : form.nbytes(b - first)]
-                self.regions[state].write(form.nbytes(a - low), part)
+        if not torch.equal(old, values[part].to(old.device, old.dtype)):
+            self._write_codes(form, self.spec.slots[slot].offset, values)
 
     def copies(self) -> Iterator[tuple[str, Shard, tuple[int, int]]]:
         """The states that mirror the parameters, each with its range of the segment; what shares bytes once."""
