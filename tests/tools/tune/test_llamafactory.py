@@ -178,3 +178,102 @@ def test_the_command_prints_a_config_file() -> None:
     Path("y.yaml").write_text(YAML)
     found = CliRunner().invoke(app, ["tune", "--from-llamafactory", "y.yaml"], catch_exceptions=False)
     assert found.exit_code == 0 and parse_toml(found.output)["adapter"]["rank"] == 4
+
+
+EXAMPLES: dict[str, tuple[str, str]] = {
+    "lora_sft": ("trust_remote_code: true|stage: sft|do_train: true|finetuning_type: lora|lora_rank: 8|"
+                 "lora_target: all|dataset: chats|template: llama3|cutoff_len: 2048|max_samples: 1000|"
+                 "preprocessing_num_workers: 16|"
+                 "dataloader_num_workers: 4|output_dir: a|logging_steps: 10|save_steps: 500|plot_loss: true|"
+                 "overwrite_output_dir: true|save_only_model: false|report_to: none|per_device_train_batch_size: 1|"
+                 "gradient_accumulation_steps: 8|learning_rate: 1.0e-4|num_train_epochs: 3.0|lr_scheduler_type: cosine|"
+                 "warmup_ratio: 0.1|bf16: true|ddp_timeout: 180000000|resume_from_checkpoint: null|"
+                 "val_size: 0|per_device_eval_batch_size: 1|eval_strategy: steps|eval_steps: 500", ""),
+    "lora_dpo": ("stage: dpo|do_train: true|finetuning_type: lora|pref_beta: 0.1|pref_loss: sigmoid|dataset: pairs|"
+                 "learning_rate: 5.0e-6", ""),
+    "lora_kto": ("stage: kto|do_train: true|pref_beta: 0.1|dataset: labels", ""),
+    "lora_ppo": ("stage: ppo|reward_model: saves/reward|dataset: chats|max_new_tokens: 512|top_k: 0|top_p: 0.9", "ppo"),
+    "lora_pretrain": ("stage: pt|do_train: true|finetuning_type: lora|dataset: texts", ""),
+    "lora_reward": ("stage: rm|do_train: true|finetuning_type: lora|dataset: pairs", ""),
+    "lora_sft_ray": ("dataset: chats|ray_run_name: a|ray_storage_path: b|ray_num_workers: 4|resources_per_worker: 1|"
+                     "placement_strategy: PACK", "procs"),
+    "lora_sft_ds3": ("dataset: chats|deepspeed: ds.json", ""),
+    "lora_preprocess": ("dataset: chats|tokenized_path: saves/tokens|overwrite_cache: true", ""),
+    "full_sft": ("finetuning_type: full|dataset: chats|deepspeed: ds.json|learning_rate: 1.0e-5", ""),
+    "full_vl": ("finetuning_type: full|dataset: pictures|image_max_pixels: 262144|video_max_pixels: 16384|"
+                "freeze_vision_tower: true|freeze_multi_modal_projector: true|freeze_language_model: false", "text"),
+    "qlora_otfq": ("quantization_bit: 4|quantization_method: bnb|double_quantization: false|dataset: chats", ""),
+    "qlora_hqq": ("quantization_bit: 4|quantization_method: hqq|dataset: chats", "formats"),
+    "fsdp_qlora": ("quantization_bit: 4|dataset: chats|fsdp: full_shard auto_wrap|fsdp_config: f.json", ""),
+    "adam_mini": ("finetuning_type: full|use_adam_mini: true|dataset: chats", "no part"),
+    "apollo": ("finetuning_type: full|use_apollo: true|apollo_layerwise: true|apollo_target: all|apollo_rank: 128|"
+               "apollo_scale: 32.0|apollo_scale_type: channel|dataset: chats|pure_bf16: true", "no part"),
+    "badam": ("finetuning_type: full|use_badam: true|badam_mode: layer|badam_switch_mode: ascending|"
+              "badam_switch_interval: 50|badam_verbose: 2|dataset: chats", "no part"),
+    "galore": ("finetuning_type: full|use_galore: true|galore_layerwise: true|galore_target: all|galore_rank: 128|"
+               "galore_scale: 2.0|dataset: chats", "GaLore"),
+    "llama_pro": ("finetuning_type: freeze|freeze_trainable_layers: 8|freeze_trainable_modules: all|"
+                  "use_llama_pro: true|dataset: chats", "expand"),
+    "loraplus": ("loraplus_lr_ratio: 16.0|dataset: chats", ""),
+    "mod": ("finetuning_type: full|mixture_of_depths: convert|optim: paged_adamw_8bit|dataset: chats", "no part"),
+    "muon": ("finetuning_type: full|use_muon: true|dataset: chats", ""),
+    "oft": ("finetuning_type: oft|oft_block_size: 32|oft_target: all|dataset: chats", "lora, freeze or full"),
+    "pissa": ("pissa_init: true|pissa_iter: 16|pissa_convert: true|dataset: chats", ""),
+    "nlg_eval": ("do_predict: true|predict_with_generate: true|eval_dataset: chats", "shardfold eval"),
+    "merge": ("export_dir: out|export_size: 5|export_device: cpu|export_legacy_format: false", "no part of a training"),
+}  # fmt: skip
+"""Its examples' keys, and words of why one is refused."""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_its_examples_are_read(name: str) -> None:
+    lines, refused = EXAMPLES[name]
+    text = "model_name_or_path: base\n" + lines.replace("|", "\n")
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            read(text)
+    else:
+        assert settings(text).model == Path("base")
+
+
+OF_KEYS = {
+    "dataset": "chats", "eval_dataset": "plain", "stage": "kto", "finetuning_type": "freeze", "quantization_bit": 8,
+    "optim": "adamw_torch", "lr_scheduler_type": "linear", "save_strategy": "no", "eval_strategy": "steps",
+    "deepspeed": "ds.json", "fsdp": "full_shard", "pref_loss": "ipo", "dataset_dir": "data",
+}  # fmt: skip
+VALUES = [None, False, True, 0, -1, 3, 2.5, "x", "1e-4", [], ["a"], {"a": 1}]
+
+
+def test_every_key_with_any_value_has_one_fate() -> None:
+    """Of every key of the table: what is taken is a setting that loads, or is refused; what is noted is told; what is
+    refused is, unless it asks for nothing. No value of another type ends in a traceback."""
+    from shardfold.errors import ShardfoldError
+
+    plain = read("model_name_or_path: base\ndataset: chats\n")
+    for name, key in factory.KEYS.items():
+        fates = set[str]()
+        for value in (*VALUES, OF_KEYS.get(name)):
+            given = {"model_name_or_path": "base", "dataset": "chats"} | {name: value}
+            Path("y.yaml").write_text(json.dumps(given))
+            try:
+                reading = factory.read_yaml(Path("y.yaml"))
+            except ConfigError as error:
+                assert name in str(error) or "entry" in str(error) or name == "dataset_dir", (name, value, str(error))
+                assert "\n" not in str(error)
+                fates.add("refused")
+                continue
+            if key.fate == "noted":
+                assert any(name in note for note in reading.notes), (name, value)
+            if key.fate == "refused":
+                assert value in key.without and reading.settings == plain.settings, (name, value)
+            if key.fate == "taken":
+                kind = config_class(reading.recipe)
+                try:
+                    found = parse_toml(reading.toml())
+                    found.pop("recipe")
+                    kind.load(kind.checked(found, where="the file"))
+                except ShardfoldError as error:
+                    assert "\n" not in str(error)
+                    continue
+            fates.add(key.fate)
+        assert key.fate in fates, name

@@ -192,6 +192,11 @@ def _warmup_ratio(reading: Reading, value: Any) -> None:
         )
 
 
+def _folder(reading: Reading, value: Any) -> None:
+    if not isinstance(value, str):
+        raise reading.refuse("dataset_dir", "it is the name of a folder")
+
+
 def _no_more_rows(reading: Reading, value: Any) -> None:
     reading.notes.append(
         f"max_samples is {value}: all rows are trained; cut files to their first {value} rows for that."
@@ -203,7 +208,9 @@ def _checkpointing(reading: Reading, value: Any) -> None:
 
 
 def _eval(reading: Reading, value: Any) -> None:
-    if value == "steps":
+    if value == "steps" and not reading.given.get("eval_dataset"):
+        reading.notes.append("eval_strategy: there is no eval_dataset, so nothing is evaluated.")
+    elif value == "steps":
         reading.put("eval_every", int(reading.given.get("eval_steps") or reading.given.get("logging_steps") or 500))
     elif value not in ("no", False):
         raise reading.refuse("eval_strategy", "rows are evaluated every --eval-every steps and at the end: give steps")
@@ -266,6 +273,10 @@ def _refused(why: str, *names: str, without: tuple[Any, ...] = (None, False)) ->
     return {name: Key("refused", why, without=without) for name in names}
 
 
+def _prefixed(prefix: str, names: str) -> list[str]:
+    return [f"{prefix}_{name}" for name in names.split()]
+
+
 def _taken(said: str, put: Put) -> Key:
     return Key("taken", said, put)
 
@@ -326,12 +337,32 @@ MODEL: dict[str, Key] = {
     "use_muon": _taken('optimizer = "muon"', _if_true("optimizer", "muon")),
     **_refused(HUB, "hf_hub_token", "ms_hub_token", "om_hub_token"),
     **_refused(HUB, "model_revision", without=("main",)),
+    **_noted("tokenizers are the fast ones", "use_fast_tokenizer", "split_special_tokens"),
+    **_noted("files are read where they are", "cache_dir", "offload_folder"),
+    **_refused("a folder is named by model_name_or_path", "adapter_folder"),
+    **_refused("that is no part of a training", *_prefixed("export", "dir size device quantization_bit hub_model_id")),
+    **_noted("that is of another command", *_prefixed("export", "legacy_format quantization_dataset")),
+    **_noted("rollouts are the engine's own", "infer_backend", "infer_dtype", "use_kv_cache", "use_v1_kernels"),
+    **_noted("rollouts are the engine's own", *_prefixed("vllm", "maxlen gpu_util enforce_eager max_lora_rank config")),
+    **_noted("rollouts are the engine's own", *_prefixed("sglang", "maxlen mem_fraction tp_size config")),
+    **_refused("devices are the ranks'", "quantization_device_map", without=(None, "auto")),
+    **_noted("losses are in fp32", "upcast_lmhead_output"),
+    **_refused("experts are balanced as the model has it", "moe_aux_loss_coef"),
+    **_refused("an adapter begins as its kind does", "create_new_adapter", "init_special_tokens"),
+    **_refused("finetuning_type is lora, freeze or full", "module_dropout", without=(None, 0, 0.0)),
+    **_noted("finetuning_type is lora, freeze or full", *_prefixed("oft", "rank block_size target")),
+    **_noted("use_galore is false", *_prefixed("galore", "target rank update_interval scale proj_type layerwise")),
+    **_noted("use_apollo is false", *_prefixed("apollo", "target rank update_interval scale proj proj_type layerwise")),
+    **_noted("use_apollo is false", "apollo_scale_type", "apollo_scale_front"),
+    **_noted("use_badam is false", *_prefixed("badam", "mode switch_mode switch_interval start_block update_ratio")),
+    **_noted("use_badam is false", "badam_mask_mode", "badam_verbose"),
+    **_noted("use_swanlab is false", *_prefixed("swanlab", "project workspace run_name mode api_key logdir")),
 }
 
 DATA: dict[str, Key] = {
+    "dataset_dir": _taken("where dataset_info.json is", _folder),
     "dataset": _taken("data, by dataset_info.json", lambda reading, value: _data(reading, "data", value)),
     "eval_dataset": _taken("eval_data", lambda reading, value: _data(reading, "eval_data", value)),
-    "dataset_dir": _taken("where dataset_info.json is", lambda reading, value: None),
     "cutoff_len": _taken("text.length", _to("text.length")),
     "packing": _taken("text.pack", _packs),
     "neat_packing": _taken("text.pack", _if_true("text.pack", True)),
@@ -360,6 +391,14 @@ DATA: dict[str, Key] = {
         without=(None, "concat"),
     ),
     **_refused("tools are told by the model's own template", "tool_format"),
+    **_noted("all files are one evaluation", "eval_on_each_dataset"),
+    **_noted("answers are those of shardfold generate", "do_sample", "temperature", "top_p", "top_k", "num_beams"),
+    **_noted("answers are those of shardfold generate", "max_new_tokens", "repetition_penalty", "length_penalty"),
+    **_noted("answers are those of shardfold generate", "skip_special_tokens", "eval_num_beams"),
+    **_noted(MEDIA, *_prefixed("image", "max_pixels min_pixels do_pan_and_scan"), "crop_to_patches"),
+    **_noted(
+        MEDIA, *_prefixed("video", "max_pixels min_pixels fps maxlen"), "use_audio_in_video", "audio_sampling_rate"
+    ),
     **_refused("system prompts are in the rows", "default_system"),
     **_refused("the model's own template decides", "enable_thinking", "preserve_thinking", without=(None, True)),
     **_refused("padding is never a target", "ignore_pad_token_for_loss", without=(None, True)),
@@ -447,6 +486,44 @@ TRAINING: dict[str, Key] = {
     ),
     **_refused("rewards of ppo are named by --reward", "reward_model", "ppo_buffer_size", "ppo_epochs", "ppo_target"),
     **_refused("there is no account to send to", "push_to_hub", "use_swanlab"),
+    **_noted("push_to_hub is false", *_prefixed("hub", "model_id strategy token private_repo always_push")),
+    **_refused("processes are started by --procs or torchrun", "use_ray", "ray_num_workers", without=(None, False, 1)),
+    **_noted("use_ray is false", *_prefixed("ray", "run_name storage_path storage_filesystem scope init_kwargs")),
+    **_noted("use_ray is false", "resources_per_worker", "placement_strategy"),
+    **_refused("epsilon is 1e-8", "adam_epsilon", without=(None, 1e-8, "1e-8")),
+    **_refused("an optimizer has no further settings", "optim_args", "optim_target_modules", "lr_scheduler_kwargs"),
+    **_refused("targets are not smoothed", "label_smoothing_factor", without=(None, 0, 0.0)),
+    **_refused("each row is read", "dataloader_drop_last", "max_eval_samples"),
+    **_refused("a batch has the size that is asked for", "auto_find_batch_size"),
+    **_refused("steps are not compiled by tune", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    **_refused("a run ends after its steps", "metric_for_best_model", "greater_is_better", without=(None, False, True)),
+    **_noted("every target of a window counts alike", "average_tokens_across_devices", "prediction_loss_only"),
+    **_noted("what is recomputed is told by disable_gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    "gradient_checkpointing": _taken("activations", lambda reading, value: _checkpointing(reading, not value)),
+    **_noted("rows of a window are sorted by their lengths", "group_by_length", "length_column_name"),
+    **_noted(
+        "a run does that by itself",
+        "logging_strategy",
+        "logging_nan_inf_filter",
+        "log_level",
+        "save_safetensors",
+        "remove_unused_columns",
+        "skip_memory_metrics",
+        "torch_empty_cache_steps",
+        "dataloader_prefetch_factor",
+        "dataloader_persistent_workers",
+        "eval_accumulation_steps",
+        "accelerator_config",
+        "local_rank",
+        "use_cpu",
+        "bf16_full_eval",
+        "fp16_full_eval",
+        "full_determinism",
+        "save_on_each_node",
+    ),
+    **_refused("rows are evaluated from the first step on", "eval_delay", "eval_on_start", without=(None, False, 0)),
+    **_refused("rewards of ppo are named by --reward", "reward_model_adapters", "reward_model_quantization_bit"),
+    **_noted("rewards of ppo are named by --reward", "reward_model_type", "ppo_score_norm", "ppo_whiten_rewards"),
     **_refused("losses are those of the recipe's evaluation", "compute_accuracy"),
 }
 
@@ -486,7 +563,7 @@ DEFAULTS: dict[str, Any] = {
 
 def _data(reading: Reading, place: str, value: Any) -> None:
     names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-    folder = Path(reading.given.get("dataset_dir") or "data")
+    folder = Path(str(reading.given.get("dataset_dir") or "data"))
     reading.put(place, sources_of(names, folder, reading.recipe))
 
 
@@ -533,7 +610,12 @@ def _read(reading: Reading, name: str, value: Any) -> None:
             raise reading.refuse(name, key.said)
     elif key.put is not None:
         if value is not None:
-            key.put(reading, value)
+            try:
+                key.put(reading, value)
+            except ConfigError:
+                raise
+            except (TypeError, ValueError, AttributeError):
+                raise reading.refuse(name, "a value of another kind is asked for") from None
     else:
         reading.notes.append(f"{name}: {key.said}.")
 
