@@ -59,17 +59,19 @@ def _check_books(books: PageBooks, scheduler: BatchScheduler) -> None:
         for page in text.pages:
             held[page] = held.get(page, 0) + 1
         assert len(text.pages) == books.pages_of(len(text.tokens))
-    assert books.used == len(held)
+    assert books.used == len(held) and books.used + books.kept <= books.made
+    if books.keep is not None:
+        assert books.kept <= books.keep
     assert all(books.holders(page) == count for page, count in held.items())
     if books.limit is not None:
         assert books.made <= books.limit
 
 
 def _run(requests: int, limit: int | None, size: int, seed: int) -> tuple[int, int]:
-    """Random requests, many of which begin alike, that come while others are under way; evictions and the largest
-    number of pages."""
+    """Random requests, many of which begin alike, that come while others are under way, and some of which nobody waits
+    for to the end; evictions and the largest number of pages."""
     draw = random.Random(seed)
-    books = PageBooks(limit, size)
+    books = PageBooks(limit, size, draw.choice([0, 3, None]))
     scheduler = BatchScheduler(books, rows=draw.choice([3, 16, 64]), chunk=draw.choice([5, 40, 300]))
     memory = _Memory(size)
     beginnings = [[draw.randrange(23) for _ in range(draw.randint(1, 50))] for _ in range(5)]
@@ -81,6 +83,7 @@ def _run(requests: int, limit: int | None, size: int, seed: int) -> tuple[int, i
         coming.append(_text(number, prompt, draw.randint(1, 40)))
     expected = [_expected(text.tokens, text.most) for text in coming]
     texts, evicted, most = list(coming), 0, 0
+    dropped: set[Continuation] = set()
     coming.reverse()
     while coming or scheduler.busy:
         for _ in range(min(len(coming), draw.randrange(6))):
@@ -94,10 +97,19 @@ def _run(requests: int, limit: int | None, size: int, seed: int) -> tuple[int, i
         for text in drawn:
             text.take(_next(text.tokens), -1.0)
         scheduler.end([text for text in drawn if text.finish])
+        if scheduler.live and not draw.randrange(30):
+            text = draw.choice(scheduler.live)
+            scheduler.end([text])
+            dropped.add(text)
+        if not draw.randrange(200):
+            books.forget()
         most = max(most, books.used)
     assert books.used == 0
     for text, answer in zip(texts, expected, strict=True):
-        assert text.answer().tokens == answer
+        if text in dropped:
+            assert text.tokens[text.start :] == answer[: text.number]
+        else:
+            assert text.answer().tokens == answer
         evicted += text.evicted
     return evicted, most
 
@@ -131,6 +143,51 @@ def test_prompts_that_begin_alike_share_their_full_pages() -> None:
     assert books.used == 3 and books.holders(texts[7].pages[0]) == 1
     scheduler.end(texts[7:])
     assert books.used == 0
+
+
+def _whole(scheduler: BatchScheduler, text: Continuation) -> int:
+    """Runs one text to its end; how many tokens of its prompt were computed."""
+    scheduler.add(text)
+    seen = 0
+    while scheduler.busy:
+        step = scheduler.plan()
+        seen += sum(part.last - part.first for part in step.parts)
+        text.take(1, 0.0)
+        scheduler.end([text] if text.finish else [])
+    return seen
+
+
+def test_pages_of_texts_that_are_over_are_found_until_others_need_them() -> None:
+    """Those of an answer too: the next turn of a chat computes what is new, and the end of the last page."""
+    books = PageBooks(6, 4, None)
+    scheduler = BatchScheduler(books, rows=4, chunk=100)
+    first = _text(0, list(range(2, 14)), 6)
+    assert _whole(scheduler, first) == 12
+    assert books.used == 0 and books.kept == 4  # 17 tokens were stored
+    turn = [*first.tokens, 9, 9]
+    assert _whole(scheduler, _text(1, turn, 2)) == len(turn) - 16
+    assert _whole(scheduler, _text(2, [5, *turn[1:]], 2)) == len(turn)  # another token at the begin
+    assert _whole(scheduler, _text(3, turn, 2)) == len(turn)  # whose pages were taken
+    assert books.made == 6 and books.used == 0
+
+
+def test_nothing_is_found_after_weights_have_changed() -> None:
+    """Neither what was kept, nor what a text adds that was under way then."""
+    books = PageBooks(None, 4, None)
+    scheduler = BatchScheduler(books, rows=4, chunk=100)
+    _whole(scheduler, _text(0, list(range(2, 14)), 6))
+    under_way = _text(1, [2, 3], 20)
+    scheduler.add(under_way)
+    scheduler.plan()
+    under_way.take(4, 0.0)
+    books.forget()
+    assert books.kept == 0
+    while scheduler.busy:
+        scheduler.plan()
+        under_way.take(5, 0.0)
+        scheduler.end([under_way] if under_way.finish else [])
+    assert books.kept == 0
+    assert _whole(scheduler, _text(2, under_way.tokens, 2)) == 22
 
 
 def test_a_part_that_is_not_computed_yet_is_not_shared() -> None:

@@ -14,9 +14,9 @@ from tests.generation.models import alone, made, unequal
 
 
 def _model() -> Any:
-    """The trained model of ``SHARDFOLD_DATA`` where there is one, else a random one."""
-    folder = Path(os.environ.get("SHARDFOLD_DATA", "")) / "stories260K"
-    if "SHARDFOLD_DATA" in os.environ and folder.is_dir():
+    """The trained model of ``SHARDFOLD_TEST_DATA`` where there is one, else a random one."""
+    folder = Path(os.environ.get("SHARDFOLD_TEST_DATA", "")) / "stories260K"
+    if "SHARDFOLD_TEST_DATA" in os.environ and folder.is_dir():
         from transformers import LlamaForCausalLM
 
         return LlamaForCausalLM.from_pretrained(folder).eval()

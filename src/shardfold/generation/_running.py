@@ -16,7 +16,7 @@ from shardfold.generation.batch_scheduler import BatchScheduler, ForwardPlan
 from shardfold.generation.page_books import PageBooks
 from shardfold.generation.page_pool import PagePool
 from shardfold.generation.paged_attention import PagedAttention
-from shardfold.generation.sampling import MOST_SEED, SamplingRule, choose
+from shardfold.generation.sampling import SamplingRule, choose, prompt_seed
 from shardfold.generation.texts import Continuation, Generated
 from shardfold.plan.checks import described, is_flag, is_integer, known_arguments
 
@@ -37,6 +37,8 @@ class Generation:
         chunk: tokens of texts that begin in one forward, at most: bounds what a forward takes.
         gather: under an engine: the whole model is gathered on each rank until the end, instead of each unit in each
             forward.
+        keep: full pages of texts that are over that stay, so that texts which begin alike find them, at most; those
+            that nobody found for longest are given to others who need one. None: any with ``pages``, else none.
 
     Raises:
         ConfigError: an argument is of a wrong type or value.
@@ -53,6 +55,7 @@ class Generation:
         rows: int = 256,
         chunk: int = 2048,
         gather: bool = False,
+        keep: int | None = None,
     ) -> None:
         _check_sizes(pages=pages, page_size=page_size, rows=rows, chunk=chunk)
         if not is_flag(gather):
@@ -62,7 +65,9 @@ class Generation:
         longest = self._decoder.longest
         if longest is not None:
             rows, chunk = min(rows, longest // 2), min(chunk, longest - longest // 2)
-        self.books = PageBooks(pages, page_size)
+        if keep is not None and not is_integer(keep, 0):
+            raise ConfigError(f"Generation(keep={described(keep)}): it is a whole number from 0 on, or None.")
+        self.books = PageBooks(pages, page_size, 0 if pages is None and keep is None else keep)
         self.pool = PagePool(page_size, pages)
         self._scheduler = BatchScheduler(self.books, rows=rows, chunk=chunk)
         self._reads = PagedAttention(self.pool)
@@ -94,6 +99,10 @@ class Generation:
     def drop(self, texts: Iterable[Continuation]) -> None:
         """Nobody waits for these any more: their pages are others'."""
         self._scheduler.end(texts)
+
+    def forget(self) -> None:
+        """Weights are others now: keys and values that stay are found no more. Texts under way go on with theirs."""
+        self.books.forget()
 
     @property
     def busy(self) -> bool:
@@ -230,7 +239,7 @@ def generate(
     prompts = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]
     most = _each("max_tokens", max_tokens, len(prompts), 1)
     given = _each("seed", seed, len(prompts), 0)
-    seeds = [_own_seed(one, number) for number, one in enumerate(given)] if is_integer(seed) else given
+    seeds = [prompt_seed(one, number) for number, one in enumerate(given)] if is_integer(seed) else given
     ends = _tokens("stop", stop)
     if not is_integer(n, 1):
         raise ConfigError(f"generate(): n={described(n)}: it is a whole number from 1 on.")
@@ -317,8 +326,3 @@ def _each(name: str, given: Any, count: int, least: int) -> list[int]:
             f"{count} prompts."
         )
     return [int(value) for value in values]
-
-
-def _own_seed(seed: int, number: int) -> int:
-    """Of a prompt by its number: far from those of other seeds."""
-    return ((seed * 0x9E3779B97F4A7C15) ^ (number * 0xD1342543DE82EF95)) & MOST_SEED

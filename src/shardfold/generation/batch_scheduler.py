@@ -98,6 +98,8 @@ class BatchScheduler:
             room -= self._begin(text, room, parts)
         for text in under_way:
             text.stored += 1
+            if text.stored % self.books.size == 0:
+                self.books.name(text.pages, text.stored // self.books.size - 1, text.tokens)
         return ForwardPlan(under_way, parts)
 
     def end(self, texts: Iterable[Continuation]) -> None:

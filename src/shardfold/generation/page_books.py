@@ -1,36 +1,44 @@
 """Which pages of keys and values are whose: counts and names, without a tensor.
 
 A page holds ``size`` tokens of one text, for all layers. A full page may be held by several texts that begin alike; a
-page that is not full is one text's own, so none is ever copied.
+page that is not full is one text's own, so none is ever copied. A full page is named by all tokens up to its end. Some
+that nobody holds any more stay, the latest, so that a text that comes later finds what it begins with.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
 
 __all__ = ["PageBooks"]
 
-Tokens = tuple[int, ...]
+_DEAD = b"-"
+"""The name of a page that is never found, nor any behind it."""
 
 
 class PageBooks:
     """Args:
     limit: pages there may be; None: as many as are asked for.
     size: tokens of a page.
+    keep: pages that stay when nobody holds them, at most, as long as nobody needs one; None: any.
 
     Attributes:
         used: pages that somebody holds.
         made: pages that there have been at the same time, at most; page numbers are less.
     """
 
-    def __init__(self, limit: int | None, size: int) -> None:
-        self.limit, self.size = limit, size
+    def __init__(self, limit: int | None, size: int, keep: int | None = 0) -> None:
+        self.limit, self.size, self.keep = limit, size, keep
         self.used, self.made = 0, 0
         self._free: list[int] = []  # a heap: low numbers first, so that memory behind high ones is not touched
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._holders: list[int] = []
-        self._keys: list[tuple[int, Tokens] | None] = []
-        self._by_key: dict[tuple[int, Tokens], int] = {}
+        self._names: list[bytes] = []  # of each page's text up to its end; empty: it is not full
+        self._by_name: dict[bytes, int] = {}
 
     def pages_of(self, tokens: int) -> int:
         """Pages that so many tokens fill or begin."""
@@ -41,6 +49,11 @@ class PageBooks:
         """Pages that may still be taken."""
         return float("inf") if self.limit is None else self.limit - self.used
 
+    @property
+    def kept(self) -> int:
+        """Pages that nobody holds, and that are found all the same."""
+        return len(self._kept)
+
     def take(self) -> int | None:
         """A page for one holder, or None: there is none."""
         if self._free:
@@ -49,7 +62,9 @@ class PageBooks:
             page = self.made
             self.made += 1
             self._holders.append(0)
-            self._keys.append(None)
+            self._names.append(b"")
+        elif self._kept:
+            page = self._forget_oldest()
         else:
             return None
         self._holders[page] = 1
@@ -57,40 +72,74 @@ class PageBooks:
         return page
 
     def share(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Full pages that others hold of the text's first ``most`` tokens, from the begin on; each is held again."""
+        """Full pages that there are of the text's first ``most`` tokens, from the begin on; each is held again."""
         found: list[int] = []
-        before = -1
+        before = b""
         for start in range(0, most - self.size + 1, self.size):
-            page = self._by_key.get((before, tuple(tokens[start : start + self.size])))
+            before = _name(before, tokens[start : start + self.size])
+            page = self._by_name.get(before)
             if page is None:
                 break
             found.append(page)
-            before = page
         for page in found:
+            if not self._holders[page]:
+                del self._kept[page]
+                self.used += 1
             self._holders[page] += 1
         return found
 
     def name(self, pages: Sequence[int], number: int, tokens: Sequence[int]) -> None:
         """The ``number``-th of a text's pages is full, or is so once the forward that is being planned has stored:
-        others that begin alike may hold it. A page is told by its tokens and the page before it."""
-        key = (pages[number - 1] if number else -1, tuple(tokens[number * self.size : (number + 1) * self.size]))
-        if key not in self._by_key and self._keys[pages[number]] is None:
-            self._by_key[key] = pages[number]
-            self._keys[pages[number]] = key
+        others that begin alike may hold it."""
+        if self._names[pages[number]]:
+            return
+        before = self._names[pages[number - 1]] if number else b""
+        if before == _DEAD:
+            self._names[pages[number]] = _DEAD
+            return
+        made = _name(before, tokens[number * self.size : (number + 1) * self.size])
+        self._names[pages[number]] = made
+        self._by_name.setdefault(made, pages[number])
 
     def release(self, pages: Sequence[int]) -> None:
-        """A text no longer holds its pages, which are given back where nobody else does; the last ones first, as a name
-        is told by the page before."""
+        """A text no longer holds its pages, which are given back where nobody else does; the last ones first, so that
+        of what is kept the begin of a text is forgotten last."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page]:
                 continue
-            if (key := self._keys[page]) is not None:
-                del self._by_key[key]
-                self._keys[page] = None
-            heapq.heappush(self._free, page)
             self.used -= 1
+            if self.keep == 0 or self._by_name.get(self._names[page]) != page:
+                self._forget(page)
+                heapq.heappush(self._free, page)
+                continue
+            self._kept[page] = None
+            if self.keep is not None and len(self._kept) > self.keep:
+                heapq.heappush(self._free, self._forget_oldest())
+
+    def forget(self) -> None:
+        """Nothing that is stored is found any more, nor what texts under way add to it: other weights have other keys
+        and values."""
+        while self._kept:
+            heapq.heappush(self._free, self._forget_oldest())
+        self._by_name.clear()
+        self._names = [_DEAD if holders else b"" for holders in self._holders]
 
     def holders(self, page: int) -> int:
         """How many texts hold a page."""
         return self._holders[page]
+
+    def _forget(self, page: int) -> None:
+        if self._by_name.get(self._names[page]) == page:
+            del self._by_name[self._names[page]]
+        self._names[page] = b""
+
+    def _forget_oldest(self) -> int:
+        page, _ = self._kept.popitem(last=False)
+        self._forget(page)
+        return page
+
+
+def _name(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Of a page: a digest of all tokens up to its end."""
+    return blake2b(before + np.array(tokens, np.int64).tobytes(), digest_size=16).digest()

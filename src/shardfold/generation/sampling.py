@@ -18,7 +18,7 @@ from torch import Tensor
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described, is_integer, is_number
 
-__all__ = ["SamplingRule", "Tops", "choose", "uniform"]
+__all__ = ["SamplingRule", "Tops", "choose", "prompt_seed", "uniform"]
 
 U64 = npt.NDArray[np.uint64]
 Tops = list[tuple[int, float]]
@@ -116,6 +116,11 @@ def uniform(seeds: Sequence[int], samples: Sequence[int], numbers: Sequence[int]
         x = _mix(x ^ np.asarray(samples, np.uint64))
         x = _mix(x ^ np.asarray(numbers, np.uint64))
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def prompt_seed(seed: int, number: int) -> int:
+    """Of a prompt by its number, where one seed is given for all: far from those of other seeds."""
+    return ((seed * 0x9E3779B97F4A7C15) ^ (number * 0xD1342543DE82EF95)) & MOST_SEED
 
 
 def choose(

@@ -19,6 +19,7 @@ from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.offload import offloaded
 from shardfold.tools import cli_ckpt, cli_plan, cli_run, cli_tune, extras
+from shardfold.tools.answering.commands import register as register_answers
 from shardfold.tools.cli_options import argument, with_settings
 from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
@@ -56,6 +57,7 @@ NEXT = """\
 shardfold demo                      train a small language model here, on two local processes, in a few minutes
 shardfold train --help              the same with your text, size, layout and number of processes
 shardfold tune sft --help           fine-tune a model of transformers, whole or with an adapter
+shardfold chat runs/sft             talk with what was trained; shardfold generate answers a file of prompts
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
 shardfold doctor                    what is wrong with this installation, what costs speed, what this machine can do
@@ -332,6 +334,7 @@ app.add_typer(cli_ckpt.app, name="ckpt")
 cli_run.register(app)
 cli_plan.register(app)
 cli_tune.register(app)
+register_answers(app)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -1,0 +1,196 @@
+"""`shardfold generate` and `shardfold chat`: answers are those of the model alone, and nothing is asked twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardfold.errors import ConfigError
+from shardfold.tools.answering.answer_config import ChatConfig, GenerateConfig
+from shardfold.tools.answering.batch_answers import answer_prompts
+from shardfold.tools.answering.chat_session import ChatSession
+from shardfold.tools.answering.opened_model import OpenedModel, byte_tokenizer
+from shardfold.tools.tune.data.templates import TEMPLATES
+
+PROMPTS: list[Any] = [
+    "Once",
+    {"prompt": "A longer text, "},
+    {"messages": [{"role": "user", "content": "Hello."}]},
+    {"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello."}]},
+    "z",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaMA over bytes with random weights, and a chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.4, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    place = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(place)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES["plain"]
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def _prompts(tmp_path: Path, rows: list[Any]) -> Path:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _alone(folder: Path, row: Any, tokens: int) -> list[int]:
+    """What transformers' own generate gives, greedily."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    said = row if isinstance(row, str) else row.get("messages", row.get("prompt"))
+    if isinstance(said, list):
+        said = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(said, add_special_tokens=False, return_tensors="pt").input_ids
+    else:
+        ids = tokenizer(said, return_tensors="pt").input_ids
+    whole = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return [token for token in whole[0, ids.shape[1] :].tolist() if token != 0]
+
+
+def _answers(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(each["line"], each["sample"]): each for each in map(json.loads, path.read_text().splitlines())}
+
+
+def test_answers_are_those_of_each_prompt_alone_and_are_not_asked_twice(folder: Path, tmp_path: Path) -> None:
+    """Also where the run was ended in the middle of a line."""
+    out = tmp_path / "out" / "a.jsonl"
+    settings: dict[str, Any] = {"model": folder, "prompts": _prompts(tmp_path, PROMPTS), "max_tokens": 12, "out": out}
+    answer_prompts(GenerateConfig.load(settings))
+    first, text = _answers(out), out.read_text()
+    decode = byte_tokenizer().decode
+    for number, row in enumerate(PROMPTS, 1):
+        assert first[number, 0]["text"] == decode(_alone(folder, row, 12))
+    lines = text.splitlines(keepends=True)
+    out.write_text("".join(lines[:2]) + lines[2][:20])
+    answer_prompts(GenerateConfig.load({**settings, "n": 2, "cache": "200KB"}))
+    again = _answers(out)
+    assert out.read_text().startswith("".join(lines[:2])) and len(out.read_text().splitlines()) == 2 * len(PROMPTS)
+    assert all(again[line, sample]["text"] == first[line, 0]["text"] for line, sample in again)
+    with pytest.raises(ConfigError, match="answers to other prompts"):
+        answer_prompts(GenerateConfig.load({**settings, "prompts": _prompts(tmp_path, ["other"])}))
+
+
+def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(folder: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    settings: dict[str, Any] = {"model": folder, "prompts": _prompts(tmp_path, ["Once", "z"]), "max_tokens": 20}
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_k": 40}
+    answer_prompts(GenerateConfig.load({**settings, **drawn, "out": out, "log_probs": True}))
+    whole = _answers(out)
+    stop = whole[1, 0]["text"][6:8]
+    answer_prompts(GenerateConfig.load({**settings, **drawn, "out": other, "stop": stop}))
+    for key, answer in _answers(other).items():
+        before, found, _ = whole[key]["text"].partition(stop)
+        assert answer["text"] == before
+        assert answer["finish"] == ("stop" if found else whole[key]["finish"])
+        assert len(whole[key]["log_probs"]) == whole[key]["tokens"]
+
+
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        (["", "x"], r"p.jsonl:1 is no prompt"),
+        ([{"question": "x"}], "p.jsonl:1 is no prompt"),
+        (["x" * 300], "p.jsonl:1 has 300 tokens, and the model reads 256"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_named(folder: Path, tmp_path: Path, rows: list[Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        answer_prompts(GenerateConfig.load({"model": folder, "prompts": _prompts(tmp_path, rows), "max_tokens": 4}))
+
+
+def test_a_conversation_goes_on_from_the_pages_that_it_has(folder: Path) -> None:
+    """Each turn is answered as the whole conversation alone, and only what is new goes through the model."""
+    config = ChatConfig.load({"model": folder, "max_tokens": 16, "system": "Be short."})
+    model = OpenedModel.open(config)
+    session = ChatSession(model, config)
+    turns: list[dict[str, str]] = [{"role": "system", "content": "Be short."}]
+    for words in ("Hello, who are you?", "And what else is there to say?"):
+        before = session.seen
+        said = "".join(session.say(words))
+        turns.append({"role": "user", "content": words})
+        expected = byte_tokenizer().decode(_alone(folder, {"messages": turns}, 16))
+        assert said == expected
+        turns.append({"role": "assistant", "content": said})
+        asked = sum(len(turn["content"].encode()) for turn in turns)
+        went = session.seen - before
+        assert went > asked or len(turns) > 3
+    assert went < asked - len("Be short.") + 2 * 16  # the first page at least was there
+    session.reset()
+    assert "".join(session.say("Hello, who are you?")) == turns[2]["content"]
+    session.close()
+    model.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_chat_on_a_terminal(folder: Path) -> None:
+    """Through a pseudo-terminal: an answer, /help, an unknown command, Ctrl-C within an answer, Ctrl-D."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "shardfold", "chat", str(folder), "--max-tokens", "200", "--temperature", "1"]
+    running = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+
+    def until(words: bytes) -> None:
+        nonlocal seen
+        end = time.monotonic() + 200
+        while words not in seen:
+            assert time.monotonic() < end, seen
+            seen += os.read(ours, 4096)
+        seen = seen.partition(words)[2]
+
+    until(b"> ")
+    os.write(ours, b"/help\n")
+    until(b"Ctrl-D         ends the chat")
+    until(b"> ")
+    os.write(ours, b"/reste\n")
+    until(b"there is no /reste")
+    os.write(ours, b"Hello\n")
+    until(b"Hello\r\n")
+    os.kill(running.pid, signal.SIGINT)
+    until(b"\r\n> ")
+    os.write(ours, b"\x04")
+    assert running.wait(100) == 0
+    os.close(ours)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    "SHARDFOLD_TEST_DATA" not in os.environ, reason="SHARDFOLD_TEST_DATA names no folder of real models"
+)
+def test_the_published_text_of_stories260k(tmp_path: Path) -> None:
+    """Greedily, from an empty prompt: what llama2.c's doc/stories260K.md prints, through both commands."""
+    model = Path(os.environ["SHARDFOLD_TEST_DATA"]) / "stories260K"
+    published = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    out = tmp_path / "a.jsonl"
+    prompts = _prompts(tmp_path, ["Once upon a time"])
+    answer_prompts(GenerateConfig.load({"model": model, "prompts": prompts, "max_tokens": 60, "out": out}))
+    assert ("Once upon a time" + _answers(out)[1, 0]["text"]).startswith(published)
+    bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template*"))
+    command = [sys.executable, "-m", "shardfold", "chat", str(bare), "--max-tokens", "60"]
+    said = subprocess.run(command, input="Once upon a time\n", capture_output=True, text=True, timeout=300, check=True)
+    assert ("Once upon a time" + said.stdout).startswith(published)
