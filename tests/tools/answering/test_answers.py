@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from shardfold.errors import ConfigError
+from shardfold.tools.answering._chat_session import ChatSession
 from shardfold.tools.answering.answer_config import ChatConfig, GenerateConfig
 from shardfold.tools.answering.batch_answers import answer_prompts
-from shardfold.tools.answering.chat_session import ChatSession
 from shardfold.tools.answering.opened_model import OpenedModel, byte_tokenizer
 from shardfold.tools.tune.data.templates import TEMPLATES
 

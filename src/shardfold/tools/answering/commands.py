@@ -39,7 +39,7 @@ def chat_command(run: RunArgument, **options: Any) -> None:
     """Talk with a model: its answers appear as they come. Ctrl-C stops one, Ctrl-D ends."""
     given = {name: value for name, value in options.items() if value is not None}
     settings = ChatConfig.load({"model": run, **given}, where="the command line")
-    from shardfold.tools.answering.chat_session import chat
+    from shardfold.tools.answering._chat_session import chat
 
     chat(settings)
 

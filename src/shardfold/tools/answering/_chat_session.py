@@ -78,10 +78,8 @@ class ChatSession:
                 f"the conversation has {len(tokens)} tokens, and the model reads {self._model.context}: begin anew "
                 "with /reset."
             )
-        text = Continuation(
-            self._answers, 0, list(tokens), len(tokens), most, rule_of(self._config, self._answers),
-            frozenset(self._model.stops),
-        )  # fmt: skip
+        rule, stops = rule_of(self._config, self._answers), frozenset(self._model.stops)
+        text = Continuation(self._answers, 0, list(tokens), len(tokens), most, rule, stops)
         stream, said, self.stopped = TextStream(self._model.tokenizer, self._config.stop), "", False
         self._running.add(text)
         while text.finish is None and not stream.stopped and not self.stopped:
