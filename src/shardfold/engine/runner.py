@@ -214,6 +214,7 @@ class Runner:
         assert run is not None
         run.finish()
         self.comm.transport.fence(self.agreement.wait)
+        self.comm.memory.settle()
         self._passes.end()
         self._own = run.own
         if isinstance(run, NegotiatedPass) and not self._passes.nested:

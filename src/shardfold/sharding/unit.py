@@ -148,6 +148,7 @@ class Unit:
         for pending in self.filling:
             pending.wait(waiter)
         self.filling = []
+        self._store.settle()
         self.open()
         self._found = [segment.versions() for segment in self.segments if segment.split]
         self.life = Life.GATHERED

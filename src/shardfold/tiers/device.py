@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardfold import accelerator
-from shardfold.tiers.pages import exact, huge, keep, let_go, vacate
+from shardfold.tiers.pages import ParkedPages, exact, huge, keep, let_go, vacate
 from shardfold.tiers.tier import is_same
 
 __all__ = ["DeviceRegion", "DeviceTier"]
@@ -33,6 +33,7 @@ class DeviceTier:
         self.device = device
         self.debug = debug
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._parked = ParkedPages()
         self._side = accelerator.new_stream(device, urgent=True)  # the computation waits for what is done there
 
     def allocate(
@@ -65,6 +66,7 @@ class DeviceTier:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
         with suppress(KeyError, IndexError):  # another thread may take the last one
             return self._spare[numel, dtype].pop()
+        self.settle()
         with exact() if self._side is None else _NOTHING:
             flat = torch.empty(numel, dtype=dtype, device=self.device)
         self._prefer_huge(flat)
@@ -80,12 +82,18 @@ class DeviceTier:
 
     def close(self) -> None:
         """No flat of this tier will be needed any more."""
-        self._spare.clear()
+        self.forget_spares()
         let_go(self)
 
     def forget_spares(self) -> None:
         """At the end of a pass: what waits for a taker is given back."""
         self._spare.clear()
+        self.settle()
+
+    def settle(self) -> None:
+        """What comes next computes, or takes memory of another size: pages of flats that were taken back wait no
+        longer."""
+        self._parked.clear()
 
     def give(self, flat: Tensor) -> None:
         """Gives ``flat`` its memory; its values are undefined."""
@@ -94,7 +102,8 @@ class DeviceTier:
         if storage.size() != size:
             with self.side() if self._side is not None else exact():  # the pool of that stream, see above
                 storage.resize_(size)
-            self._prefer_huge(flat)
+            if not self._parked.hand_over(flat.data_ptr(), size):
+                self._prefer_huge(flat)
 
     def _prefer_huge(self, flat: Tensor) -> None:
         if self.device.type == "cpu":
@@ -114,6 +123,8 @@ class DeviceTier:
                 self.after_compute()  # what is gathered into it next is queued on the side stream, behind the fill
             return
         self.after_compute()  # the next that gets this memory, on the side stream, finds it read
+        if self.device.type == "cpu" and not flat.is_shared():
+            self._parked.park(flat.data_ptr(), flat.nbytes)
         with self.side():  # a free has no order: it says whose memory it is for those who read
             flat.untyped_storage().resize_(0)
 

@@ -10,6 +10,9 @@ Fresh memory costs a page fault for every 4 KiB that is written, more than the w
 pages of 2 MiB, of which a thousand times fewer are needed (filling 14 MiB: 1.1 ms when the pages are there, 5.8 ms when
 they are fresh, 2.5 ms when they are huge). Blocks that have no room for one are not mapped by :func:`exact`.
 
+A unit's flat is freed and the next one's, of the same size, gets its memory a moment later: :class:`ParkedPages` moves
+the pages from one to the other (``mremap``), which takes a tenth of the time of clearing fresh ones.
+
 Elsewhere than on Linux with glibc this does nothing.
 """
 
@@ -25,11 +28,12 @@ from typing import Any
 
 from shardfold.tiers.collection import AtCollection
 
-__all__ = ["exact", "huge", "keep", "let_go", "spare", "trim", "vacate"]
+__all__ = ["ParkedPages", "exact", "huge", "keep", "let_go", "spare", "trim", "vacate"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALL, LARGE, TRIM = 512 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # mman.h
+MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4
 KEPT = 1024 * 1024 * 1024
 HUGE = 2 * 1024 * 1024  # bytes of a huge page
 
@@ -48,8 +52,18 @@ def _find_madvise() -> Any:
     return takes(("madvise", ctypes.CDLL(None)))
 
 
+def _find_mremap() -> Any:
+    if _mallopt is None:
+        return None
+    takes = ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+    )
+    return takes(("mremap", ctypes.CDLL(None)))
+
+
 _mallopt = _find_mallopt()
 _madvise = _find_madvise()
+_mremap = _find_mremap()
 
 
 def huge(address: int, num_bytes: int) -> None:
@@ -103,10 +117,60 @@ def _settle() -> None:
 
 def vacate(address: int, num_bytes: int) -> None:
     """Gives back the whole pages of a range that is all zeros; whoever reads or writes there finds zeros again."""
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    start, length = _whole(address, num_bytes)
     if _madvise is not None and length > 0:
         _madvise(start, length, MADV_DONTNEED)
+
+
+class ParkedPages:
+    """Pages of flats that were given back, until the next flats of their sizes take them, or :meth:`clear`. What is in
+    them is undefined. Where the system moves none (Linux before 5.7), none are kept."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Any] = {}  # by bytes of the flat: addresses that are nobody's
+        self._waiting: dict[int, tuple[int, int]] = {}  # and where pages are there, and their bytes
+        self._moves = _mremap is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pages that wait."""
+        return sum(length for _, length in self._waiting.values())
+
+    def park(self, address: int, num_bytes: int) -> None:
+        """Takes the whole pages of a private range that nobody reads any more; it can be freed then."""
+        if not self._moves or num_bytes < HUGE or num_bytes in self._waiting:
+            return
+        if num_bytes not in self._places:
+            made = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._places[num_bytes] = ctypes.c_char.from_buffer(made)
+        start, length = _whole(address, num_bytes)
+        first = ctypes.addressof(self._places[num_bytes])
+        to = first + (start - first) % HUGE  # huge pages stay whole where their place in one is the same
+        if self._move(start, length, to):
+            self._waiting[num_bytes] = to, length
+
+    def hand_over(self, address: int, num_bytes: int) -> bool:
+        """A fresh range gets the pages that a range of this size has left; whether there are any."""
+        at, left = self._waiting.pop(num_bytes, (0, 0))
+        start, length = _whole(address, num_bytes)
+        return left > 0 and self._move(at, min(length, left), start)
+
+    def clear(self) -> None:
+        """No pages wait any more."""
+        while self._waiting:
+            _, where = self._waiting.popitem()
+            _madvise(*where, MADV_DONTNEED)
+
+    def _move(self, start: int, length: int, to: int) -> bool:
+        flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
+        self._moves = _mremap(start, length, length, flags, to) == to
+        return self._moves
+
+
+def _whole(address: int, num_bytes: int) -> tuple[int, int]:
+    """Where the first whole page of a range begins, and the bytes of all that are whole."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    return start, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
 
 
 def trim() -> None:
