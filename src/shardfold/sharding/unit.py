@@ -6,7 +6,7 @@ A unit's life is one enum; the transitions are three lines each and an illegal o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 import torch
@@ -149,8 +149,7 @@ class Unit:
             pending.wait(waiter)
         self.filling = []
         self._store.settle()
-        self.open()
-        self._found = [segment.versions() for segment in self.segments if segment.split]
+        self._found = self.open()
         self.life = Life.GATHERED
 
     def release(self, *, keep: bool = True) -> None:
@@ -254,13 +253,18 @@ class Unit:
                 "call engine.reset() if an earlier pass ended in an exception."
             )
 
-    def open(self) -> None:
+    def open(self) -> list[list[int]]:
+        """The parameters may be touched; their versions, by segment that is split."""
+        found: list[list[int]] = []
         for segment in self.segments:
             if segment.split:
                 for parameter in segment.parameters:
                     unseal(parameter)
-                if self.life is Life.GATHERING:
-                    _take_back_version(segment.parameters)
+                found.append(versions := segment.versions())
+                if self.life is Life.GATHERING:  # filling a flat again is no change, while updates in between count
+                    versions[:] = [version - 1 for version in versions]
+                    set_versions(tuple(segment.parameters), tuple(versions))
+        return found
 
     def check_current(self) -> None:
         """A backward arrives.
@@ -283,9 +287,3 @@ class Unit:
         for segment in self.segments:
             for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
                 yield slot.name, parameter
-
-
-def _take_back_version(parameters: Sequence[nn.Parameter]) -> None:
-    """One version less: filling a flat again is no change of its values, while updates in between still count."""
-    versions = tuple(parameter._version - 1 for parameter in parameters)
-    set_versions(tuple(parameters), versions)
