@@ -60,8 +60,8 @@ class Dispatcher:
             posts()
             self._begun += 1
             for connection in self._connections:
-                if connection.out and not connection.is_full:
-                    connection.send()
+                while connection.out and not connection.is_full and connection.send():
+                    pass  # what the system takes now no other thread has to bring later
         if self._thread is None and not self._closed:
             self._start()
         self._wake()
