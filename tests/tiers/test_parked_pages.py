@@ -139,9 +139,11 @@ def _train(near: bool) -> tuple[list[Tensor], int, set[int]]:
             block.register_forward_hook(lambda *_: waiting.add(memory._parked.num_bytes))
         x = torch.randn(4, 900, generator=torch.Generator().manual_seed(3))
         for _ in range(3):
-            engine.backward(engine(x).square().mean())
-            engine.step()
+            loss = engine(x).square().mean()
             waiting.add(memory._parked.num_bytes)
+            engine.backward(loss)
+            waiting.add(memory._parked.num_bytes)
+            engine.step()
         values = list(engine.state_dict().values())
         engine.close()
     finally:

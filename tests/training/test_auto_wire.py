@@ -70,6 +70,47 @@ def test_on_one_machine_wires_stay_plain() -> None:
         assert found["wires"] == ("fp32", "fp32"), found["text"]
 
 
+def _put_together(bucket: str | None) -> tuple[list[str], str, list[float], list[tuple[float, float]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)])
+    engine = sf.Engine(model, optimizer=SGD, layout="zero3", overlap=sf.Overlap(bucket=bucket))
+    losses: list[float] = []
+    for step in range(2):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2 * step + engine.rank))
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    rows = [(row.program, row.sent) for row in engine.traffic().rows]
+    found = [unit.name for unit in engine.units], engine.explain(), losses, rows
+    engine.close()
+    return found
+
+
+def test_small_blocks_are_put_together_by_the_links(ranks: Ranks) -> None:
+    """To as many MiB on all ranks as is said, here all that a list allows, 16 KiB each; what is sent is what the
+    program says, and training is that of the same bytes by their number."""
+    found = ranks.run(_put_together, "auto", world_size=2)
+    (said,) = {line for _, text, _, _ in found for line in text.splitlines() if "put together" in line}
+    size = said.partition(" MiB")[0].rpartition(" ")[2]
+    assert 1 <= int(size) <= 25 and "ms and" in said
+    for (names, _, losses, rows), (same, text, others, _) in zip(
+        found, ranks.run(_put_together, f"{size}MiB", world_size=2), strict=True
+    ):
+        assert names == same and len(names) == 4 and losses == others and "put together" not in text
+        assert all(program == sent > 0 for program, sent in rows)
+
+
+def _other_buckets() -> None:
+    rank = int(torch.distributed.get_rank())
+    sf.Engine(nn.Linear(8, 8), optimizer=SGD, overlap=sf.Overlap(bucket="auto" if rank else "8MiB"))
+
+
+def test_ranks_of_which_one_measures_links_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match="bucket"):
+        ranks.run(_other_buckets, world_size=2)
+
+
 def _apart() -> None:
     rank = int(torch.distributed.get_rank())
     sf.Engine(nn.Linear(8, 8), optimizer=SGD, wire="auto:0.01" if rank else "auto")

@@ -1,8 +1,10 @@
-"""As what parameters and gradients travel, chosen when an engine is made: see ``plan/auto_wire``."""
+"""As what parameters and gradients travel, and how many bytes together, chosen when an engine is made: see
+``plan/auto_wire``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from logging import getLogger
 from typing import Any, NamedTuple
 
@@ -11,7 +13,17 @@ import torch.distributed as dist
 from shardfold.comm.comm import Comm
 from shardfold.comm.links import measured
 from shardfold.errors import LayoutError
-from shardfold.plan.auto_wire import PURPOSES, AutoWire, WireOption, fastest, needs, told, wire_seconds, wires
+from shardfold.plan.auto_wire import (
+    PURPOSES,
+    AutoWire,
+    WireOption,
+    bucket_for,
+    fastest,
+    needs,
+    told,
+    wire_seconds,
+    wires,
+)
 from shardfold.plan.bind import Bound, bind
 from shardfold.plan.cost import step_of
 from shardfold.plan.layout import Layout
@@ -19,7 +31,7 @@ from shardfold.plan.placement import UnitSpec
 from shardfold.plan.rewrites import Overlap
 from shardfold.plan.rules import Rules
 
-__all__ = ["chosen"]
+__all__ = ["chosen", "chosen_bucket"]
 
 LOG = getLogger("shardfold")
 
@@ -88,3 +100,28 @@ def _ways(
             seen.add(wire)
             found.append(_Way(purpose, option, bind(layout, cut(rules), sizes, overlap=overlap)))
     return found
+
+
+def chosen_bucket(
+    table: Layout, comm: Comm, overlap: Overlap, accumulate: int, units: list[UnitSpec]
+) -> tuple[Overlap, list[str]]:
+    """The overlap with the bytes that small blocks are put together to over the links of this table, the same on all
+    ranks, and a line that says it. All ranks of the job call it.
+
+    Args:
+        table: bound.
+        units: of the model.
+    """
+    comm.job.same({"Overlap.bucket": str(overlap.bucket)})
+    bound = bind(table, units, comm.mesh.sizes, overlap=overlap)
+    crossed = {link for what in PURPOSES for link in needs(what, bound, step_of(accumulate, bound.program))[0]}
+    found = measured(comm, crossed, set()).links
+    mine = bucket_for(found, {axes: comm.mesh.parts(axes) for _, axes in found})
+    # Ranks of other stages may send over other links.
+    size = int(comm.control([float(mine)], dist.ReduceOp.MAX)[0]) // 2**20
+    slowest = max(found.values(), key=lambda link: link.latency * link.rate, default=None)
+    link = f", {slowest.latency * 1e3:.2f} ms and {slowest.rate / 1e6:,.0f} MB/s" if slowest is not None else ""
+    line = f"small blocks are put together to {size} MiB of gradients, for the links that were measured{link}"
+    if comm.mesh.rank == 0:
+        LOG.info("%s", line)
+    return replace(overlap, bucket=f"{size}MiB"), [line]

@@ -52,6 +52,7 @@ from shardfold.comm.runtime import Runtime
 from shardfold.engine._parts import PartOptions, make_parts
 from shardfold.engine._tf32 import hold_tf32
 from shardfold.engine._wires import chosen as chosen_wires
+from shardfold.engine._wires import chosen_bucket
 from shardfold.engine.arguments import (
     check_accumulate,
     check_assigned,
@@ -327,17 +328,23 @@ class Engine:
     def _choose_wires(
         self, auto: AutoWire | None, table: Layout, precision: Any, accumulate: int
     ) -> tuple[Layout, list[str]]:
-        """The table with the wires that are the fastest here, and what it says of them; the table itself if they are
-        not to be chosen, or nothing is sent."""
-        sharded, changes = self.sharded, self._changes
-        if auto is None or sharded.world_size == 1:
+        """The table with the wires that are the fastest here, and what it says of them and of how many bytes go
+        together; the table itself if they are not to be chosen, or nothing is sent."""
+        sharded, changes, said = self.sharded, self._changes, list[str]()
+        if sharded.world_size == 1:
             return table, []
 
         def cut(rules: Rules) -> list[UnitSpec]:
             return [c.spec for c in changes.cut(rules=rules) if c.spec is not None]
 
-        table, said = chosen_wires(auto, table, precision, sharded.comm, self.overlap, accumulate, cut)
-        sharded.take_rules(Rules(precision, table, sharded.comm.mesh.sizes))
+        if auto is not None:
+            table, said = chosen_wires(auto, table, precision, sharded.comm, self.overlap, accumulate, cut)
+            sharded.take_rules(Rules(precision, table, sharded.comm.mesh.sizes))
+        if self.overlap.asks_links:
+            units = cut(sharded.rules)
+            self.overlap, lines = chosen_bucket(sharded.layout, sharded.comm, self.overlap, accumulate, units)
+            changes.put_together(self.overlap.bucket_bytes)
+            said = [*said, *lines]
         return table, said
 
     def _make_units(self, weights: Any, accumulate: int, seed: int, staged: Stages | None, held: ExitStack) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "LinkFigure",
     "Measured",
     "WireOption",
+    "bucket_for",
     "fastest",
     "lost",
     "needs",
@@ -56,6 +57,10 @@ LOSSY = ("bf16", "int8", "int4")
 SUMMED = "fp32"
 """The dtype of sums of which kinds do not say it."""
 MARGIN, WORKING = 0.25, 0.75
+WAITED = 0.1
+"""Which part of a collective's time may be its latency, where blocks are put together for it."""
+LEAST_BUCKET, MOST_BUCKET = 2**20, 25 * 2**20
+"""Bytes; DDP's buckets have the most."""
 SAMPLE = 65536
 
 
@@ -264,6 +269,24 @@ def needs(purpose: str, bound: Bound, times: Mapping[str, int]) -> tuple[set[tup
         links |= {(_kind(one, encoded=encoded), op.axes) for _, one, encoded in each}
         formats |= {one.format for segment, one, encoded in each if encoded or is_rounded(one, segment)}
     return links, formats
+
+
+def bucket_for(links: Mapping[tuple[str, Axes], LinkFigure], ranks: Mapping[Axes, int]) -> int:
+    """Bytes of gradients that small blocks are put together to, whole MiB from 1 to 25: so many that of what a
+    collective of them takes over any of these links a tenth is its latency. More of them make it hardly faster, and
+    fewer wait for the link for longer than they are sent over it.
+
+    Args:
+        links: what was measured, by kind and axes.
+        ranks: how many lie along axes: of a flat each sends all but its own part.
+    """
+    most = 0.0
+    for (_, axes), link in links.items():
+        if ranks[axes] > 1:
+            sent = link.latency * (1 - WAITED) / WAITED * link.rate
+            most = max(most, sent * ranks[axes] / (ranks[axes] - 1))
+    whole = -(-int(most) // LEAST_BUCKET) * LEAST_BUCKET
+    return min(max(whole, LEAST_BUCKET), MOST_BUCKET)
 
 
 def wire_seconds(

@@ -17,6 +17,8 @@ from shardfold.plan.program import MARKERS, REDUCTIONS, Op, Program
 __all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch", "updates_beside"]
 
 GATHERS = ("CAST", "READ", "FILL", "ALL_GATHER", "DECODE")
+AUTO, UNKNOWN = "auto", 25 * 1024 * 1024
+"""A bucket that is chosen from the links, and its bytes while nothing is known of these."""
 AHEAD = 32 * 1024 * 1024
 """Bytes on their way from a disk to which small units are fetched further ahead: what keeps a drive at its rate while
 each is asked for by itself, and a fourth of the tier's own buffers."""
@@ -56,7 +58,9 @@ class Overlap:
             sent, and the memory of whole gradients is held meanwhile.
         bucket: bytes, as in ``"8MiB"``, of gradients up to which small blocks that follow each other in a list are one
             unit: gathered, reduced and updated together. A list keeps at least four units; larger blocks, those that
-            ``Init(units=...)`` names, and those of a pipeline stay alone. None: all do.
+            ``Init(units=...)`` names, and those of a pipeline stay alone. None: all do. ``"auto"``: as many as the
+            links ask for, which are measured when the engine is made (``plan/auto_wire.bucket_for``); 25 MiB, as in
+            DDP, where nothing is known of them.
 
     Raises:
         ConfigError: a value is negative or unknown.
@@ -101,9 +105,10 @@ class Overlap:
                     f"Overlap.{name} is {described(getattr(self, name))}: it is an integer and cannot be negative."
                 )
         for name, example in (("speculate", "2GiB"), ("bucket", "8MiB")):
-            if (value := getattr(self, name)) is not None and not _bytes(value):
+            if (value := getattr(self, name)) is not None and not _bytes(value) and (name, value) != ("bucket", AUTO):
+                others = f", {AUTO!r}, or None" if name == "bucket" else ", or None"
                 raise ConfigError(
-                    f"Overlap.{name} is {described(value)}: it is bytes as a text, such as {example!r}, or None."
+                    f"Overlap.{name} is {described(value)}: it is bytes as a text, such as {example!r}{others}."
                 )
 
     @property
@@ -114,7 +119,12 @@ class Overlap:
     @property
     def bucket_bytes(self) -> int:
         """Bytes of a unit that is made of several blocks; 0: none is."""
-        return _bytes(self.bucket)
+        return UNKNOWN if self.asks_links else _bytes(self.bucket)
+
+    @property
+    def asks_links(self) -> bool:
+        """Whether links are to be measured for :attr:`bucket`."""
+        return self.bucket == AUTO
 
 
 def _bytes(text: str | None) -> int:

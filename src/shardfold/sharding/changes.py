@@ -94,6 +94,10 @@ class Changes:
         if model.optimizer is not None:
             look_at_added(model.optimizer, self.check_added)
 
+    def put_together(self, bucket: int) -> None:
+        """Small blocks are, up to so many bytes, from the next cut on."""
+        self._bucket = bucket
+
     def cut(self, group_of: dict[int, int] | None = None, *, rules: Rules | None = None) -> list[Cut]:
         """The model's units as it is now; states are for what is trainable, or was and is frozen for a while.
         ``rules``: in place of the model's."""
