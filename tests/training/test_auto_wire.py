@@ -70,7 +70,7 @@ def test_on_one_machine_wires_stay_plain() -> None:
         assert found["wires"] == ("fp32", "fp32"), found["text"]
 
 
-def _put_together(bucket: str | None) -> tuple[list[str], str, list[float], list[tuple[float, float]]]:
+def _put_together(bucket: str | None) -> tuple[list[str], str, list[float], list[tuple[float, int]]]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)])
     engine = sf.Engine(model, optimizer=SGD, layout="zero3", overlap=sf.Overlap(bucket=bucket))
