@@ -25,7 +25,7 @@ WIDTH = 12
 SGD = partial(torch.optim.SGD, lr=0.1)
 SPLIT = ["zero3", "fsdp2", "hsdp", "hpz"]
 DESYNC_TIMEOUT = 6.0
-DEADLINE = 15.0  # seconds: the default desync_timeout is 10, and every rank must have raised by then
+DEADLINE = 15.0  # seconds: the default patience is 10, and every rank must have raised by then
 
 
 class Towers(nn.Module):
@@ -50,9 +50,9 @@ def _engine(layout: str = "zero3", **options: Any) -> sf.Engine:
     torch.manual_seed(0)
     world = dist.get_world_size()
     mesh = {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") else None
-    given = {"desync_timeout": DESYNC_TIMEOUT, **options}
-    if given["desync_timeout"] is None:  # the default
-        del given["desync_timeout"]
+    given = {"patience": DESYNC_TIMEOUT, **options}
+    if given["patience"] is None:  # the default
+        del given["patience"]
     return sf.Engine(Towers(), optimizer=SGD, **grouped(layout=layout, units=["towers.*"], mesh=mesh, **given))
 
 
@@ -105,20 +105,20 @@ def test_contradicting_orders_raise_on_every_rank(ranks: Ranks, layout: str) -> 
 
 @pytest.mark.soak
 def test_contradicting_orders_raise_on_every_rank_with_the_default_patience(ranks: Ranks) -> None:
-    """Nobody gave ``desync_timeout``: every rank has raised soon after the documented 10 seconds."""
-    body = partial(_raised, desync_timeout=None)
+    """Nobody gave ``patience``: every rank has raised soon after the documented 10 seconds."""
+    body = partial(_raised, patience=None)
     _check(ranks.run(body, _contradict, world_size=2, timeout=60), "OrderError", "rank", "'towers.", "forward")
 
 
 def test_the_default_patience_is_the_documented_one() -> None:
     """What docs/engine.md says is what an engine gets that was given none, and what its ranks wait by."""
     text = " ".join((Path(__file__).parents[2] / "docs" / "engine.md").read_text(encoding="utf-8").split())
-    said = re.search(r"within `desync_timeout` seconds \((\d+) by default\) after all are stuck", text)
+    said = re.search(r"within `patience` seconds \((\d+) by default\) after all are stuck", text)
     late = re.search(r"after `timeout` seconds \((\d+)\) it is an error", text)
     assert said is not None and late is not None
     engine = sf.Engine(nn.Linear(2, 2))
     agreement = engine.sharded.comm.agreement
-    assert (agreement._desync_timeout, agreement.timeout) == (
+    assert (agreement._patience, agreement.timeout) == (
         float(said.group(1)),
         float(late.group(1)),
     )
@@ -302,7 +302,7 @@ def _late(engine: sf.Engine) -> None:
 
 
 def test_a_rank_that_is_late_is_waited_for(ranks: Ranks) -> None:
-    answers = ranks.run(partial(_raised, desync_timeout=1.0), _late, world_size=2, timeout=60)
+    answers = ranks.run(partial(_raised, patience=1.0), _late, world_size=2, timeout=60)
     assert [said for said, _ in answers] == ["nothing was raised"] * 2
 
 

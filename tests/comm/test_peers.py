@@ -187,7 +187,7 @@ def _announced(layout: str) -> str:
         torch.nn.Linear(8, 1),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         layout=layout,
-        runtime=sf.Runtime(desync_timeout=3.0),
+        runtime=sf.Runtime(patience=3.0),
     )
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 8)).sum())

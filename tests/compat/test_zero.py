@@ -379,7 +379,7 @@ def _one_rank_only(early: bool) -> bool:
         with zero.Init(dtype=torch.float):
             model = models.small()
     else:
-        model = _engine(desync_timeout=2.0).module
+        model = _engine(patience=2.0).module
     try:
         if dist.get_rank():
             with zero.GatheredParameters(model.parameters()):

@@ -27,7 +27,7 @@ from tests.support.options import grouped
 
 Call = tuple[str, dict[str, Any]]
 Skips = Sequence[Sequence[int]]
-FIRST = {"desync_timeout": 5.0, "timeout": 20.0}
+FIRST = {"patience": 5.0, "timeout": 20.0}
 
 
 class Void(Exception):

@@ -73,7 +73,7 @@ class Pair:
     def __init__(self, layout: str, world: int = 2, **options: Any) -> None:
         self.plain, self.world = Fragile(), world
         self.update = SGD(self.plain.parameters())
-        given = {"units": ["blocks.*"], "timeout": 30, "desync_timeout": 4, **options}
+        given = {"units": ["blocks.*"], "timeout": 30, "patience": 4, **options}
         self.engine = sf.Engine(Fragile(), optimizer=SGD, **grouped(layout=layout, **given))  # pyright: ignore
         self.number = 0
 

@@ -54,7 +54,7 @@ if starts == "script":
     dist.init_process_group("gloo")
 engine = sf.Engine(
     torch.nn.Linear(4, 1), optimizer=partial(torch.optim.AdamW, lr=0.1), layout=layout,
-    runtime=sf.Runtime(desync_timeout=3.0, timeout=2.0 if what == "late" else 600.0),
+    runtime=sf.Runtime(patience=3.0, timeout=2.0 if what == "late" else 600.0),
 )
 kept = dist.group.WORLD  # these references stay
 group = dist.new_group() if what == "group" else None

@@ -57,7 +57,7 @@ def engine_of(layout: str, *, near: bool = True, optimizer: Any = ADAMW, **optio
                 layout=layout,
                 parallel=mesh,
                 init=sf.Init(units=["towers.*"]),
-                runtime=sf.Runtime(desync_timeout=4.0, timeout=60.0),
+                runtime=sf.Runtime(patience=4.0, timeout=60.0),
                 **options,
             )
         ) as engine:

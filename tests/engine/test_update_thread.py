@@ -216,7 +216,7 @@ def _given_back() -> list[tuple[float, int]]:
         engine = sf.Engine(
             deepcopy(plain),
             optimizer=ADAMW,
-            **grouped(units=["*"], layout=once, desync_timeout=5, **{"overlap": BESIDE, **case}),
+            **grouped(units=["*"], layout=once, patience=5, **{"overlap": BESIDE, **case}),
         )
         kept, cursor = list[bool](), engine._runner.handlers.cursor
 

@@ -128,7 +128,8 @@ def test_a_host_is_no_option_of_ssh(ssh: str, tmp_path: Path) -> None:
     host = RemoteAgent("-v", Options(ssh=ssh), [])
     host.process.communicate(timeout=60)
     said = (tmp_path / "notes").read_text().splitlines()
-    assert said[:4] == ["-o", "BatchMode=yes", "--", "-v"]
+    end = said.index("--")
+    assert said[end + 1] == "-v" and "-v" not in said[:end] and said[:2] == ["-o", "BatchMode=yes"]
 
 
 # -- what other hosts are given

@@ -17,6 +17,7 @@ from shardfold.launch import death, hosts, scheduler
 from shardfold.launch._rendezvous import Attempts, join_store, open_store
 from shardfold.launch.decision import Hosts, Node, Rank, decide, exported
 from shardfold.launch.options import Options, option_fields, streams
+from shardfold.plan.patience import Patience
 from shardfold.tiers.limit import memory_limit
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
@@ -382,7 +383,7 @@ def test_what_srun_and_mpirun_are_called_with():
 
 def test_agents_agree_on_the_earliest_death_in_whatever_order_they_tell():
     """The echo of a failure is told first, its cause later, one node has nothing to tell: all name the cause."""
-    nodes = [Attempts(None, f"host-{rank}", None, None, 60.0) for rank in range(3)]  # pyright: ignore[reportArgumentType]
+    nodes = [Attempts(None, f"host-{rank}", None, None, 60.0, Patience(30.0)) for rank in range(3)]  # pyright: ignore[reportArgumentType]
     for rank, node in enumerate(nodes):
         node.node_rank, node.num_nodes = rank, 3
         node.store = (

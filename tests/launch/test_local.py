@@ -78,8 +78,7 @@ def test_a_failure_that_another_rank_caused_is_not_the_one_named(
     writes = "" if alone else f"hold = open({str(fifo)!r}, 'w'); "  # open as long as rank 0 is there
     begins = f"if rank == 0: {writes}open(os.environ['SHARDFOLD_FOLLOWS'], 'w').write('1'); sys.exit(1)\n"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardfold.launch.workers.ECHO", 0.5 if alone else 60.0)
-        patch.setattr(local, "ECHO", 0.5 if alone else 60.0)
+        patch.setenv("SHARDFOLD_PATIENCE", "1" if alone else "120")  # of which half is waited for an echo's cause
         assert run(begins + waits) == (1 if alone else 3)
     named = "rank 0 of 2 exited with status 1" if alone else "rank 1 of 2 exited with status 3"
     assert f"Error: {named}" in capfd.readouterr().err

@@ -138,7 +138,7 @@ def skips_it_on_one_rank() -> str:
             x = self.blocks[0](x)
             return self.blocks[1](x if skip else self.norm(x))
 
-    engine = sf.Engine(Sometimes(), optimizer=SGD, layout="zero3", runtime=sf.Runtime(desync_timeout=2.0))
+    engine = sf.Engine(Sometimes(), optimizer=SGD, layout="zero3", runtime=sf.Runtime(patience=2.0))
     said = ""
     try:
         for i in range(3):

@@ -189,7 +189,7 @@ def _no_gradient_of_tokens() -> None:
         optimizer=ADAM,
         layout="zero2",
         parallel={"expert": 2},
-        runtime=sf.Runtime(desync_timeout=5.0, timeout=30.0),
+        runtime=sf.Runtime(patience=5.0, timeout=30.0),
     )
     x = torch.randn(4, 8, dtype=torch.float64)
     engine.backward(engine(x).out.sum())

@@ -247,7 +247,7 @@ def _misses(rank: int) -> str:
         optimizer=ADAM,
         layout="ddp",
         parallel=sf.Parallel(mesh={"tensor": 2}, tensor="auto"),
-        runtime=sf.Runtime(desync_timeout=2.0),
+        runtime=sf.Runtime(patience=2.0),
     )
     batch = batches(1)[0]
     try:

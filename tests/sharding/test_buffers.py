@@ -108,7 +108,7 @@ def _programs(layout: str, debug: bool) -> dict[str, float]:
         optimizer=SGD,
         layout=layout,
         init=sf.Init(units=["inner"]),
-        runtime=sf.Runtime(debug=debug, desync_timeout=5),
+        runtime=sf.Runtime(debug=debug, patience=5),
     )
 
     def plain_step(loss: Tensor) -> None:
@@ -153,7 +153,7 @@ def test_ranks_train_evaluate_lend_and_keep_with_rank_0s_as_under_ddp(ranks: Ran
 def _own_ways(layout: str) -> list[float]:
     """Of buffers, how far ranks are apart behind forwards that only one of them ran, all inside of gathered()."""
     engine = sf.Engine(
-        _net(), optimizer=SGD, layout=layout, init=sf.Init(units=["inner"]), runtime=sf.Runtime(desync_timeout=5)
+        _net(), optimizer=SGD, layout=layout, init=sf.Init(units=["inner"]), runtime=sf.Runtime(patience=5)
     )
     apart: list[float] = []
 
@@ -208,7 +208,7 @@ def _written(who: str) -> str:
     """What a backward says behind a write of ``who`` into a buffer that it needs, and an evaluation."""
     torch.manual_seed(0)
     module = Scaled().double()
-    engine = sf.Engine(module, optimizer=SGD, layout="zero2", runtime=sf.Runtime(desync_timeout=5))
+    engine = sf.Engine(module, optimizer=SGD, layout="zero2", runtime=sf.Runtime(patience=5))
     engine.backward(_loss(engine, 0))
     engine.step()
     loss = _loss(engine, 1)
@@ -254,9 +254,7 @@ class Hidden(nn.Module):
 
 def _unseen(device: str) -> list[float]:
     torch.manual_seed(0)
-    engine = sf.Engine(
-        Hidden().double(), optimizer=SGD, layout="zero2", runtime=sf.Runtime(device=device, desync_timeout=5)
-    )
+    engine = sf.Engine(Hidden().double(), optimizer=SGD, layout="zero2", runtime=sf.Runtime(device=device, patience=5))
     apart: list[float] = []
     for step in range(3):
         engine.backward((engine(_batch(step).to(device)) - 1).square().mean())

@@ -633,7 +633,7 @@ def on_one_rank_alone(layout: str, unit: type[nn.Module]) -> list[float]:
         optimizer=sgd,
         layout=layout,
         init=sf.Init(units=[unit]),
-        runtime=sf.Runtime(desync_timeout=3),
+        runtime=sf.Runtime(patience=3),
     )
     update, off, x = sgd(plain.parameters()), [0.0], torch.ones(2, 6, dtype=torch.float64)
     for _ in range(2):

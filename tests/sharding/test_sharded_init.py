@@ -295,29 +295,29 @@ def _disagreement(build: Callable[[int], object]) -> str:
 
 
 def _other_modules(rank: int) -> None:
-    with sf.sharded_init(desync_timeout=2.0):
+    with sf.sharded_init(patience=2.0):
         nn.Linear(4, 4 + rank)
 
 
 def _other_touch(rank: int) -> None:
-    with sf.sharded_init(desync_timeout=2.0):
+    with sf.sharded_init(patience=2.0):
         layer, _ = nn.Linear(4, 4), nn.Linear(4, 4)
         if rank:
             layer.weight.data.zero_()
 
 
 def _gathered_alone(rank: int) -> None:
-    with sf.sharded_init(desync_timeout=2.0):
+    with sf.sharded_init(patience=2.0):
         layer = nn.Linear(4, 4)
     if rank:
         with sf.whole(layer.weight):
             pass
-    engine = sf.Engine(layer, runtime=sf.Runtime(desync_timeout=2.0))
+    engine = sf.Engine(layer, runtime=sf.Runtime(patience=2.0))
     engine.close()
 
 
 def _left_alone(rank: int) -> None:
-    with sf.sharded_init(desync_timeout=2.0):
+    with sf.sharded_init(patience=2.0):
         layer = nn.Linear(4, 4)
     try:
         with sf.whole(layer.weight, source=0):

@@ -19,7 +19,7 @@ def _train(latency: float | None, drop: bool) -> tuple[list[float], float, str]:
     torch.manual_seed(0)
     engine = sf.Engine(
         models.small(), optimizer=partial(torch.optim.SGD, lr=0.1), layout=sf.PRESETS["zero3"].replace(reduce="int8"),
-        runtime=sf.Runtime(desync_timeout=1.0, timeout=3.0),
+        runtime=sf.Runtime(patience=1.0, timeout=3.0),
     )  # fmt: skip
     slow = SlowTransport.around(engine, latency=latency, rate=1e9) if latency is not None else None
     losses: list[float] = []

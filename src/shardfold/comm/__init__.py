@@ -10,6 +10,7 @@
     dtypes             dtypes of a table as PyTorch's
     expected           what ranks expect to do next, from what followed the last times
     hops               collectives in two hops: over nodes, and over the ranks of each
+    launcher_notes     what a rank leaves for its launcher: why it fails, and how far it came
     links              seconds that collectives and formats take, measured
     mesh               the ranks by axis, and every process group
     mesh_group         the ranks along axes of the mesh, as layers and optimizers ask them

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import json
 import linecache
+import os
 import sys
 import threading
 import weakref
@@ -30,11 +31,13 @@ import torch.distributed as dist
 from shardfold.comm.answered import Answered
 from shardfold.errors import OrderError
 from shardfold.tiers.collection import AtCollection
+from shardfold.tiers.limit import process_state
 from shardfold.torch_internals import default_store, when_groups_end
 
 __all__ = ["Watchdog", "Whereabouts"]
 
 PLACE = "shardfold/watch"  # in the store
+PROCESS = "shardfold/process"
 TICK = 1.0  # seconds between two looks
 STILL = 2  # looks without a move until a collective of the user's own is published
 BUSY = 5  # looks without a move until anything else is
@@ -191,6 +194,7 @@ class Watchdog:
         """An engine is made; one that nobody closes leaves when it is collected."""
         if not self._engines:
             self._entries.open()
+            self._answered.set(f"{PROCESS}/{self.rank}", json.dumps([_same_processes(), os.getpid()]))
         self._engines[engine] = weakref.ref(watched)
         self._answered.allow(max(each.timeout for _, each in self._present()))
         AtCollection(watched, self.leave, engine)
@@ -279,6 +283,19 @@ class Watchdog:
                 entry = json.loads(text)
                 found[rank] = Whereabouts(**{**entry, "log": [(n, what) for n, what in entry["log"]]})
         return found
+
+    def silent(self, rank: int, seconds: float) -> str:
+        """What is known of a rank that has published nothing while this one waited so long."""
+        said = f"has said nothing for {seconds:.0f} s"
+        if not self._answered.check([f"{PROCESS}/{rank}"]):
+            return said
+        where, pid = json.loads(self._answered.get(f"{PROCESS}/{rank}"))
+        if not where or where != _same_processes():
+            return said
+        state = process_state(pid)
+        if not state or state in "ZX":
+            return f"{said}: its process {pid} is gone"
+        return f"{said}: its process {pid} is stopped (state T)" if state == "T" else f"{said} (process {pid})"
 
     # -- the thread
 
@@ -395,6 +412,14 @@ def _user_collective(frame: FrameType | None) -> str | None:
             return f"torch.distributed.{inside}, called at {_place(frame)}"
         frame = frame.f_back
     return None
+
+
+def _same_processes() -> str:
+    """The same for processes that see each other by their numbers; "" where nothing is known of that."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _line(frame: FrameType) -> int:

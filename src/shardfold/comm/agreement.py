@@ -47,6 +47,7 @@ from shardfold import accelerator
 from shardfold.comm._watchdog import Watchdog, Whereabouts
 from shardfold.comm.answered import Answered
 from shardfold.comm.expected import Coming, Expectation, Place, Sequel, Started
+from shardfold.comm.launcher_notes import is_given_notice, tell_launcher
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
@@ -55,9 +56,11 @@ from shardfold.plan.axes import Axes
 __all__ = ["ALIKE", "Agreement", "Claim", "Meeting", "MessageCount"]
 
 SLICE = timedelta(seconds=1)
-# Places in a message; MORE holds the section's number + 1. Behind the flags: three hashes, each in front of its
-# complement, of what ranks are about to do, of what they have to have alike for it, and of their bits; then the bits.
-MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, EXPECTS, FAILED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 6, 7, 11
+# Places in a message; MORE holds the section's number + 1, and LEAVING, that a rank has notice of an end, is heard and
+# changes nothing else. Behind the flags: three hashes, each in front of its complement, of what ranks are about to do, of
+# what they have to have alike for it, and of their bits; then the bits.
+MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, EXPECTS, FAILED, LEAVING = range(8)
+FLAGS, HEADER = 8, 12
 CAUGHT = 2  # of the flags, in front of a backward: a rank has dropped a pass
 CODE = 4  # bytes of the hash
 ALSO = HEADER + 2 * CODE
@@ -127,7 +130,7 @@ class Agreement:
 
     Args:
         mesh: whose collectives they are.
-        desync_timeout: seconds until ranks that wait for each other in vain raise.
+        patience: seconds until ranks that wait for each other in vain raise.
         timeout: seconds until a collective that nobody gave up is an error.
         peers: the ranks that run this program; None: all of the mesh.
         job: of all ranks, where ``peers`` are some of them: when one of the two is given up, so is the other, on every
@@ -142,7 +145,7 @@ class Agreement:
     def __init__(
         self,
         mesh: DataMesh,
-        desync_timeout: float,
+        patience: float,
         timeout: float,
         peers: Peers | None = None,
         job: Agreement | None = None,
@@ -150,7 +153,7 @@ class Agreement:
         self._mesh = mesh
         self._job = job  # kept so, and not as itself, which would be a cycle
         self.peers = peers if peers is not None else Peers(mesh)
-        self._desync_timeout, self.timeout = desync_timeout, timeout
+        self._patience, self.timeout = patience, timeout
         self.sequence = 0  # collectives issued by this engine so far
         self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
@@ -170,6 +173,8 @@ class Agreement:
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
         self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs; None: of a message
+        self.notified = False  # whether this rank was told that it shall leave
+        self.leaving = False  # whether all ranks know that one was
         self._given_up: str | None = None  # the sentence with which this engine was given up
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
@@ -199,6 +204,15 @@ class Agreement:
         """This engine is given up, here."""
         self._given_up = message
         self._mesh.give_up()
+
+    def give_notice(self) -> None:
+        """This rank shall leave; the others hear of it with its next message."""
+        self.notified = True
+
+    @property
+    def is_noticed(self) -> bool:
+        """Whether this rank was told that it shall leave."""
+        return self.job.notified or is_given_notice()
 
     def connect(self, take_part: Callable[[], bool], where: Callable[[object], str]) -> None:
         """Methods of who runs the program, who is not kept alive by them (see the attributes)."""
@@ -299,7 +313,7 @@ class Agreement:
         """By another thread, while the device waits in vain and this rank's own one for the device: from here on this
         engine raises ``message`` on every rank. Whether the device did wait in vain."""
         self.job._end(message)
-        _tell_launcher(message)
+        tell_launcher(message)
         with suppress(RuntimeError):  # the process that served the store may have died
             if self.aborted() is None:
                 self._tell_abort(message)
@@ -463,7 +477,7 @@ class Agreement:
         (mine, values, work), self._expected = self._expected, None
         self.wait(work, control=True)
         self._mesh.end_meeting()
-        said = values.tolist()
+        said = self._heard(values)
         if said[FAILED]:
             self._hear_failure()
         return mine if _settled(said) else None
@@ -538,7 +552,7 @@ class Agreement:
         self.wait(work, control=True)
         self._mesh.end_meeting()
         say = partial(self._say, [1, 0, 0, 0, 1], what, [number == CAUGHT and place.caught for number in range(3)])
-        said = self._until_met(say, values.tolist())
+        said = self._until_met(say, self._heard(values))
         if said[ASKS] or not _alike(said):
             raise self._disagree(what)
         if said[FLAGS + CAUGHT]:
@@ -578,7 +592,13 @@ class Agreement:
             self._needs_help, self._meets = bool(kind[MORE]), bool(kind[MEETS])
             self.count()
             self.wait(work, control=True)
-        return values.tolist()
+        return self._heard(values)
+
+    def _heard(self, values: torch.Tensor) -> list[int]:
+        """What all ranks said, once it is there; every rank reads it at the same place of its program."""
+        said = values.tolist()
+        self.leaving |= bool(said[LEAVING])
+        return said
 
     def _message(
         self,
@@ -595,6 +615,7 @@ class Agreement:
         number, told = self.sequence if sequence is None else sequence, list(map(int, bits))
         codes = [byte for text in (f"{number} {what}".encode(), alike.encode(), bytes(told)) for byte in _code(text)]
         kind = [*map(int, kind), *[0] * (FLAGS - len(kind))]
+        kind[LEAVING] = int(self.is_noticed)
         values = [*kind, *map(int, padded), *codes, *told]
         tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
         tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)
@@ -783,7 +804,7 @@ class Agreement:
             left, stopped = [], ""
         self._mesh.end_kernels(lost=True)
         closed = f"rank {', '.join(map(str, left))} has closed its engine" if left else ""
-        _tell_launcher(stopped or (closed and f"{closed}, and {self.doing} takes all ranks"), follows=True)
+        tell_launcher(stopped or (closed and f"{closed}, and {self.doing} takes all ranks"), follows=True)
         if stopped:
             return CollectiveError(f"{what}: {stopped}{self._here()}")
         if left:
@@ -843,25 +864,21 @@ class Agreement:
         if state != self._unmoved[0]:
             self._unmoved = state, now
         stuck = len(others) + 1 == self.peers.size and all(entry.blocked for entry in others.values())
-        if (
-            stuck
-            and now - self._unmoved[1] > max(1.0, self._desync_timeout - 2 * SETTLE)
-            and self._nothing_moves(others)
-        ):
-            self._abort(f"no rank can go on: {self._describe(others)}.")
-        if now - begun > self._desync_timeout and not self._warned:
+        if stuck and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE) and self._nothing_moves(others):
+            self._abort(f"no rank can go on: {self._describe(others, now - begun)}.")
+        if now - begun > self._patience and not self._warned:
             self._warned = True
             LOG.warning(
                 "waiting for %.0f s: %s.%s%s",
                 now - begun,
-                self._describe(others),
+                self._describe(others, now - begun),
                 " Still waiting." * (not stuck),
                 self._here(),
             )
         if now - begun > self.timeout:
             message = (
                 f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, did not finish within "
-                f"{self.timeout:.0f} s: {self._describe(others)}."
+                f"{self.timeout:.0f} s: {self._describe(others, now - begun)}."
             )
             self._tell_abort(message)
             self._give_up(message)
@@ -892,7 +909,7 @@ class Agreement:
         waits = [(entry.engine, max(n for n, _ in entry.log)) for entry in others.values()] + [(name, self.sequence)]
         return not any(all(count.get(engine, 0) >= number for count in counts) for engine, number in waits)
 
-    def _describe(self, others: dict[int, Whereabouts]) -> str:
+    def _describe(self, others: dict[int, Whereabouts], seconds: float) -> str:
         texts = {self.peers.rank: f"waits for operation {self.sequence}, {self.doing}"}
         for rank, entry in others.items():
             last = max((number for number, _ in entry.log), default=entry.issued.get(self.peers.name, 0))
@@ -901,7 +918,11 @@ class Agreement:
                 "user": f"is in {entry.what}, after operation {last}",
                 "busy": f"is {entry.what}, after operation {last}",
             }.get(entry.kind, f"has {entry.kind}")
-        return _by_text({rank: texts.get(rank, "moves") for rank in self.peers.ranks})
+        assert self._watch is not None
+        for rank in self.peers.ranks:
+            if rank not in texts:  # who moves, or is still in a collective of its own, says so within seconds
+                texts[rank] = self._watch.silent(rank, seconds)
+        return _by_text({rank: texts[rank] for rank in self.peers.ranks})
 
     def _of_engine(self, name: str) -> str:
         return f" (of engine {name}, where this is {self.peers.name})" if name != self.peers.name else ""
@@ -930,7 +951,7 @@ class Agreement:
 
     def _give_up(self, message: str) -> OrderError:
         self.job._end(message)
-        _tell_launcher(message)
+        tell_launcher(message)
         self._mesh.end_kernels()
         return OrderError(f"{message}{self._here()}")
 
@@ -961,16 +982,6 @@ class Agreement:
         self._mesh.abandon()
 
 
-def _tell_launcher(why: str, *, follows: bool = False) -> None:
-    """The launcher has left a file for why this rank fails, which it says should the rank end so; ``follows``: another
-    rank's end is why, which it names instead if that one failed."""
-    if place := os.environ.get("SHARDFOLD_FOLLOWS"):
-        with suppress(OSError):
-            sign = os.open(place, os.O_WRONLY | os.O_TRUNC)
-            os.write(sign, f"{int(follows)}{' '.join(why.split())}".encode())
-            os.close(sign)
-
-
 def _shortened(part: Claim | str) -> str:
     """What stands for it where it is compared."""
     if isinstance(part, str) and len(part) <= SHORT:
@@ -999,7 +1010,7 @@ def _different(last: int, asked: str) -> str:
 
 def _settled(said: Sequence[int]) -> bool:
     """Whether all ranks said the same, and nothing that any of them has to hear more of, or may still ask for."""
-    if not said[NOT_EVALUATED] or any(said[FAILED:HEADER]):
+    if not said[NOT_EVALUATED] or said[FAILED] or any(said[FLAGS:HEADER]):
         return False
     return all(_alike(said, at) for at in (HEADER, ALSO, SAME))
 

@@ -35,7 +35,7 @@ def joined(
     owner: object,
     sizes: Given | None,
     device: torch.device,
-    desync_timeout: float,
+    patience: float,
     timeout: float,
     held: ExitStack,
     rare: str = "",
@@ -50,20 +50,18 @@ def joined(
     """
     mesh = DataMesh(sizes, device, timedelta(seconds=timeout), rare, meets, asks)
     held.push(lambda kind, error, trace: mesh.close(failed=kind is not None))
-    agreement = Agreement(mesh, desync_timeout, timeout)
+    agreement = Agreement(mesh, patience, timeout)
     held.callback(agreement.close)
     held.callback(AtCollection(owner, _leave, mesh, agreement).detach)
     return mesh, agreement
 
 
-def program_agreement(
-    job: Agreement, mesh: DataMesh, desync_timeout: float, timeout: float, held: ExitStack
-) -> Agreement:
+def program_agreement(job: Agreement, mesh: DataMesh, patience: float, timeout: float, held: ExitStack) -> Agreement:
     """That of the ranks that run this rank's program, until ``held`` ends; ``job`` itself where all ranks do."""
     if len(mesh.program_ranks) == mesh.world:
         return job
     peers = Peers(mesh, mesh.program_ranks, lambda: mesh.program)
-    made = Agreement(mesh, desync_timeout, timeout, peers, job)
+    made = Agreement(mesh, patience, timeout, peers, job)
     held.callback(made.close)
     return made
 

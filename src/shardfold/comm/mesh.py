@@ -46,6 +46,8 @@ __all__ = [
 
 LOG = getLogger("shardfold")
 JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and what it says if there is nothing wrong
+LOCAL, UNEVEN, CAME = "local", "local/uneven", "local/all"
+"""Ranks of a node, as the first one says; that another's has more or fewer; and that all have said it."""
 LOOK, SETTLE, ABORT = 0.1, 2.0, 30.0  # seconds: between looks, that a lost collective may still end, and to end all
 REFUSAL = 30.0  # seconds that it may take to tell others why no mesh is made
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
@@ -314,9 +316,8 @@ class DataMesh:
             LayoutError: on every rank: ``mesh`` of one is refused, or is not that of the others.
             CollectiveError: a rank did not come.
         """
-        local = os.environ.get("LOCAL_WORLD_SIZE")
         try:
-            sizes = resolve_mesh(self.world, mesh, int(local) if local else None, rare, meets)
+            sizes = resolve_mesh(self.world, mesh, self._agreed_local(timeout), rare, meets)
             if (store := self.asked) is None:
                 return sizes
             mine = [[axis.name, axis.size, _role_text(axis, sizes)] for axis in sizes.axes]
@@ -353,6 +354,24 @@ class DataMesh:
             refusal = LayoutError if kind == LayoutError.__name__ else ConfigError
             raise refusal(f"no engine is made, as one was refused on another rank: {why}")
         return sizes
+
+    def _agreed_local(self, timeout: timedelta) -> int | None:
+        """Ranks of each node; None: unknown, or not the same on all nodes, which then are no axis.
+
+        Raises:
+            RuntimeError: a rank did not come, or the store is gone.
+        """
+        given = os.environ.get("LOCAL_WORLD_SIZE", "")
+        local = int(given) if given else None
+        store = self.asked
+        if store is None or local is None or local >= self.world:
+            return local
+        if store.compare_set(LOCAL, "", given).decode() != given:
+            store.set(UNEVEN, "")
+        if store.add(f"{LOCAL}/came", 1) == self.world:
+            store.set(CAME, "")
+        store.wait([CAME], timeout)  # or a rank is refused, which is read behind this
+        return None if store.check([UNEVEN]) else local
 
     @property
     def asked(self) -> Answered | None:
@@ -749,6 +768,7 @@ def _next_stores(rank: int, limit: float) -> tuple[str, Any, Any]:
 
 def _refuse(store: Any, rank: int, error: Exception) -> None:
     """Tells the ranks that come to make the mesh of this store."""
+    store.set(CAME, "")
     store.compare_set(JOINED, "", json.dumps([type(error).__name__, f"rank {rank}: {error}"]))
 
 

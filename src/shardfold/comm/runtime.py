@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from shardfold.plan.checks import known_arguments
+from shardfold.plan.patience import usual_patience
 
 __all__ = ["Runtime"]
 
@@ -21,7 +22,8 @@ class Runtime:
         device: None: this local rank's GPU, or other accelerator, if there is one, else the CPU. One without a number,
             as ``"cuda"``, is this local rank's. It becomes the current one.
         timeout: seconds until a collective that does not finish raises.
-        desync_timeout: seconds until ranks that run parts of the model in contradicting orders raise.
+        patience: seconds until ranks that run parts of the model in contradicting orders raise, and until one that says
+            nothing is named; by default what the launcher was given (``shardfold run --patience``), 10.
         debug: freed memory is filled with NaN instead, so that stale aliases show.
         compile: ``"blocks"``: the forward of each unit that is more than one layer is compiled, and units of one kind
             share a graph; ``"blocks:aot_eager"`` by another backend of ``torch.compile`` than inductor. None: nothing.
@@ -34,6 +36,6 @@ class Runtime:
 
     device: str | torch.device | None = None
     timeout: float = 1800.0
-    desync_timeout: float = 10.0
+    patience: float = field(default_factory=usual_patience)
     debug: bool = False
     compile: str | None = None

@@ -124,7 +124,7 @@ def check_settings(parallel: Parallel, runtime: Runtime, init: Init, overlap: An
         raise ConfigError(f"overlap= is {described(overlap)}: it is an Overlap, as in Overlap(prefetch=2), or None.")
     if not is_integer(init.seed):
         raise ConfigError(f"Init(seed=...) is {described(init.seed)}: it is an integer.")
-    check_times("Runtime", desync_timeout=runtime.desync_timeout, timeout=runtime.timeout)
+    check_times("Runtime", patience=runtime.patience, timeout=runtime.timeout)
     check_flags("Runtime", debug=runtime.debug)
     check_flags("Parallel", sequence_parallel=parallel.sequence_parallel)
     check_accumulate(accumulate)

@@ -230,7 +230,7 @@ class Engine:
         table, activations = in_table(table, None if planned else activations)
         graphs = UnitGraphs.named(runtime.compile, place)
         announce(model.parameters(), "an engine of their model")
-        waits = runtime.desync_timeout, runtime.timeout
+        waits = runtime.patience, runtime.timeout
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
             data_mesh, job = joined(self, mesh, place, *waits, held, table.rare, bool(table.signs),
                                     "given" if planned else "")  # fmt: skip
@@ -513,6 +513,21 @@ class Engine:
     def steps(self) -> int:
         """Updates so far."""
         return self.sharded.run.steps
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a rank has notice that the run shall end soon, by :meth:`leave` or ``shardfold run --notice``.
+
+        It is the same on all ranks between two steps, as it comes with a message that a step has anyway: all of them
+        stop behind the same one, save, and end.
+        """
+        group = self.sharded.comm.group
+        return group.leaving or (group.peers.size == 1 and group.is_noticed)
+
+    def leave(self) -> None:
+        """Gives notice that the run shall end soon, on one rank or several: :attr:`leaving` tells all of them. It only
+        sets a flag, so a handler of a signal may call it."""
+        self.sharded.comm.job.give_notice()
 
     @property
     def closed(self) -> bool:

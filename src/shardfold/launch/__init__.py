@@ -3,6 +3,7 @@
 death         how a rank died: signal, status, memory
 decision      what a call of ``shardfold run`` is to do
 hosts         which hosts, and which of their slots
+leftovers     what ranks have started and what outlives them: found, and ended
 local         Shardfold's own commands as ranks on this machine
 namespaces    nodes on this machine, as network namespaces
 options       the options of ``shardfold run``

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -31,9 +31,11 @@ from shardfold.launch import hosts
 from shardfold.launch._rendezvous import Attempts, meeting_of
 from shardfold.launch.death import Death, OomWatch, host_name
 from shardfold.launch.decision import Node, script_command
+from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.options import Options, streams
 from shardfold.launch.process import SAID, exit_status, num_cores
 from shardfold.launch.workers import Outlet, Worker, caused, end_all, watch
+from shardfold.plan.patience import PATIENCE, Patience
 from shardfold.tiers.limit import memory_limit
 
 __all__ = ["Agent", "run_node"]
@@ -41,6 +43,42 @@ __all__ = ["Agent", "run_node"]
 AFTER_DEATH = 5.0  # seconds that the other ranks have before they are killed
 AFTER_SIGNAL = 30.0
 LEAVE = 3.0
+SAME = 3
+"""Attempts that fail alike, one after the other, until the ranks are not started again."""
+
+
+class Notice:
+    """That the ranks of a node shall leave by themselves, in so many seconds; then the signal is forwarded.
+
+    Attributes:
+        number: of the signal that gave it, SIGTERM if a file did; None: nobody has.
+    """
+
+    def __init__(self, seconds: float | None, file: str | None) -> None:
+        self.seconds, self.file = seconds, file
+        self.number: signal.Signals | None = None
+        self._until = 0.0
+
+    def take(self, number: signal.Signals) -> bool:
+        """Whether a signal is notice: the first one is, if there shall be notice at all."""
+        if self.seconds is None or self.number is not None:
+            return False
+        self.number, self._until = number, time.monotonic() + self.seconds
+        return True
+
+    def look(self, workers: Sequence[Worker]) -> None:
+        """Pass it on to ranks, also to those that were started since.
+
+        Raises:
+            SignalException: they had their time.
+        """
+        if self.file is not None and self.number is None and os.path.exists(self.file):
+            self.take(signal.SIGTERM)
+        if self.number is not None:
+            for worker in workers:
+                worker.give_notice()
+            if time.monotonic() >= self._until:
+                raise SignalException("the time that ranks had to leave is over", self.number)
 
 
 class Agent(SimpleElasticAgent):
@@ -57,6 +95,9 @@ class Agent(SimpleElasticAgent):
         self.mine = False  # whether it is this node's to tell of
         self.oom = OomWatch()
         self.logs = log_folder(options)
+        self.patience, self.leftovers = Patience(options.patience), Leftovers()
+        self.notice = Notice(options.notice, options.notice_file)
+        self.alike: list[tuple[Any, ...]] = []  # how attempts failed, those of the same kind at the end
 
     # What torch's agent asks for.
 
@@ -76,18 +117,20 @@ class Agent(SimpleElasticAgent):
         given = self.options.shutdown_timeout
         grace = AFTER_SIGNAL if self.death is None else AFTER_DEATH
         end_all(self.workers, death_sig, grace if given is None else min(grace, given) if self.death else given)
+        self.leftovers.end(LEAVE if given is None else min(LEAVE, given))
 
     def _exit_barrier(self) -> None:
         self.meeting.leave()
         self.meeting.let_leave(LEAVE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.notice.look(self.workers)
         for worker in self.workers:
-            worker.look()
+            worker.look(self.patience.lost)
         failed = [worker for worker in self.workers if worker.returncode]
         failed.sort(key=lambda worker: worker.ended or 0.0)
         running = any(worker.returncode is None for worker in self.workers)
-        if failed and (first := caused(failed, running)) is not None:
+        if failed and (first := caused(failed, running, self.patience.echo)) is not None:
             self.death = self._own(worker_group, first)
         else:
             self.death = self._heard() or self.meeting.beat()
@@ -106,7 +149,7 @@ class Agent(SimpleElasticAgent):
     def _start(self, group: WorkerGroup, place: Any) -> Worker:
         local_rank, count = place.local_rank, group.spec.local_world_size
         cores = None
-        environment = {**os.environ, **self._variables(group, place)}
+        environment = {**os.environ, **self._variables(group, place), PATIENCE: f"{self.patience.seconds:g}"}
         if self.options.bind_cores_to_rank:
             cores = share_of_cores(self.options.bind_core_list, local_rank, count)
             environment["OMP_NUM_THREADS"] = str(len(cores))
@@ -115,7 +158,7 @@ class Agent(SimpleElasticAgent):
         outlets = self._outlets(local_rank, place.global_rank)
         reads = local_rank == 0 and not self.labelled
         try:
-            return Worker(local_rank, command, environment, outlets, cores, reads)
+            return Worker(local_rank, command, environment, outlets, cores, reads, self.leftovers.mark)
         except OSError as error:
             raise ConfigError(f"{command[0]!r} cannot be run: {error.strerror}.") from None
 
@@ -195,9 +238,23 @@ class Agent(SimpleElasticAgent):
             time.time() - (time.monotonic() - (worker.ended or 0.0)),
             worker.follows,
             worker.why,
+            worker.steps,
         )
         self.meeting.tell(death)
         return death
+
+    def _restarts_in_vain(self, death: Death) -> str:
+        """Ranks that fail alike behind the same step, attempt after attempt, are not started again: each rank knows the
+        same of it. What is added to the sentence."""
+        kind = (death.rank < 0, death.returncode, death.steps)
+        self.alike = [*self.alike, kind] if self.alike and self.alike[-1] == kind else [kind]
+        if death.steps is None or len(self.alike) < SAME or not self._remaining_restarts:
+            return ""
+        self._remaining_restarts = 0
+        return (
+            f"; {SAME} attempts in a row have failed so behind step {death.steps}, so there is no other: look at "
+            "the batch or the checkpoint of that step"
+        )
 
     def _failed(self, group: WorkerGroup, failed: list[Worker]) -> RunResult:
         """End the other ranks, say what happened and let torch's agent start all again or give up."""
@@ -206,12 +263,15 @@ class Agent(SimpleElasticAgent):
         self._shutdown()
         # A rank fails because another is gone: the earliest death is the cause, and only together do agents know it.
         self.death = self.meeting.first(LEAVE) or self.death
+        if self.death.follows and (silent := self.meeting.silent()) is not None:
+            self.death = silent
         ours = {place.global_rank for place in group.workers}
         self.mine = self.death.host != self.host if self.death.rank < 0 else self.death.rank in ours
         if self.death.rank < 0 and self.node.backend == "static":
             self._remaining_restarts = 0  # a node with a rank of its own is not replaced: do not wait for it
         self.meeting.leave()
         self.meeting.let_leave(LEAVE)
+        again = self._restarts_in_vain(self.death)
         left = self._remaining_restarts
         others = self.death.world_size - 1
         if left:
@@ -227,6 +287,7 @@ class Agent(SimpleElasticAgent):
                 if others
                 else ""
             )
+        then += again
         if self.death.returncode == SAID and self.options.passes_local_rank:
             then += "; --no-local-rank leaves out the --local_rank=N that DeepSpeed's launcher gives to scripts"
         if self.mine or not self.labelled:
@@ -314,7 +375,7 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
             logging.getLogger(logger).setLevel(logging.CRITICAL)  # what they tell is told here, in a sentence
     conf = dict(pair.strip().split("=", 1) for pair in options.rdzv_conf.split(",")) if options.rdzv_conf else {}
     name = options.rdzv_id if options.rdzv_id != "none" else os.environ.get("SLURM_JOB_ID", "none")
-    meeting = meeting_of(node, node.name or host_name(), name, conf)
+    meeting = meeting_of(node, node.name or host_name(), name, conf, Patience(options.patience))
     count = num_procs(node.procs, options.chatty)
     spec = WorkerSpec(
         role=options.role,
@@ -327,7 +388,7 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
     agent = Agent(spec, meeting, node, options, command)
     if options.chatty and (options.redirects != "0" or options.tee != "0"):
         say(f"shardfold run: logs are in {agent.logs}")
-    with signals(options.signals_to_handle), pid_file(options.save_pid):
+    with signals(options.signals_to_handle, agent.notice), pid_file(options.save_pid):
         try:
             agent.run()
         except SignalException as stopped:
@@ -343,20 +404,28 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
             return 1
         finally:
             end_all(agent.workers, signal.SIGKILL, 0.0)
+            agent.leftovers.end(0.0)
+            agent.leftovers.close()
             meeting.shutdown()
-    return (exit_status(agent.death.returncode) or 1) if agent.death is not None else 0
+    if agent.death is not None:
+        return exit_status(agent.death.returncode) or 1
+    return exit_status(-agent.notice.number) if agent.notice.number is not None else 0
 
 
 @contextmanager
-def signals(names: str) -> Iterator[None]:
-    """Raise torch's exception at the first of these signals; the agent forwards it. A second one ends the waiting."""
+def signals(names: str, notice: Notice) -> Iterator[None]:
+    """Raise torch's exception at the first of these signals that is no notice; the agent forwards it. One more ends the
+    waiting. SIGUSR1 is one of them where there is notice."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if number in (signal.SIGTERM, signal.SIGUSR1) and notice.take(signal.Signals(number)):
+            return
         raise SignalException(f"received signal {number}", signal.Signals(number))
 
     before: Mapping[int, Any] = {}
     try:
         numbers = [signal.Signals[name.strip()] for name in names.split(",")]
+        numbers += [signal.SIGUSR1] * (notice.seconds is not None and signal.SIGUSR1 not in numbers)
     except KeyError as error:
         raise ConfigError(f"--signals-to-handle {names}: there is no signal {error}.") from None
     before = {number: signal.signal(number, stop) for number in numbers}

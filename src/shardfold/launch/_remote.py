@@ -30,6 +30,7 @@ from shardfold.errors import ConfigError
 from shardfold.launch.decision import Hosts, Node, exported
 from shardfold.launch.options import Options
 from shardfold.launch.process import INTERRUPTED, die_with_parent, exit_status, python_module
+from shardfold.plan.patience import Patience
 
 __all__ = ["run_hosts", "scheduler_command"]
 
@@ -102,7 +103,7 @@ class RemoteAgent:
         port = ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
         more = shlex.split(options.launcher_args)
         # The name is no option: host files are checked for that, and behind `--` ssh takes none.
-        command = [*shlex.split(options.ssh), "-o", "BatchMode=yes", *port, *more, "--", name, program]
+        command = [*shlex.split(options.ssh), *more, "-o", "BatchMode=yes", *alive(options), *port, "--", name, program]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -139,6 +140,14 @@ class RemoteAgent:
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def alive(options: Options) -> list[str]:
+    """Options of ssh by which it notices that a host, or the way to it, is gone. ``--launcher-args`` stands in front of
+    them, and of an option that is given twice ssh takes the first."""
+    seconds = Patience(options.patience).keep_alive
+    given = {"ServerAliveInterval": seconds, "ServerAliveCountMax": 3, "ConnectTimeout": 3 * seconds}
+    return [word for name, value in given.items() for word in ("-o", f"{name}={value}")]
 
 
 def carry_lines(stream: IO[bytes], into: IO[str]) -> None:

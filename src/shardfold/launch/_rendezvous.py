@@ -26,15 +26,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from shardfold.comm.answered import Answered
 from shardfold.errors import ConfigError
 from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
+from shardfold.plan.patience import Patience
 
 __all__ = ["Attempts", "FixedRendezvous", "meeting_of"]
 
 POLL = 0.05
-BEAT = 1.0  # seconds between two signs of life of an agent
-LOST = 30.0  # seconds without one after which its node is given up
 CONNECT = timedelta(seconds=60)
 GONE = (DistError, RuntimeError, OSError)  # what a store raises whose host is gone
 
@@ -48,11 +48,19 @@ class Attempts(RendezvousHandler):
         address: of its store, should it be node 0; None: what ``inner`` says.
         port: for the store; None: any that is free.
         timeout: seconds to wait for node 0's word.
+        patience: how long nothing may be heard of a node.
     """
 
     def __init__(
-        self, inner: RendezvousHandler, host: str, address: str | None, port: int | None, timeout: float
+        self,
+        inner: RendezvousHandler,
+        host: str,
+        address: str | None,
+        port: int | None,
+        timeout: float,
+        patience: Patience,
     ) -> None:
+        self.patience = patience
         self.inner, self.host, self.address, self.port, self.timeout = inner, host, address, port, timeout
         self.store: Any = None
         self.node_rank, self.num_nodes = 0, 1
@@ -75,14 +83,17 @@ class Attempts(RendezvousHandler):
         if met.rank == 0:
             address = self.address or met.bootstrap_store_info.master_addr  # pyright: ignore[reportOptionalMemberAccess]
             self.store = open_store(address, self.port or 0)
+            port = self.store.port
             for rank in range(met.world_size):
                 self.store.set(f"shardfold/beat/{rank}", f"of node {rank}:0")
-            met.store.set("shardfold/store", json.dumps([address, self.store.port]))
+            met.store.set("shardfold/store", json.dumps([address, port]))
         else:
-            wait_for(met.store, ["shardfold/store"], time.monotonic() + self.timeout)
-            address, port = json.loads(met.store.get("shardfold/store"))
-            self.store = join_store(address, port, self.timeout)
-        return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, self.store.port))
+            asked = Answered(met.store, self.patience.lost)
+            wait_for(asked, ["shardfold/store"], time.monotonic() + self.timeout)
+            address, port = json.loads(asked.get("shardfold/store"))
+            # A node that is cut off shall notice: what it asks would wait until TCP gives up.
+            self.store = Answered(join_store(address, port, self.timeout), self.patience.lost)
+        return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))
 
     def num_nodes_waiting(self) -> int:
         return 0 if self.finished else self.inner.num_nodes_waiting()
@@ -149,21 +160,41 @@ class Attempts(RendezvousHandler):
     def beat(self) -> Death | None:
         """Give a sign of life; on node 0, also return the loss of a node that has long given none."""
         now = time.monotonic()
-        if self.num_nodes == 1 or now - self._beaten < BEAT:
+        if self.num_nodes == 1 or now - self._beaten < self.patience.beat:
             return None
         self._beaten = now
         with suppress(*GONE):
             self.store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
             if self.node_rank:
                 return None
-            keys = [f"shardfold/beat/{rank}" for rank in range(1, self.num_nodes)]
-            for key, value in zip(keys, self.store.multi_get(keys), strict=True):
-                if self._beats.get(key, (b"", now))[0] != value:
-                    self._beats[key] = (value, now)
-                elif now - self._beats[key][1] > LOST:
-                    lost = Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
-                    self.tell(lost)
+            if (lost := self._without_beat(now)) is not None:
+                self.tell(lost)
+                return lost
+        return None
+
+    def silent(self) -> Death | None:
+        """The loss of a node that gives no sign of life any more and has told of nothing, which would be why the ranks
+        of this one failed; None: each of them gives signs, until one of them would be lost."""
+        deadline = time.monotonic() + self.patience.lost + self.patience.beat
+        with suppress(*GONE):
+            while self.num_nodes > 1 and self.store is not None and time.monotonic() < deadline:
+                if self.store.add("shardfold/told", 0) >= self.num_nodes:
+                    return None
+                if (lost := self._without_beat(time.monotonic())) is not None:
                     return lost
+                time.sleep(POLL)
+            return None
+        return Death(-1, 0, "of node 0", 0, at=time.time())
+
+    def _without_beat(self, now: float) -> Death | None:
+        """The loss of a node whose last sign of life is too old. The clock of this node alone is asked."""
+        others = [rank for rank in range(self.num_nodes) if rank != self.node_rank]
+        keys = [f"shardfold/beat/{rank}" for rank in others]
+        for key, value in zip(keys, self.store.multi_get(keys), strict=True):
+            if self._beats.get(key, (b"", now))[0] != value:
+                self._beats[key] = (value, now)
+            elif now - self._beats[key][1] > self.patience.lost:
+                return Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
         return None
 
     def finish(self) -> bool:
@@ -196,9 +227,13 @@ class FixedRendezvous(RendezvousHandler):
         rank, num_nodes: of this node.
         name: of the job; others with the same address do not meet it.
         timeout: seconds to wait for the others.
+        patience: how long node 0 may say nothing.
     """
 
-    def __init__(self, host: str, port: int | None, rank: int, num_nodes: int, name: str, timeout: float) -> None:
+    def __init__(
+        self, host: str, port: int | None, rank: int, num_nodes: int, name: str, timeout: float, patience: Patience
+    ) -> None:
+        self.patience = patience
         self.host, self.port, self.rank, self.num_nodes, self.name = host, port, rank, num_nodes, name
         self.timeout = timeout
         self.round = 0
@@ -217,9 +252,10 @@ class FixedRendezvous(RendezvousHandler):
                 self.store = join_store(self.host, self.port, self.timeout)
         self.round += 1
         store = PrefixStore(f"{self.name}/{self.round}", self.store)
-        if store.add(f"node/{self.rank}", 1) > 1:
+        asked = store if self.rank == 0 else Answered(store, self.patience.lost)
+        if asked.add(f"node/{self.rank}", 1) > 1:
             raise ConfigError(f"two nodes call themselves node {self.rank}: give each its own --node-rank.")
-        wait_for(store, [f"node/{rank}" for rank in range(self.num_nodes)], deadline)
+        wait_for(asked, [f"node/{rank}" for rank in range(self.num_nodes)], deadline)
         return RendezvousInfo(store, self.rank, self.num_nodes, RendezvousStoreInfo(self.host, self.store.port))
 
     def num_nodes_waiting(self) -> int:
@@ -239,6 +275,12 @@ class FixedRendezvous(RendezvousHandler):
 
 
 def open_store(host: str, port: int) -> Any:
+    unknown = unresolved(host)
+    if unknown:
+        raise ConfigError(
+            f"the name {host!r} of the first node is not known on this host ({unknown}): give --master-addr an address "
+            "that all nodes reach, or let the name be resolved."
+        )
     try:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=CONNECT)
     except (DistError, RuntimeError, ValueError) as error:
@@ -246,6 +288,15 @@ def open_store(host: str, port: int) -> Any:
         raise ConfigError(
             f"port {port} of {host} {reason}: give another --master-port; one machine needs none, and takes a free one."
         ) from None
+
+
+def unresolved(host: str) -> str:
+    """Why a name has no address here; "" if it has one."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def join_store(host: str, port: int, timeout: float) -> Any:
@@ -277,7 +328,7 @@ def wait_for(store: Any, keys: list[str], deadline: float) -> None:
             time.sleep(POLL)
 
 
-def meeting_of(node: Node, host: str, name: str, conf: dict[str, str]) -> Attempts:
+def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience: Patience) -> Attempts:
     """Return the handler for a node: nodes with ranks of their own meet here, others in torch's way.
 
     Args:
@@ -285,13 +336,15 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str]) -> Attemp
         host: its name.
         name: of the job.
         conf: options of ``--rdzv-conf``; ``join_timeout`` or ``timeout`` in seconds, 600 by default.
+        patience: how long nothing may be heard of a node.
     """
     timeout = float(conf.get("join_timeout", conf.get("timeout", 600)))
     if node.backend == "static":
         assert node.rank is not None
         alone = node.nodes[1] == 1
-        inner = FixedRendezvous(node.host, None if alone else node.port, node.rank, node.nodes[1], name, timeout)
-        return Attempts(inner, host, node.host, node.port if alone else None, timeout)
+        port = None if alone else node.port
+        inner = FixedRendezvous(node.host, port, node.rank, node.nodes[1], name, timeout, patience)
+        return Attempts(inner, host, node.host, node.port if alone else None, timeout, patience)
     parameters = RendezvousParameters(
         backend=node.backend,
         endpoint=f"{node.host}:{node.port}",
@@ -299,6 +352,28 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str]) -> Attemp
         min_nodes=node.nodes[0],
         max_nodes=node.nodes[1],
         local_addr=node.address,
-        **{"join_timeout": str(int(timeout)), **conf},
+        **{"join_timeout": str(int(timeout)), **_at_home(node), **conf},
     )
-    return Attempts(get_rendezvous_handler(parameters), host, None, None, timeout)
+    return Attempts(get_rendezvous_handler(parameters), host, None, None, timeout, patience)
+
+
+def _at_home(node: Node) -> dict[str, str]:
+    """Whether this is the host whose store all meet at, as torch's rendezvous is told it: torch itself compares names,
+    which are the same in each network namespace, and others than the endpoint's in many a cluster."""
+    if node.backend != "c10d":
+        return {}
+    try:
+        addresses = {each[4][0] for each in socket.getaddrinfo(node.host, None)}
+    except OSError:
+        return {}
+    return {"is_host": str(any(map(_is_local, addresses)))}
+
+
+def _is_local(address: str | int) -> bool:
+    """Whether an interface of this host has the address: only then can a socket be bound to it."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
+            probe.bind((str(address), 0))
+    except OSError:
+        return False
+    return True

@@ -31,6 +31,7 @@ class Death:
         at: when, in seconds since 1970 by the clock of its host.
         follows: whether its engine said that another rank's end made it fail.
         why: what its engine said made it fail, without a full stop; "" if nothing.
+        steps: updates that its engine had done; None: unknown.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Death:
     at: float = 0.0
     follows: bool = False
     why: str = ""
+    steps: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -20,8 +20,10 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from shardfold.launch.death import because
+from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores, python_module
-from shardfold.launch.workers import ECHO, Outlet, Worker, caused, end_all, watch
+from shardfold.launch.workers import Outlet, Worker, caused, end_all, watch
+from shardfold.plan.patience import Patience
 
 __all__ = ["GRACE_AFTER_SIGTERM", "launch", "launch_local", "rank_environment"]
 
@@ -51,12 +53,12 @@ def rank_environment(rank: int, num_procs: int, port: int) -> dict[str, str]:
 class LocalRank(Worker):
     """One rank: rank 0 has the terminal, of the others the last lines of standard error are kept."""
 
-    def __init__(self, rank: int, num_procs: int, command: list[str], port: int, held: bool) -> None:
+    def __init__(self, rank: int, num_procs: int, command: list[str], port: int, held: bool, mark: str) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         outlets = (Outlet(shown=rank == 0), Outlet(shown=rank == 0, tail=self.tail))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if held else set())
         try:
-            super().__init__(rank, command, rank_environment(rank, num_procs, port), outlets)
+            super().__init__(rank, command, rank_environment(rank, num_procs, port), outlets, mark=mark)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -122,11 +124,12 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
     ended: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     ranks: list[LocalRank] = []
     interrupts = Interrupts(ranks)
+    leftovers = Leftovers()
     try:
         with interrupts.installed():
             try:
                 for rank in range(num_procs):
-                    ranks.append(LocalRank(rank, num_procs, command, port, held))
+                    ranks.append(LocalRank(rank, num_procs, command, port, held, leftovers.mark))
                     if interrupts.received:  # arrived between two starts: the newest may not have seen it
                         interrupts.forward()
             finally:
@@ -140,6 +143,8 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
             end_all(ranks, signal.SIGTERM, GRACE)
     finally:
         end_all(ranks, signal.SIGKILL, 0.0)
+        leftovers.end(GRACE)
+        leftovers.close()
     returncode = failed.process.returncode
     if interrupts.received and returncode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
         if time.monotonic() >= interrupts.until:
@@ -155,15 +160,16 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
 def first_failure(ended: queue.SimpleQueue[Worker], num_procs: int, interrupts: Interrupts) -> Worker | None:
     """Wait until all ranks have ended in good order, or return the first that has not and is no echo of another."""
     failed: list[Worker] = []
+    echo = Patience.of_environment().echo
     for left in reversed(range(num_procs)):
-        rank = next_end(ended, interrupts, (failed[0].ended or 0.0) + ECHO if failed else float("inf"))
+        rank = next_end(ended, interrupts, (failed[0].ended or 0.0) + echo if failed else float("inf"))
         if rank is None:
             break
         if rank.process.returncode not in (0, INTERRUPTED):
             failed.append(rank)
-        if failed and caused(failed, left > 0) is not None:
+        if failed and caused(failed, left > 0, echo) is not None:
             break
-    return caused(failed, False) if failed else None
+    return caused(failed, False, echo) if failed else None
 
 
 def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: float) -> Worker | None:
@@ -178,6 +184,8 @@ def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: fl
             for rank in interrupts.ranks:
                 rank.send(signal.SIGKILL)
             return ended.get()
+        for rank in interrupts.ranks:
+            rank.look(Patience.of_environment().lost)
         try:
             # Signals are handled between two looks: one may have set a time.
             return ended.get(timeout=min(left, LOOK))

@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan.patience import MOST
 
 __all__ = ["LAUNCHERS", "REFUSED", "Options", "option_fields"]
 
@@ -106,12 +107,26 @@ class Options:
     monitor_interval: float = option(
         "Seconds between two looks at the ranks.", FAILURES, 0.1, metavar="S", env="MONITOR_INTERVAL"
     )
+    patience: float = option(
+        "Seconds without a sign of life until a host, a connection or a stopped process is given up; every other limit "
+        "on waiting follows (docs/launch.md).",
+        FAILURES,
+        10.0,
+        metavar="S",
+    )
     shutdown_timeout: float | None = option(
         "Seconds that a rank has between a forwarded signal and SIGKILL: 30, after another rank's death 5.",
         FAILURES,
         metavar="S",
         env="SHUTDOWN_TIMEOUT",
     )
+    notice: float | None = option(
+        "Seconds that engines have to leave by themselves (engine.leaving) behind SIGTERM or SIGUSR1, or once the file "
+        "of --notice-file is there; only then the signal is forwarded.",
+        FAILURES,
+        metavar="S",
+    )
+    notice_file: str | None = option("A file whose coming is notice, with --notice.", FAILURES, metavar="FILE")
     signals_to_handle: str = option(
         "Signals to forward to the ranks.",
         FAILURES,
@@ -190,6 +205,7 @@ class Options:
             "--node-rank": (self.node_rank, 0),
             "--max-restarts": (self.max_restarts, 0),
             "--shutdown-timeout": (self.shutdown_timeout, 0),
+            "--notice": (self.notice, 0),
             "--master-port": (self.master_port, 0),
             "--ssh-port": (self.ssh_port, 1),
         }
@@ -198,6 +214,10 @@ class Options:
                 raise ConfigError(f"{name} is {value}: give a number from {lowest}.")
         if (self.master_port or 0) > 65535:
             raise ConfigError(f"--master-port is {self.master_port}: ports end at 65535.")
+        if not 0 < self.patience <= MOST:
+            raise ConfigError(f"--patience is {self.patience:g}: give seconds above 0, such as 10.")
+        if self.notice_file is not None and self.notice is None:
+            raise ConfigError("--notice-file is looked at with --notice S alone: give the seconds that engines have.")
         if self.monitor_interval <= 0:
             raise ConfigError(f"--monitor-interval is {self.monitor_interval:g}: give seconds above 0.")
         low, high = self.nodes

@@ -22,15 +22,21 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from shardfold.launch.death import resident
+from shardfold.launch.leftovers import MARK
 from shardfold.launch.process import die_with_parent
+from shardfold.tiers.limit import process_state, switched
 
-__all__ = ["ECHO", "Outlet", "Worker", "caused", "end_all", "watch"]
+__all__ = ["Outlet", "Worker", "caused", "end_all", "watch"]
 
-FOLLOWS = "SHARDFOLD_FOLLOWS"  # read by shardfold.comm.agreement, which does not know of launchers
-MOST_TOLD = 2000  # bytes
-ECHO = 5.0
-"""Seconds that a rank which failed because of another one is held back, for that one to end by itself."""
-
+FOLLOWS = "SHARDFOLD_FOLLOWS"  # read by shardfold.comm.launcher_notes, which does not know of launchers
+MOST_TOLD, STEP, DIGITS, NOTICE = (
+    2000,
+    4096,
+    20,
+    5000,
+)  # bytes: of a reason; where and how long steps are; where notice is
+UNSEEN = 1.0
+"""Seconds between two looks at a rank, from which on this process itself may have been stopped meanwhile."""
 
 _Failed = TypeVar("_Failed", bound="Worker")
 
@@ -59,7 +65,15 @@ class Worker:
         ended: time (of the monotonic clock) at which it ended; None while it runs.
         resident: bytes of memory that it held when last looked at.
         follows: whether its engine has said that another rank's end made it fail.
-        why: what its engine has said made it fail; "" if nothing.
+        why: what its engine has said made it fail, or that it was stopped; "" if nothing.
+
+    Args:
+        local_rank: of this node.
+        command, environment: its own.
+        outlets: of its standard output and standard error.
+        cores: that it may use; None: all.
+        reads_terminal: whether it has this process's standard input.
+        mark: by which processes that it starts are found (see ``leftovers``).
     """
 
     def __init__(
@@ -70,10 +84,12 @@ class Worker:
         outlets: tuple[Outlet, Outlet],
         cores: list[int] | None = None,
         reads_terminal: bool = False,
+        mark: str = "",
     ) -> None:
         self.local_rank = local_rank
         self.ended: float | None = None
         self.resident = 0
+        self._looked, self._stopped, self._switches, self._ended_for = 0.0, 0.0, 0, ""
         self._muted = False
         self._showing = threading.Lock()
         self._gone = False  # its number may soon be another process's
@@ -81,6 +97,8 @@ class Worker:
         self._pumps: list[threading.Thread] = []
         self._sign = _sign(self)
         environment = {**environment, FOLLOWS: f"/proc/{os.getpid()}/fd/{self._sign}" if self._sign else ""}
+        if mark:
+            environment[MARK] = mark
         opened = [self._target(outlet) for outlet in outlets]
 
         def prepare() -> None:  # runs in the child: system calls only, as the launcher may have threads
@@ -141,25 +159,54 @@ class Worker:
 
     @property
     def follows(self) -> bool:
-        return self._told.startswith("1")
+        return not self._ended_for and self._told.startswith("1")
 
     @property
     def why(self) -> str:
+        if self._ended_for:
+            return self._ended_for
         return re.split(r"\.(?: (?=[A-Z])|$)", self._told[1:], maxsplit=1)[0]  # how to mend it stands above
 
     @property
+    def steps(self) -> int | None:
+        """Updates that its engine had done; None: it had none, or did not begin where another left off."""
+        noted = b"" if self._sign is None else os.pread(self._sign, DIGITS, STEP)
+        return int(noted) if noted.isdigit() else None
+
+    @property
     def _told(self) -> str:
-        return "" if self._sign is None else os.pread(self._sign, MOST_TOLD, 0).decode(errors="replace")
+        told = b"" if self._sign is None else os.pread(self._sign, MOST_TOLD, 0)
+        return told.partition(b"\0")[0].decode(errors="replace")
+
+    def give_notice(self) -> None:
+        """Tell its engine that the run shall end soon; without one it does not hear it."""
+        if self._sign is not None:
+            os.pwrite(self._sign, b"1", NOTICE)
 
     def mute(self) -> None:
         """Show nothing more of what it writes; of a rank that is shown, the tail then is what was shown."""
         with self._showing:
             self._muted = True
 
-    def look(self) -> None:
-        """Note how much memory it holds."""
-        if self.ended is None:
-            self.resident = resident(self.process.pid) or self.resident
+    def look(self, patience: float) -> None:
+        """Note how much memory it holds; end it if it has been stopped (SIGSTOP) for so many seconds.
+
+        Time in which nobody looked does not count: this process may have been stopped with it, as a scheduler does
+        that suspends a job.
+        """
+        if self.ended is not None:
+            return
+        self.resident = resident(self.process.pid) or self.resident
+        now, switches = time.monotonic(), switched(self.process.pid)
+        # Whoever ran between two looks, and be it for a moment, was switched from.
+        if process_state(self.process.pid) == "T" and switches == self._switches:
+            self._stopped += now - self._looked if self._looked and now - self._looked < UNSEEN + patience / 10 else 0.0
+            if self._stopped > patience:
+                self._ended_for = f"its process was stopped (SIGSTOP, state T) for {self._stopped:.0f} s, and was ended"
+                self.send(signal.SIGKILL)
+        else:
+            self._stopped = 0.0
+        self._looked, self._switches = now, switches
 
     def send(self, number: int) -> None:
         """Send a signal to the rank and to what it has started."""
@@ -207,7 +254,7 @@ def _sign(worker: Worker) -> int | None:
     return sign
 
 
-def caused(failed: Sequence[_Failed], running: bool) -> _Failed | None:
+def caused(failed: Sequence[_Failed], running: bool, echo: float) -> _Failed | None:
     """Of the ranks that have failed the one that is the cause; None: it may be one that still ends.
 
     A rank whose process is slow to end is noticed by the others before: they fail and may be gone first.
@@ -215,9 +262,10 @@ def caused(failed: Sequence[_Failed], running: bool) -> _Failed | None:
     Args:
         failed: in the order in which they ended, at least one.
         running: whether other ranks of this node still run.
+        echo: seconds for which one that failed because of another one is held back, for that one to end.
     """
     cause = next((worker for worker in failed if not worker.follows), None)
-    if cause is None and running and time.monotonic() < (failed[0].ended or 0.0) + ECHO:
+    if cause is None and running and time.monotonic() < (failed[0].ended or 0.0) + echo:
         return None
     return cause or failed[0]
 

@@ -14,6 +14,7 @@
     offload          which states of a table rest in a slower tier, and of which units
     order            one order made of what several ranks ran
     outer            rare steps over one axis, between groups that train apart
+    patience         one number of seconds, from which limits on waiting follow
     placement        WHERE each element lies: offsets, padding, owners, ranges, and boxes of tensors
     presets          the names people know, as values of the table: one line and one paper each
     program          WHEN things happen: a layout lowered to lists of operations that print as text and parse back

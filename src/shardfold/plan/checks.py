@@ -79,12 +79,12 @@ def check_flags(call: str, **flags: Any) -> None:
             raise ConfigError(f"{call}: {name}= is {described(value)}: it is True or False.")
 
 
-def check_times(call: str, *, desync_timeout: Any, timeout: Any) -> None:
+def check_times(call: str, *, patience: Any, timeout: Any) -> None:
     """
     Raises:
         ConfigError: one of them is no time that ranks can wait.
     """
-    times: Mapping[str, Any] = {"desync_timeout": desync_timeout, "timeout": timeout}
+    times: Mapping[str, Any] = {"patience": patience, "timeout": timeout}
     for name, value in times.items():
         if not is_number(value, 0, LONGEST) or value == 0:
             raise ConfigError(
@@ -147,13 +147,14 @@ ELSEWHERE: Mapping[str, Collection[str]] = {
     "host": ("cpu", "ram"),
     "disk": ("nvme", "ssd"),
     "device": ("gpu", "cuda"),
+    "patience": ("desync_timeout",),
 }
 """What DeepSpeed, FSDP, Accelerate and Megatron-LM call what is an argument, or a word of one, here. Of those that a
 call knows the first is meant."""
 
 GROUPS: Mapping[str, tuple[str, Collection[str]]] = {
     "parallel": ("sf.Parallel(", ("mesh", "tensor", "sequence_parallel", "attention", "pipeline", "stages")),
-    "runtime": ("sf.Runtime(", ("device", "timeout", "desync_timeout", "debug", "compile")),
+    "runtime": ("sf.Runtime(", ("device", "timeout", "patience", "debug", "compile")),
     "init": ("sf.Init(", ("weights", "seed", "units")),
     "clip_norm": ("sf.Clip(", ("clip",)),
     "layout": ("sf.PRESETS['zero3'].replace(outer=sf.Outer(", ("outer",)),

@@ -25,6 +25,7 @@ from shardfold.comm.meter import Meter
 from shardfold.comm.transport import GlooTransport, StreamTransport
 from shardfold.errors import OrderError
 from shardfold.plan.layout import DATA_AXES
+from shardfold.plan.patience import USUAL
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.freed import FreedParameter, outline, seal, unseal
 from shardfold.tiers.device import DeviceTier
@@ -45,7 +46,7 @@ class ShardRanks:
     Args:
         device: where whole values are.
         rest: where slices are; None: there too.
-        desync_timeout, timeout: seconds, as of an ``Engine``.
+        patience, timeout: seconds, as of an ``Engine``.
         hollow: reading the data of a split parameter gives no elements instead of raising.
     """
 
@@ -53,14 +54,14 @@ class ShardRanks:
         self,
         device: torch.device,
         rest: torch.device | None = None,
-        desync_timeout: float = 10.0,
+        patience: float = USUAL,
         timeout: float = 1800.0,
         *,
         hollow: bool = False,
     ) -> None:
         self.device, self.rest, self.hollow = device, rest or device, hollow
         with ExitStack() as held:
-            mesh, agreement = joined(self, None, device, desync_timeout, timeout, held)
+            mesh, agreement = joined(self, None, device, patience, timeout, held)
             memory = DeviceTier(device)
             transport = StreamTransport() if mesh.on_streams else GlooTransport(memory.empty, memory.recycle)
             self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)

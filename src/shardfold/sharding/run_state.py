@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shardfold.comm.launcher_notes import note_step
 from shardfold.errors import StepError
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
@@ -121,6 +122,7 @@ class RunState:
     def go_on_at(self, steps: int) -> None:
         """So many updates were done before."""
         self.steps = steps
+        note_step(steps)
 
     def spoil(self, why: str) -> None:
         """The values are of no run any more."""
@@ -141,6 +143,7 @@ class RunState:
     def count_step(self) -> None:
         """An update is done."""
         self.steps += 1
+        note_step(self.steps)
 
     def count_put_off(self) -> None:
         """An outer step was put off."""

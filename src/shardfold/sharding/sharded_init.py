@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from shardfold.comm.mesh import parse_device, pick_device
 from shardfold.plan.checks import check_flags, check_times, known_arguments
+from shardfold.plan.patience import usual_patience
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.partitioned import TOUCHED, EarlyShard, ShardRanks, early_shard, gather, release
 from shardfold.sharding.registry import model_of
@@ -42,7 +43,7 @@ def sharded_init(
     device: str | torch.device | None = None,
     shard_device: str | torch.device | None = None,
     apply: bool = True,
-    desync_timeout: float = 10.0,
+    patience: float | None = None,
     timeout: float = 1800.0,
     hollow: bool = False,
 ) -> Iterator[None]:
@@ -56,7 +57,7 @@ def sharded_init(
         shard_device: where slices are until an engine takes them; None: on the device.
         apply: ``module.apply(fn)`` gives back after each call of ``fn`` what that touched; else at the end of the
             constructor that called it.
-        desync_timeout, timeout: seconds until ranks that wait for each other in vain, or for too long, raise.
+        patience, timeout: seconds until ranks that wait for each other in vain, or for too long, raise.
         hollow: reading the data of a split parameter gives no elements instead of raising.
 
     Raises:
@@ -73,11 +74,12 @@ def sharded_init(
     if TOUCHED:
         yield
         return
-    check_times("sharded_init()", desync_timeout=desync_timeout, timeout=timeout)
+    patience = usual_patience() if patience is None else patience
+    check_times("sharded_init()", patience=patience, timeout=timeout)
     check_flags("sharded_init()", apply=apply, hollow=hollow)
     check_dtype("sharded_init()", dtype)
     place, kept = pick_device(device), parse_device("shard_device", shard_device) if shard_device is not None else None
-    ranks = ShardRanks(place, kept, desync_timeout, timeout, hollow=hollow)
+    ranks = ShardRanks(place, kept, patience, timeout, hollow=hollow)
     construction = _Construction(ranks, dtype)
     spare(ranks)  # whole values that come and go leave no holes in the heap
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["control_groups", "memory_limit", "number_in"]
+__all__ = ["control_groups", "memory_limit", "number_in", "process_state", "switched"]
 
 UNLIMITED = 2**60  # control groups write their lack of a limit as a number above this
 
@@ -49,3 +49,19 @@ def memory_limit(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgrou
             if limit is not None and limit < UNLIMITED:
                 limits.append(limit)
     return min(limits, default=0)
+
+
+def process_state(pid: int, proc: Path = Path("/proc")) -> str:
+    """Return the letter that Linux has for what a process does (``T``: it is stopped); "" if it is gone or that is not
+    told here."""
+    try:
+        # Its name stands in brackets in front of it, and may have any of them itself.
+        return (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def switched(pid: int, proc: Path = Path("/proc")) -> int:
+    """Return how often a process's first thread gave its core up or lost it; 0 if it is gone or that is not told."""
+    names = ("voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
+    return sum(number_in(proc / str(pid) / "status", name) or 0 for name in names)

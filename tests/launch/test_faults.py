@@ -1,0 +1,348 @@
+"""Faults of ranks, launchers and hosts: the first cause is named and no survivor, nobody waits past the patience, and
+no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardfold import launch
+from shardfold.errors import ConfigError
+from shardfold.launch import _rendezvous as rendezvous
+from shardfold.launch.leftovers import MARK, Leftovers
+from shardfold.launch.namespaces import Namespaces, why_not
+from shardfold.launch.options import Options
+from shardfold.plan.patience import PATIENCE, Patience
+from tests.launch.test_run import command, run, write
+
+FOREVER = "import time\nwhile True: time.sleep(0.05)\n"
+AWAY = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
+"""Starts a process that no signal to its rank's group reaches."""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "PET_", "OMPI_", "PMI_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.chdir(tmp_path)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def await_(there: Path) -> str:
+    deadline = time.monotonic() + 150
+    while not (there.exists() and there.read_text()):
+        assert time.monotonic() < deadline, f"{there} was not written"
+        time.sleep(0.02)
+    return there.read_text()
+
+
+# -- one number
+
+
+def test_every_limit_follows_from_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, twice = Patience(10.0).limits(), Patience(20.0).limits()
+    assert all(limits[what] <= 10.0 and limits[what] < twice[what] <= 20.0 for what in limits)
+    monkeypatch.setenv(PATIENCE, "2.5")
+    assert Patience.of_environment() == Patience(2.5)
+    for nonsense in ("", "soon", "-1", "nan"):
+        monkeypatch.setenv(PATIENCE, nonsense)
+        assert Patience.of_environment() == Patience()
+    assert "--patience=3.0" in Options(patience=3.0).argv()
+
+
+# -- a rank that is stopped
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_stopped_rank_is_named_and_ended(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, train: bool
+) -> None:
+    """Both launchers; the others, which wait for it, are not blamed."""
+    stops = f"if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n{FOREVER}"
+    begins = "import os, signal; rank = int(os.environ['RANK'])\n"
+    if train:
+        monkeypatch.setenv(PATIENCE, "1")
+        status = launch.launch([sys.executable, "-c", begins + stops], 2)
+    else:
+        status = run("--nproc-per-node=2", "--patience=1", write("stop.py", begins + stops))
+    assert status == 128 + signal.SIGKILL
+    error = capfd.readouterr().err
+    assert "its process was stopped (SIGSTOP, state T) for " in error and "; so rank 1 o" in error
+
+
+def test_a_rank_that_goes_on_in_time_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """Stopped twice, each time for less than the patience: the times are not added up."""
+    script = write(
+        "short.py",
+        """
+        import os, signal, subprocess
+        for _ in range(4):
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+    )
+    assert run("--nproc-per-node=1", "--patience=3", script) == 0, capfd.readouterr().err
+
+
+# -- what ranks have started
+
+
+@pytest.mark.parametrize("end", ["well", "fails", "killed launcher"])
+def test_nothing_that_ranks_have_started_is_left(end: str, tmp_path: Path) -> None:
+    """A process in a session of its own ends with the run, however that ends; the launcher's own environment stays."""
+    script = write(
+        "leaves.py",
+        f"""
+        import os, subprocess, sys, time
+        away = {AWAY}
+        with open("now", "w") as file:
+            file.write(f"{{away.pid}}")
+        os.rename("now", "left" + os.environ["RANK"])
+        if sys.argv[1] == "killed launcher":
+            while True: time.sleep(0.05)
+        sys.exit(3 if sys.argv[1] == "fails" else 0)
+        """,
+    )
+    running = subprocess.Popen(command("--nproc-per-node=1", script, end), stderr=subprocess.DEVNULL)
+    try:
+        left = int(await_(tmp_path / "left0"))
+        if end == "killed launcher":
+            running.kill()
+        assert running.wait(60) == {"well": 0, "fails": 3, "killed launcher": -signal.SIGKILL}[end]
+        deadline = time.monotonic() + 15
+        while not gone(left) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert gone(left)
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_leftovers_of_another_run_are_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found is what carries the mark, also within a launcher's own; what was started without it outlives the run."""
+    leftovers, other = Leftovers(), Leftovers()
+    monkeypatch.setenv(MARK, other.mark)
+    inner = Leftovers()
+    waits = [sys.executable, "-c", FOREVER]
+    made = [
+        subprocess.Popen(waits, env={**os.environ, MARK: mark}) if mark else subprocess.Popen(waits, env={})
+        for mark in (leftovers.mark, other.mark, inner.mark, "")
+    ]
+    pids = [each.pid for each in made]
+    try:
+        assert leftovers.found() == pids[:1] and sorted(other.found()) == sorted(pids[1:3])
+        assert inner.found() == pids[2:3]
+        assert leftovers.end(5.0) == pids[:1] and made[0].wait(10) == -signal.SIGTERM
+        assert [each.poll() for each in made[1:]] == [None] * 3
+        assert sorted(other.end(5.0)) == sorted(pids[1:3]) and made[3].poll() is None
+    finally:
+        for each in made:
+            each.kill()
+            each.wait()
+        for each in (leftovers, other, inner):
+            each.close()
+
+
+# -- restarts in vain
+
+
+def test_three_failures_at_the_same_step_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """A batch that kills is not tried for ever; a run that comes farther each time is."""
+    script = write(
+        "batch.py",
+        """
+        import os, sys
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        note = os.open(os.environ["SHARDFOLD_FOLLOWS"], os.O_WRONLY)
+        os.pwrite(note, b"%020d" % (2 + attempt * (sys.argv[1] == "farther")), 4096)  # as an engine does
+        sys.exit(7 if attempt < 3 else 0)
+        """,
+    )
+    assert run("--nproc-per-node=1", "--max-restarts=9", script, "same") == 7
+    error = capfd.readouterr().err
+    assert error.count("Error: ") == 3 and "(restart 2 of 9)" in error and "(restart 3 of 9)" not in error
+    assert "3 attempts in a row have failed so behind step 2, so there is no other" in error
+    assert run("--nproc-per-node=1", "--max-restarts=9", script, "farther") == 0
+
+
+def test_an_engine_leaves_its_steps_and_its_reason(tmp_path: Path) -> None:
+    """In the two parts of one file, which a launcher reads behind the end; a run that goes on begins where it was."""
+    note = tmp_path / "note"
+    note.touch()
+    script = """
+import torch, shardfold as sf
+from shardfold.comm.launcher_notes import tell_launcher
+model = torch.nn.Linear(2, 2)
+engine = sf.Engine(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3):
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+tell_launcher("it is long: " + "x" * 9999, follows=True)
+tell_launcher("it broke. Mend it.")
+"""
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "SHARDFOLD_FOLLOWS": str(note)}, check=True)
+    told = note.read_bytes()
+    assert told.partition(b"\0")[0] == b"0it broke. Mend it." and int(told[4096:]) == 3
+
+
+# -- notice
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "file", "not heard"])
+def test_ranks_that_have_notice_leave_by_themselves(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The launcher, this process, gets it from a rank; who does not hear it gets the signal when the time is over."""
+    script = write(
+        "notice.py",
+        """
+        import os, signal, sys, time
+        rank, how = os.environ["RANK"], sys.argv[1]
+        if rank == "0":
+            if how == "file":
+                open("leave", "w").close()
+            else:
+                os.kill(os.getppid(), getattr(signal, how, signal.SIGTERM))
+        note = os.open(os.environ["SHARDFOLD_FOLLOWS"], os.O_RDWR)
+        while how == "not heard" or os.pread(note, 1, 5000) != b"1":  # as an engine does
+            time.sleep(0.02)
+        open("left" + rank, "w").close()
+        """,
+    )
+    words = ["--notice-file=leave"] if how == "file" else []
+    seconds = "0.5" if how == "not heard" else "60"
+    status = run("--nproc-per-node=2", f"--notice={seconds}", *words, script, how)
+    assert status == 128 + getattr(signal, how, signal.SIGTERM)
+    left = sorted(path.name for path in Path().glob("left*"))
+    assert left == ([] if how == "not heard" else ["left0", "left1"]), capfd.readouterr().err
+
+
+def test_a_file_for_notice_needs_seconds() -> None:
+    with pytest.raises(ConfigError, match="--notice S"):
+        Options(notice_file="x")
+
+
+# -- names and addresses
+
+
+def test_a_name_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not that a port is in use."""
+
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
+    script = write("x.py", "")
+    words = ("--nnodes=2", "--node-rank=0", "--master-addr=sf-nowhere.invalid", "--nproc-per-node=1")
+    assert run(*words, script) == 2
+    error = capfd.readouterr().err
+    assert "'sf-nowhere.invalid'" in error and "is not known" in error and "--master-addr" in error
+    assert "--master-port" not in error
+
+
+def test_whether_an_address_is_of_this_host_is_found_by_binding() -> None:
+    """TEST-NET-1 is nobody's (RFC 5737)."""
+    assert rendezvous._is_local("127.0.0.1") and not rendezvous._is_local("192.0.2.1")
+
+
+# -- hosts: network namespaces
+
+
+@pytest.fixture
+def two() -> Iterator[Namespaces]:
+    if missing := why_not():
+        pytest.skip(missing)
+    spaces = Namespaces(2)
+    yield spaces
+    spaces.close()
+
+
+def agents(
+    spaces: Namespaces, script: str, *words: str, ranks: tuple[int, int] = (1, 1)
+) -> list[subprocess.Popen[str]]:
+    """The launchers of two nodes."""
+    there = [f"--master-addr={Namespaces.address(0)}", "--master-port=29500", "--nnodes=2", "--patience=3", *words]
+    started: list[subprocess.Popen[str]] = []
+    for node, space in enumerate(spaces.spaces):
+        own = [f"--node-rank={node}", f"--nproc-per-node={ranks[node]}"]
+        started.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", space, *command(*there, *own, script)],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return started
+
+
+TRAINS = """
+import os, torch, shardfold as sf
+model = torch.nn.Linear(2, 2)
+engine = sf.Engine(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), layout="zero2")
+for step in range(10**9):
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    if step == 3:
+        with open("now" + os.environ["RANK"], "w") as file:
+            file.write(str(os.getpid()))
+        os.rename("now" + os.environ["RANK"], "trains" + os.environ["RANK"])
+print("mesh", engine.mesh.sizes, flush=True)
+engine.close()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", ["kill", "cut"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_lost_node_is_named_and_nobody_waits_on(two: Namespaces, fault: str, node: int, tmp_path: Path) -> None:
+    """Its launcher is killed, or its link is cut: the other names the node and no rank of its own, without waiting for
+    what can not come; of a node that is cut off launcher and ranks end as well."""
+    launchers = agents(two, write("trains.py", TRAINS), "--max-restarts=3")
+    try:
+        pids = [int(await_(tmp_path / f"trains{rank}")) for rank in range(2)]
+        began = time.monotonic()
+        if fault == "kill":
+            launchers[node].kill()
+        else:
+            two.cut(node)
+        other = launchers[1 - node]
+        _, error = other.communicate(timeout=120)
+        assert time.monotonic() - began < 40  # the patience, twice, and what ends take; a busy machine
+        said = [line for line in error.splitlines() if line.startswith("Error")]
+        assert said and f"rank {1 - node} " not in "".join(said), error
+        assert "does not answer any more" in said[-1] or "in vain" in said[-1], error
+        if fault == "cut":
+            launchers[node].communicate(timeout=120)
+        assert all(map(gone, pids))
+    finally:
+        for each in launchers:
+            each.kill()
+            each.communicate()
+
+
+@pytest.mark.soak
+def test_hosts_with_unequal_slots_train(two: Namespaces) -> None:
+    """One rank on a host and two on the other: the ranks of a node are no axis, and nothing has to be given."""
+    again = agents(two, write("trains.py", TRAINS.replace("range(10**9)", "range(6)")), ranks=(1, 2))
+    try:
+        said = [each.communicate(timeout=280) for each in again]
+        assert [each.returncode for each in again] == [0, 0], said
+        assert "".join(out for out, _ in said).count("mesh ") == 3
+    finally:
+        for each in again:
+            each.kill()
+            each.communicate()
