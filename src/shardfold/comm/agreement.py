@@ -57,8 +57,8 @@ __all__ = ["ALIKE", "Agreement", "Claim", "Meeting", "MessageCount"]
 
 SLICE = timedelta(seconds=1)
 # Places in a message; MORE holds the section's number + 1, and LEAVING, that a rank has notice of an end, is heard and
-# changes nothing else. Behind the flags: three hashes, each in front of its complement, of what ranks are about to do, of
-# what they have to have alike for it, and of their bits; then the bits.
+# changes nothing else. Behind the flags: three hashes, each in front of its complement, of what ranks are about to do,
+# of what they have to have alike for it, and of their bits; then the bits.
 MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, EXPECTS, FAILED, LEAVING = range(8)
 FLAGS, HEADER = 8, 12
 CAUGHT = 2  # of the flags, in front of a backward: a rank has dropped a pass
