@@ -38,7 +38,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardfold.checkpoint._export import ExportReport, export_to, write_folder
+    from shardfold.checkpoint._export import ExportReport, export_to, new_folder, write_folder
     from shardfold.checkpoint._load_model import load_model
     from shardfold.checkpoint.imports import ImportReport, import_from
     from shardfold.checkpoint.inspect import Contents
@@ -63,6 +63,7 @@ __all__ = [
     "export_to",
     "import_from",
     "load_model",
+    "new_folder",
     "trusted",
     "write_folder",
 ]
@@ -82,6 +83,7 @@ _HOMES = {
     "import_from": "imports",
     "load_model": "_load_model",
     "trusted": "trust",
+    "new_folder": "_export",
     "write_folder": "_export",
 }
 

@@ -27,7 +27,7 @@ from shardfold.checkpoint.stored import HF_INDEX, Stored, weights_of
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
 from shardfold.plan.checks import known_arguments
 
-__all__ = ["TARGETS", "ExportReport", "export_to", "write_folder"]
+__all__ = ["TARGETS", "ExportReport", "export_to", "new_folder", "write_folder"]
 
 LOG = getLogger("shardfold")
 TARGETS = ("hf", "torch", "dcp")
@@ -173,6 +173,19 @@ def write_folder(
         for name, data in files.items():
             write_synced(draft / name, data)
     return ExportReport(target, tuple(names), len(stored.tensors), total)
+
+
+@contextmanager
+def new_folder(target: str | Path) -> Iterator[Path]:
+    """A path to write a folder to, which has the target's name once nothing was raised, and is removed otherwise.
+
+    Raises:
+        CheckpointError: the target exists, or the disk is full.
+    """
+    target = Path(os.path.abspath(target))
+    _check_new(target)
+    with _beside_its_place(target) as draft:
+        yield draft
 
 
 def _check_new(target: Path) -> None:

@@ -14,6 +14,7 @@
     extras        what is installed only on request
     interruption  Ctrl-C of the command, from its start on
     observe       what a run shows and leaves behind: metrics as data, progress on the terminal, pictures
+    onnx          models as ONNX, compared with their source, in few bits
     packages      models of other packages by a name
     planning      the command `shardfold plan`: models by name, what fits where, as text
     recipes       complete trainings to run, read and copy: `lm` trains a byte-level GPT on any text

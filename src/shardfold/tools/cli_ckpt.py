@@ -45,7 +45,9 @@ def group() -> None:
 def export(
     source: Source,
     target: Target,
-    to: Annotated[str, typer.Option(help="hf (safetensors as transformers has them), torch (torch.save) or dcp.")],
+    to: Annotated[
+        str, typer.Option(help="hf (safetensors as transformers has them), torch (torch.save), dcp, or onnx.")
+    ],
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; as kept, if not given.")] = None,
     shard_size: Annotated[str, typer.Option(help="Bytes of a file of hf, at most: 500MB, 5GB, 1GiB.")] = "5GB",
     config: Annotated[
@@ -53,11 +55,23 @@ def export(
     ] = None,
     state: Annotated[str, typer.Option(help="weight, or average: averaged weights where there are some.")] = "weight",
     rename: Renames = None,
+    bits: Annotated[int | None, typer.Option(help="onnx: 8 or 4, to which weights are rounded.")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="onnx: rows, by which the cost of --bits is told; may be repeated.")
+    ] = None,
 ) -> None:
     """Write the weights of a checkpoint (SOURCE, or the latest in it) to a file or folder of others' kind (TARGET).
 
-    An adapter of peft, or a run of shardfold tune that has one, is merged into its base: --to hf.
+    An adapter of peft, or a run of shardfold tune that has one, is merged into its base: --to hf or onnx. What goes to
+    onnx is a whole model: a run of shardfold tune or train, a folder of transformers, an adapter.
     """
+    if to == "onnx":
+        given = {"--dtype": dtype, "--config": config, "--rename": rename}
+        given |= {"--state": state != "weight", "--shard-size": shard_size != "5GB"}
+        _export_onnx(source, target, bits, data or [], [option for option, value in given.items() if value])
+        return
+    if bits is not None or data:
+        raise ConfigError(f"{'--bits' if bits is not None else '--data'} is for --to onnx: leave it out.")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is unknown.{did_you_mean(dtype, DTYPES)}")
     shard_bytes, names = _bytes(shard_size), _renames(rename)
@@ -100,6 +114,18 @@ def import_(
 
     with _progress("import") as tick:
         report = import_from(source, target, form, key=key, rename=names, trust=trust, tick=tick)
+    print(printable(str(report)))
+
+
+def _export_onnx(source: Path, target: Path, bits: int | None, data: list[Path], others: list[str]) -> None:
+    if others:
+        raise ConfigError(f"{others[0]} says nothing of --to onnx, which takes a model as it is: leave it out.")
+    from rich.console import Console
+
+    from shardfold.tools.onnx.onnx_export import export_onnx
+
+    with Console(stderr=True).status("loading") as status:
+        report = export_onnx(source, target, bits=bits, data=data, say=status.update)
     print(printable(str(report)))
 
 

@@ -20,10 +20,13 @@ EXTRAS = {
     "tokenizers": "tune",
     "peft": "tune",
     "jinja2": "tune",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
 }
 """Packages that come with an extra, and its name."""
 
-MODULES = {"PIL": "pillow"}
+MODULES = {"PIL": "pillow", "onnx_ir": "onnxscript"}
 """Packages by the module that is imported, where its name is another."""
 
 

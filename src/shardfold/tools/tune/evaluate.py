@@ -20,7 +20,7 @@ from shardfold.errors import ConfigError
 from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.tables import headed, new_table, print_whole
-from shardfold.tools.tune._eval_rows import read_rows
+from shardfold.tools.tune._eval_rows import EvalRows, read_rows
 from shardfold.tools.tune._generated import (
     AnswerScores,
     AskedPrompt,
@@ -36,7 +36,7 @@ from shardfold.tools.tune.data.templates import chat_template
 from shardfold.tools.tune.eval_config import EvalConfig
 from shardfold.tools.tune.rewards import Completion, Reward, rewards_of
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Evaluation", "evaluate", "language_scores"]
 
 RESULT, ANSWERS = "eval.json", "eval_answers.jsonl"
 
@@ -86,8 +86,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     rewards = None if config.reward is None else rewards_of(config.reward)
     model = OpenedModel.open(config)
     try:
-        has_template = not model.is_bytes and chat_template(model.tokenizer, config.template) is not None
-        rows = read_rows(config.data, chat=has_template)
+        rows = _rows_for(model, config)
         language = score_language(model, rows, config)
         choices = score_choices(model, rows.questions, config)
         prompts = asked_prompts(model, rows.chats, config) if config.answers else []
@@ -114,6 +113,16 @@ def evaluate(config: EvalConfig) -> Evaluation:
         _write(folder, found, prompts, greedy, greedy_rewards, drawn, drawn_rewards)
         _show(found, folder)
     return found
+
+
+def language_scores(model: OpenedModel, config: EvalConfig) -> LanguageScores | None:
+    """How well a model that is opened already predicts the texts and answers of the data; None: there are none."""
+    return score_language(model, _rows_for(model, config), config)
+
+
+def _rows_for(model: OpenedModel, config: EvalConfig) -> EvalRows:
+    has_template = not model.is_bytes and chat_template(model.tokenizer, config.template) is not None
+    return read_rows(config.data, chat=has_template)
 
 
 def _rated(
