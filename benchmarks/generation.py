@@ -1,6 +1,6 @@
 """How many useful tokens a second :func:`shardfold.generate` makes on this machine, beside transformers.
 
-    python benchmarks/generation.py [--model FOLDER] [--prompts 64] [--rounds 3]
+    python benchmarks/generation.py [--model FOLDER] [--prompts 256] [--rounds 3] [--only together shardfold.generate]
 
 Prompts and answers are of unequal lengths. In turns, with the same model, threads and greedy decoding: ours;
 transformers' continuous batching, ``generate_batch``; padded batches, ``generate``, with prompts of about equal length
@@ -34,7 +34,7 @@ def made(folder: str | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
+        vocab_size=16384, hidden_size=448, intermediate_size=1216, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=1024, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -68,11 +68,12 @@ def padded(model: Any, prompts: list[list[int]], most: list[int], together: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", help="a folder of transformers; without it a random LLaMA of 7M parameters")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--model", help="a folder of transformers; without it a random LLaMA of 33M parameters")
+    parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--longest", type=int, nargs=2, default=(300, 150), help="of prompts, of answers")
+    parser.add_argument("--longest", type=int, nargs=2, default=(400, 200), help="of prompts, of answers")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="+", help="ends of names: the others are left out")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model, draw = made(given.model), random.Random(0)
@@ -92,6 +93,8 @@ def main() -> None:
         f"transformers generate, padded, {PADDED} together": (lambda: padded(model, prompts, most, PADDED), useful),
         "transformers generate, padded, all together": (lambda: padded(model, prompts, most, len(prompts)), useful),
     }
+    if given.only:
+        ways = {name: way for name, way in ways.items() if name.endswith(tuple(given.only))}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(given.rounds):
         for name, (call, tokens) in ways.items():
@@ -106,13 +109,14 @@ def main() -> None:
         end=" ",
     )
     print(f"{cpu or platform.processor()}")
-    first = statistics.median(rates["shardfold.generate"])
+    first = statistics.median(rates.get("shardfold.generate", [0.0]))
     for name, found in rates.items():
         middle = statistics.median(found)
         print(f"{middle:9.0f} tokens per second of a core  {first / middle:5.2f}x  {name}")
-    again = statistics.median(rates["shardfold.generate, all answers as long as the longest"])
-    theirs = statistics.median(rates["transformers generate_batch, the same"])
-    print(f"of equal answers {again / theirs:.2f}x generate_batch")
+    names = "shardfold.generate, all answers as long as the longest", "transformers generate_batch, the same"
+    if all(name in rates for name in names):
+        again, theirs = (statistics.median(rates[name]) for name in names)
+        print(f"of equal answers {again / theirs:.2f}x generate_batch")
 
 
 def _lines(path: str) -> list[str]:
