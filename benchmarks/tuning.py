@@ -171,6 +171,10 @@ def rank_of(who: str, case: str, folder: Path, ranks: int, rank: int, port: int)
             torch.distributed.init_process_group("gloo")
         moments = ours(recipe, bool(lora), folder, ranks)
     else:
+        if who != "TRL":
+            from deepspeed.comm import torch as deepspeed_comm
+
+            deepspeed_comm.build_shm_op = lambda: None  # it is compiled first; without it Gloo is taken
         moments = theirs(recipe, bool(lora), folder, who != "TRL")
     steps = [b - a for a, b in itertools.pairwise(moments[2:])]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
