@@ -29,12 +29,6 @@ _LINEAR = "quantized and LoRA layers are not here; use the peft library on the m
 
 #: ``{name below deepspeed: what is not here, and what to use in its place}``
 ABSENT: dict[str, str] = {
-    "init_inference": _INFERENCE,
-    "default_inference_config": _INFERENCE,
-    "InferenceEngine": _INFERENCE,
-    "DeepSpeedInferenceConfig": _INFERENCE,
-    "inference.engine.InferenceEngine": _INFERENCE,
-    "inference.config.DeepSpeedInferenceConfig": _INFERENCE,
     "replace_transformer_layer": _INFERENCE,
     "module_inject.replace_transformer_layer": _INFERENCE,
     "DeepSpeedHybridEngine": _HYBRID,

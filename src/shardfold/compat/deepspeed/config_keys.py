@@ -678,7 +678,7 @@ OTHERS = (
     _honoured("log_level", "string", None, "of deepspeed.utils.logger", choices=LEVELS),
     _noted("vocabulary_size", "integer", None, "nothing is padded to it"),
     _refused("hybrid_engine", "object", None, "generate with the engine's module instead", switch="enabled"),
-    _refused("weight_quantization", "object", None, "it would change the numbers", off=(None, {})),
+    _honoured("weight_quantization", "object", None, "weights rest in 8 or 4 bits, of a model that is not trained"),
     _refused(
         "data_efficiency",
         "object",

@@ -20,9 +20,11 @@ from shardfold.compat.deepspeed.config_keys import KEYS
 from shardfold.compat.deepspeed.config_offload import offload_of, older_words, table_of
 from shardfold.compat.deepspeed.config_parallel import AUTOTP, Said, Sizes, mesh_of, sizes_of
 from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, overlap_of, precision_of
+from shardfold.compat.deepspeed.config_quantized import base_of
 from shardfold.compat.deepspeed.config_source import load
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.presets import named
+from shardfold.plan.quantized import Quantized
 from shardfold.plan.rewrites import Overlap
 from shardfold.plan.signs import Signs
 
@@ -159,6 +161,7 @@ class Settings:
         scaling: of the loss, or None.
         optimizer, scheduler: type and arguments, or None.
         activations: as :class:`shardfold.Engine` takes it.
+        base: what weights rest as that are not trained; None: as they are.
     """
 
     raw: dict[str, Any]
@@ -183,6 +186,7 @@ class Settings:
     scheduler: tuple[str, dict[str, Any]] | None = None
     activations: str = "keep"
     wires: Mapping[str, str] = field(default_factory=dict)
+    base: Quantized | None = None
 
     def __getitem__(self, path: str) -> Any:
         """The effective value of a key, e.g. ``settings["tensorboard.output_path"]``."""
@@ -196,6 +200,8 @@ class Settings:
             table = named(table).with_outer(Signs(axis="inter"))
         if self.wires:
             table = named(table).replace(**self.wires)
+        if self.base is not None:
+            table = named(table).replace(base=self.base)
         small = self["zero_optimization.stage3_param_persistence_threshold"] if self.stage == 3 else 0
         return named(table).edit("params", small=small) if small else table
 
@@ -302,6 +308,11 @@ def read(
     if sizes.sequence > 1 and "seq_parallel_communication_data_type" in given:
         given["communication_data_type"] = given["seq_parallel_communication_data_type"]
     precision = precision_of(get, given, stage, notes)
+    base = base_of(get("weight_quantization") or {}, "weight_quantization", notes)
+    if base is not None and (optimizer is not None or optimizer_given):
+        raise DeepSpeedConfigError(
+            "weight_quantization is for a model that is not trained, and there is an optimizer: leave one of them out."
+        )
     values, origins = _effective(checked, batch, precision)
     return Settings(
         raw=raw, values=values, origins=origins, world_size=readers, sizes=sizes, stage=stage,
@@ -312,7 +323,7 @@ def read(
         offload=offload, offload_folders=folders, overlap=overlap_of(get), scaling=loss_scale_of(get),
         optimizer=optimizer,
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
-        wires=wires, notes=tuple(notes),
+        wires=wires, base=base, notes=tuple(notes),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ __all__ = ["OpenConfig"]
 BASES = {2: "int2/32", 4: "nf4/64", 8: "int8/64"}
 """What a weight of so many bits rests as."""
 STREAMED = ("weights rest in memory", "give --weights disk or --weights host")
+FILED = ("no weights rest on disk", "give --weights disk")
 
 
 class OpenConfig(RecipeSettings):
