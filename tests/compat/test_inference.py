@@ -61,7 +61,11 @@ def test_a_model_says_what_transformers_says_alone(ranks: Ranks) -> None:
     for world in (1, 2):
         for dtype in plain if world == 1 else (torch.float32,):
             for found in ranks.run(
-                _served, world_size=world, dtype=dtype, tensor_parallel={"tp_size": world}, replace_with_kernel_inject=True
+                _served,
+                world_size=world,
+                dtype=dtype,
+                tensor_parallel={"tp_size": world},
+                replace_with_kernel_inject=True,
             ):
                 assert found["tokens"] == plain[dtype] and found["dtype"] == str(dtype)
 
@@ -72,7 +76,10 @@ def test_a_model_says_what_transformers_says_alone(ranks: Ranks) -> None:
         ({"dtype": torch.int8}, "int8/64"),
         ({"dtype": "fp32", "quant": {"weight": {"num_bits": 4}}}, "int4/64"),
         (
-            {"dtype": "fp32", "quant": {"weight": {"post_init_quant": {"mlp": {"num_bits": 4}, "attn": {"num_bits": 4}}}}},
+            {
+                "dtype": "fp32",
+                "quant": {"weight": {"post_init_quant": {"mlp": {"num_bits": 4}, "attn": {"num_bits": 4}}}},
+            },
             "int4/64",
         ),
     ],

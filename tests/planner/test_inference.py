@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+import shardfold as sf
+from shardfold.generation import Continuation, Generation, SamplingRule
+from shardfold.plan import presets
 from shardfold.planner.division import Division
-from shardfold.planner.inference import RESERVE, cache_bytes, largest_batch_of, sizes_of
+from shardfold.planner.hardware import Device
+from shardfold.planner.inference import RESERVE, cache_bytes, generating, largest_batch_of, sizes_of
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
+from shardfold.tools.answering.open_config import table_of_weights
+from tests.tools.tune.support import tiny_config
 
 LAYERS, HEADS, WIDTH, WORDS, LENGTH = 3, 2, 16, 50, 12
 
@@ -65,3 +71,64 @@ def test_ranks_that_share_layers_have_parts_of_weights_and_cache(subject: Subjec
     norms = 4 * 4 * WIDTH  # bytes of one
     assert half.largest == (whole.largest - 2 * norms) / 2 + 2 * norms
     assert whole.weights / 2 < half.weights < 0.6 * whole.weights
+
+
+def _device() -> Device:
+    return Device(
+        name="given", memory=1e12, flops={"fp32": 1e12}, bandwidth=1e10, disk=1e8, reached=0.5, streams=False,
+        codecs={"int8/64": (0.0, 1e-8, 0.0, 0.0)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "weights", "share"), [(None, "memory", 1.0), (8, "disk", 1.0), (4, "disk", 0.6)])
+def test_a_plan_of_generation_is_what_a_generation_holds(bits: int | None, weights: str, share: float) -> None:
+    """Weights by tier are those that an engine's memory() says, keys and values those of a generation's pages."""
+    transformers = pytest.importorskip("transformers")
+    config = tiny_config("llama", max_position_embeddings=64)
+    with meta_init():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    length, rows, page = 22, 3, 4
+    tokens = torch.empty((2, length), dtype=torch.int64, device="meta")
+    table = table_of_weights("ddp", bits, weights, share)
+    said = {"rows": rows, "length": length, "page": page}
+    found = generating(Subject(model, {"input_ids": tokens}), table, "fp32", _device(), **said)
+
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).requires_grad_(False)
+    engine = sf.Engine(made, layout=table)
+    running = Generation(engine, pages=rows * -(-length // page), page_size=page)
+    rule = SamplingRule(0.0, 1.0, 0, 0)
+    texts = [Continuation(i, 0, [5 + i, 6, 7], 3, length - 3, rule, frozenset()) for i in range(rows)]
+    for text in texts:
+        running.add(text)
+    while running.busy:
+        running.step()
+    held = {row.tier: row.held for row in engine.memory().rows if row.state == "params"}
+    buffers = sum(buffer.nbytes for buffer in made.buffers())
+    pages = running.pool.nbytes
+    running.close()
+    moved = [row for row in engine.traffic().evaluated if row.op == "READ"]
+    engine.close()
+    resting = {str(tier): num_bytes for tier, num_bytes in found.resting.items() if num_bytes}
+    assert resting.pop("device", 0) - held.pop("device", 0) == buffers
+    assert resting == held and found.pages == pages
+    if moved:
+        assert found.moved == moved[0].moved / running.forwards
+
+
+def test_the_seconds_of_a_forward_are_those_of_what_takes_longest(subject: Subject) -> None:
+    """Worked out: the drive's time, where that is longer than to copy, decode and compute; else those, one after the
+    other; weights that are read once serve all rows."""
+    numel = sum(p.numel() for p in subject.hollow.parameters())
+    at_rest = generating(subject, presets.ddp, "fp32", _device(), rows=1, length=LENGTH, page=16)
+    assert at_rest.limit == "memory" and at_rest.seconds == pytest.approx(4 * numel / 1e10)
+    many = generating(subject, presets.ddp, "fp32", _device(), rows=1000, length=LENGTH, page=16)
+    assert many.limit == "products" and many.seconds == pytest.approx(2 * numel * 1000 / 0.5e12)
+    streamed = generating(
+        subject, table_of_weights("ddp", None, "disk"), "fp32", _device(), rows=8, length=LENGTH, page=16
+    )
+    assert streamed.limit == "disk" and streamed.seconds == streamed.moved / 1e8
+    assert streamed.tokens_per_second == 8 / streamed.seconds
+    fast = replace(_device(), disk=1e12)
+    coded = generating(subject, table_of_weights("ddp", 8, "disk"), "fp32", fast, rows=8, length=LENGTH, page=16)
+    matrices = LAYERS * (2 * 64 * 64 + 2 * 64 * HEADS * WIDTH + 3 * 64 * 96)
+    assert coded.seconds == pytest.approx(4 * numel / 1e10 + matrices * 1e-8 + 4 * coded.moved / 1e10)

@@ -1,4 +1,5 @@
-"""Memory without training: weights by dtype, the cache of keys and values by length and batch, and a reserve.
+"""Memory without training: weights by dtype, the cache of keys and values by length and batch, and a reserve; and of a
+generation under a table, what it holds and how long a forward takes.
 
 The cache is not a formula: the model runs once without memory, and what lives behind its forward, beside what it gives,
 is the cache. So models that share keys among heads, keep a window or compress them are counted as they are.
@@ -6,8 +7,9 @@ is the cache. So models that share keys among heads, keep a window or compress t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from math import floor
 from typing import Any, NamedTuple
 
@@ -17,15 +19,29 @@ from torch import Tensor, nn
 from shardfold.errors import ModelError
 from shardfold.plan import presets
 from shardfold.plan.cost import resting_bytes
-from shardfold.plan.layout import Precision
+from shardfold.plan.formats import FORMATS
+from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
 from shardfold.planner.given import hollow, hollow_values, not_run
+from shardfold.planner.hardware import Device
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.tracing import call, runs_with_memory, silent
 from shardfold.sharding.autograd import tensors_in
 from shardfold.torch_internals import FakeMode, storage_key, tree_iter
 
-__all__ = ["BITS", "RESERVE", "Served", "Size", "activation_bytes", "cache_bytes", "largest_batch_of", "sizes_of"]
+__all__ = [
+    "BITS",
+    "RESERVE",
+    "Generating",
+    "Served",
+    "Size",
+    "activation_bytes",
+    "cache_bytes",
+    "generating",
+    "largest_batch_of",
+    "sizes_of",
+    "streamed_part",
+]
 
 BITS: dict[str, int] = {"fp32": 32, "16-bit": 16, "int8": 8, "int4": 4}
 """Of a weight, by the name of its dtype."""
@@ -74,6 +90,96 @@ class Served(NamedTuple):
     def largest(self, size: Size) -> int | None:
         """The most sequences that fit; None: however many, as they take nothing."""
         return largest_batch_of(size, self.each, self.budget) if self.each else None
+
+
+class Generating(NamedTuple):
+    """A generation of many texts at once, on each rank.
+
+    Attributes:
+        rows: texts under way.
+        resting: bytes of weights, and of buffers, by tier.
+        pages: bytes of keys and values in pages.
+        moved: bytes of weights that a forward brings from a slower tier.
+        seconds: of a forward with a token of each text.
+        limit: what takes these: ``disk``, ``host``, ``memory`` (weights are read from it) or ``products``.
+    """
+
+    rows: int
+    resting: Mapping[Tier, float]
+    pages: float
+    moved: float
+    seconds: float
+    limit: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.rows / self.seconds
+
+
+def streamed_part(
+    subject: Subject, table: Layout, precision: str | Precision, stays: float, mesh: Mapping[str, int]
+) -> float:
+    """The part of the weights that is beyond so many bytes on each rank; 0: all fit."""
+    resting = sum(_frozen(subject).resting(table, precision, mesh, 0).values())
+    return max(0.0, 1 - stays / resting)
+
+
+def generating(
+    subject: Subject, table: Layout, precision: str, device: Device, *, rows: int, length: int, page: int
+) -> Generating:
+    """What generating takes with weights as a table has them, which nobody trains.
+
+    Args:
+        subject: the model, with a batch of sequences of ``length`` tokens.
+        table: for one rank, or each of those that share layers.
+        precision: of weights and arithmetic.
+        device: what it can do.
+        rows: texts under way at once, each of ``length`` tokens at its end.
+        length: tokens of a text, with its prompt.
+        page: tokens of a page of keys and values.
+
+    Raises:
+        ModelError: the model's forward does not run without memory.
+    """
+    policy, subject = Precision.named(precision), _frozen(subject)
+    resting = subject.resting(table, policy, {"intra": 1}, 0)
+    width = ITEMSIZE[policy.compute]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(policy.compute, torch.float32)
+    pages = rows * -(-length // page) * page * cache_bytes(subject, 1, kind) / length
+    rules, cuts = subject.cuts(table, policy, subject.mesh)
+    segments = [segment for c in cuts if c.spec is not None for segment in c.spec.segments]
+    weights = sum(segment.numel for segment in segments)
+    coded = {segment.codes: 0 for segment in segments if segment.codes}
+    for segment in segments:
+        if segment.codes:
+            coded[segment.codes] += segment.numel
+    tier = rules.layouts[-1].rest.tier
+    moved = resting.get(tier, 0.0) if tier is not Tier.DEVICE else 0.0
+    rate = device.rate(policy.compute) * device.reached
+    products, read = 2 * weights * rows / rate, weights * width / device.bandwidth
+    decoded = sum(_decoding(form, numel, device) for form, numel in coded.items())
+    copied = (4 if tier is Tier.DISK else 2) * moved / device.bandwidth if not device.streams else 0.0
+    waits = moved / (device.disk if tier is Tier.DISK else device.host) if device.streams or tier is Tier.DISK else 0.0
+    computes = max(products, read) + decoded + copied
+    seconds = max(waits, computes)
+    limit = str(tier) if waits > computes else "products" if products > read else "memory"
+    return Generating(rows, resting, pages, moved, seconds, limit)
+
+
+def _frozen(subject: Subject) -> Subject:
+    """The same model, which nobody trains."""
+    found = replace(subject)
+    found.hollow.requires_grad_(False)
+    return found
+
+
+def _decoding(form: str, numel: int, device: Device) -> float:
+    """Seconds in which codes become values: as measured, or as bytes that are read and written."""
+    for name, codec in device.codecs.items():
+        if name == form:
+            return codec[1] * numel
+    kind = FORMATS[form]
+    return numel * (kind.nbytes(kind.block) / kind.block + 4) / device.bandwidth
 
 
 def sizes_of(subject: Subject) -> list[Size]:

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.tiers._drive import Drive, blocks
+from shardfold.tiers.limit import memory_limit
 from shardfold.tiers.pages import let_go, spare
 from shardfold.tiers.staging import BLOCK, Buffer, Staging
 from shardfold.tiers.waits import Waits
@@ -53,7 +54,9 @@ CHUNK = 4 * 1024 * 1024
 something to do for one region."""
 
 STAGING = 128 * 1024 * 1024
-"""Bytes of all buffers of one tier."""
+"""Bytes of all buffers of one tier, at most."""
+PART = 16
+"""Of the memory that processes here may hold, so much less are those of a tier."""
 
 
 class DiskTier:
@@ -64,7 +67,8 @@ class DiskTier:
         folders: where the files are, one for each drive; None: the system's folder for temporary files.
         threads: of each drive, that read, and as many that write.
         chunk: bytes that are read or written at once; a multiple of 4096.
-        staging: bytes of all buffers, of which each has one chunk; see [Note: memory of a disk].
+        staging: bytes of all buffers, of which each has one chunk; see [Note: memory of a disk]. None: as many as go
+            with the memory that there is.
         direct: past the system's page cache where the file systems can; a warning says where they cannot.
 
     Raises:
@@ -78,7 +82,7 @@ class DiskTier:
         *,
         threads: int = 2,
         chunk: int = CHUNK,
-        staging: int = STAGING,
+        staging: int | None = None,
         direct: bool = True,
     ) -> None:
         self.device, self.chunk = device, chunk
@@ -93,6 +97,8 @@ class DiskTier:
         spare(self)
         streams = accelerator.has_streams(device)
         readers = threads * len(names)
+        if staging is None:
+            staging = min(STAGING, (memory_limit() or STAGING * PART) // PART)
         count = max(staging // chunk, 2 * readers)
         # With streams a buffer that was read is copied behind the computation, and the next is read meanwhile.
         incoming = max(count // 2, readers) if streams else readers

@@ -11,6 +11,7 @@ import typer
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
+from shardfold.plan.checks import parse_bytes
 from shardfold.tools.effects import Effect, check_effects
 
 if TYPE_CHECKING:
@@ -32,8 +33,13 @@ NOTHING_FITS = 1
 EFFECTS = (
     *(
         Effect(name, lambda plan: not plan.inference, "--inference plans no training")
-        for name in ("precision", "batch", "host", "accumulate", "layout", "activations", "wire", "price", "html")
+        for name in ("batch", "host", "accumulate", "layout", "activations", "wire", "price", "html")
     ),
+    *(
+        Effect(name, lambda plan: plan.inference, "it is about generation", "give --inference")
+        for name in ("weights", "bits", "stays", "page_size")
+    ),
+    Effect("stays", lambda plan: plan.weights != "memory", "weights rest in memory", "give --weights disk"),
     Effect(
         "accumulate",
         lambda plan: plan.micro_batch is not None,
@@ -114,6 +120,12 @@ Inference = Annotated[
 ]
 
 
+Weights = Annotated[str, typer.Option(help="With --inference: where weights rest, memory, host or disk.")]
+Bits = Annotated[int | None, typer.Option(help="With --inference: bits of a weight, 2, 4 or 8.")]
+Stays = Annotated[str | None, typer.Option(help="With --weights: bytes that stay in memory, as 2GiB.")]
+PageSize = Annotated[
+    int, typer.Option(min=1, max=LONGEST, help="With --inference: tokens of a page of keys and values.")
+]
 Real = Annotated[
     bool,
     typer.Option("--real", help="Run the model on zeros with memory, for a forward that asks for values (.item())."),
@@ -147,6 +159,10 @@ def plan(
     real: Real = False,
     price: Price = None,
     inference: Inference = False,
+    weights: Weights = "memory",
+    bits: Bits = None,
+    stays: Stays = None,
+    page_size: PageSize = 16,
     html: Annotated[Path | None, typer.Option(help="Write the plan here too, as one page with sliders.")] = None,
 ) -> None:
     """Say what fits before anything runs: the peak of each layout on these devices, when it is reached and why.
@@ -157,6 +173,12 @@ def plan(
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: give what a device costs an hour, above 0.")
     tables, auto, size = _checked(activations, layout, precision, wire, micro_batch, gpus)
+    if weights not in ("memory", "host", "disk"):
+        raise ConfigError(f"--weights {weights}: it is memory, host or disk.")
+    if bits not in (None, 2, 4, 8):
+        raise ConfigError(f"--bits {bits}: it is 2, 4 or 8.")
+    if stays is not None and parse_bytes(stays) is None:
+        raise ConfigError(f"--stays {stays}: it names no bytes: write it as 2GiB or 500MB.")
     if inference and size == "max":
         raise ConfigError("--inference says itself how many sequences fit: give --micro-batch a number, or none.")
     if real and max(pipeline or [1]) > 1:
@@ -170,7 +192,8 @@ def plan(
     samples = size if isinstance(size, int) else 1
     if inference:
         if not print_inference(model, gpus, memory=memory, length=length, sequences=samples, division=divisions[0],
-                               real=real or None):  # fmt: skip
+                               real=real or None, precision=precision, weights=weights, bits=bits, stays=stays,
+                               page=page_size):  # fmt: skip
             raise typer.Exit(NOTHING_FITS)
         return
     if html is not None:

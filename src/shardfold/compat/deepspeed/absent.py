@@ -8,10 +8,7 @@ from shardfold.errors import UsageError
 
 __all__ = ["ABSENT", "MODULES", "absent"]
 
-_INFERENCE = (
-    "inference kernels are not here; call the trained engine.module under torch.no_grad(), or save it with "
-    "engine.save_16bit_model and serve that"
-)
+_INFERENCE = "inference kernels are not here; deepspeed.init_inference() runs the model with PyTorch's operations"
 _PIPELINE = "this order is not here; PipelineModule trains in one forward and one backward at a time (1F1B)"
 _SCHEDULE = "lists of instructions are not here; PipelineModule trains in one forward and one backward at a time (1F1B)"
 _EXPERTS = "there is no section expert_parallel here; deepspeed.moe.layer.MoE(ep_size=...) shares experts out"

@@ -15,7 +15,7 @@ from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.recipes.train_config import RecipeSettings
 
-__all__ = ["OpenConfig"]
+__all__ = ["OpenConfig", "table_of_weights"]
 
 
 BASES = {2: "int2/32", 4: "nf4/64", 8: "int8/64"}
@@ -65,13 +65,28 @@ class OpenConfig(RecipeSettings):
 
     def table(self, share: float = 1.0) -> Layout:
         """The layout, with weights as codes and where they rest; ``share``: the part of them that is streamed."""
-        table = presets.named(self.layout)
-        if self.bits is not None:
-            table = table.replace(base=BASES[self.bits])
-        if self.weights == "memory" or not share:
-            return table
-        part = self.weights if share == 1 else f"{self.weights}:{share!r}"
-        offload = {"params": part, "optimizer": "host", "grads": "host"}  # of which there are none
-        if self.weights_folder is not None:
-            offload["folder"] = self.weights_folder
-        return offloaded(table, offload)
+        return table_of_weights(self.layout, self.bits, self.weights, share, self.weights_folder)
+
+
+def table_of_weights(
+    layout: str, bits: int | None, weights: str, share: float = 1.0, folder: str | None = None
+) -> Layout:
+    """A table for a model that is not trained.
+
+    Args:
+        layout: a preset.
+        bits: of a weight of a linear layer; None: those of its dtype.
+        weights: memory, host or disk.
+        share: the part of them that rests there, at least.
+        folder: of those on disk.
+    """
+    table = presets.named(layout)
+    if bits is not None:
+        table = table.replace(base=BASES[bits])
+    if weights == "memory" or not share:
+        return table
+    part = weights if share == 1 else f"{weights}:{share!r}"
+    offload = {"params": part, "optimizer": "host", "grads": "host"}  # of which there are none
+    if folder is not None:
+        offload["folder"] = folder
+    return offloaded(table, offload)

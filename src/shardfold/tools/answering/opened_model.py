@@ -107,12 +107,13 @@ def _streamed(model: torch.nn.Module, config: OpenConfig) -> float:
     """The part of the weights that does not fit into what stays in memory."""
     if config.memory is None:
         return 1.0
-    from shardfold.planner.setting import Subject  # which takes a second, and nobody else here
+    from shardfold.planner.inference import streamed_part  # which takes a second, and nobody else here
+    from shardfold.planner.setting import Subject
 
     ranks = dist.get_world_size() // config.tensor if dist.is_initialized() else 1
     subject = Subject(model, torch.zeros(1, 1, dtype=torch.int64))
-    resting = sum(subject.resting(config.table(), config.precision, {"intra": ranks}, 0).values()) / config.tensor
-    return max(0.0, 1 - (parse_bytes(config.memory) or 0) / resting)
+    stays = (parse_bytes(config.memory) or 0) * config.tensor
+    return streamed_part(subject, config.table(), config.precision, stays, {"intra": ranks})
 
 
 def _of_transformers(folder: Path, config: OpenConfig) -> OpenedModel:

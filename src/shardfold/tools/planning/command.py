@@ -13,15 +13,17 @@ from rich.console import Console
 
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.auto_wire import AutoWire
+from shardfold.plan.checks import parse_bytes
 from shardfold.plan.layout import Layout
 from shardfold.planner.choice import options
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.given import GIVE
 from shardfold.planner.hardware import Cluster, cluster, host_bytes
-from shardfold.planner.inference import Served, activation_bytes, cache_bytes, sizes_of
+from shardfold.planner.inference import Served, activation_bytes, cache_bytes, generating, sizes_of, streamed_part
 from shardfold.planner.ranking import Ranking, rank
 from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.planner.staged import usual_count
+from shardfold.tools.answering.open_config import table_of_weights
 from shardfold.tools.observe.console import working
 from shardfold.tools.planning import show
 from shardfold.tools.planning._plan_page import plan_page
@@ -150,9 +152,15 @@ def print_inference(
     sequences: int,
     division: Division = UNDIVIDED,
     real: bool | None = None,
+    precision: str = "bf16",
+    weights: str = "memory",
+    bits: int | None = None,
+    stays: str | None = None,
+    page: int = 16,
 ) -> bool:
     """Prints what serving a model needs, on all devices or on each of those that share it, and training it, by
-    dtype; returns whether any dtype fits."""
+    dtype; and what a generation takes of each device, with ``weights`` in memory, host or disk, in ``bits``, of which
+    so many bytes stay in memory; returns whether any dtype fits."""
     where = cluster(gpus, memory=memory)
     _ = division.over(where.mesh)
     with _making(model):
@@ -163,6 +171,17 @@ def print_inference(
     served = Served(each, sequences, show.served_by(planned, where))
     sizes = sizes_of(planned.subject)
     print(show.serving(planned, where, sizes, served, what="cache" if cache else "activations"))
+    if cache and planned.length:
+        subject, share = planned.subject, 1.0
+        if stays is not None:
+            table = table_of_weights("ddp", bits, weights)
+            share = streamed_part(subject, table, precision, parse_bytes(stays) or 0, {"intra": 1})
+        table = table_of_weights("ddp", bits, weights, share)
+        with _traced(planned):
+            found = generating(
+                subject, table, precision, where.device, rows=sequences, length=planned.length, page=page
+            )
+        print(show.generation(found, precision, planned.length, page, bits, where.device))
     return any(served.fits(size) for size in sizes)
 
 

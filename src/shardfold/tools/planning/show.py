@@ -15,12 +15,26 @@ from shardfold.plan.layout import Precision, Tier
 from shardfold.planner.candidate import STAGES, Candidate, FittingCandidate
 from shardfold.planner.choice import Option
 from shardfold.planner.division import Division
-from shardfold.planner.hardware import Cluster
-from shardfold.planner.inference import RESERVE, Served, Size
+from shardfold.planner.hardware import Cluster, Device
+from shardfold.planner.inference import RESERVE, Generating, Served, Size
 from shardfold.planner.ranking import Ranking
 from shardfold.tools.planning.known_models import Planned
 
-__all__ = ["advice", "detail", "head", "notes", "ranking", "served_by", "serving", "stages", "states", "table"]
+__all__ = [
+    "advice",
+    "detail",
+    "generation",
+    "head",
+    "notes",
+    "ranking",
+    "served_by",
+    "serving",
+    "stages",
+    "states",
+    "table",
+]
+
+_THERE = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.DISK: "on disk"}
 
 
 def head(model: Planned, cluster: Cluster, precision: str, mesh: Mesh | None = None) -> str:
@@ -270,6 +284,25 @@ def serving(model: Planned, where: Cluster, sizes: Sequence[Size], served: Serve
             f"{'any' if most is None else most or 'none':>14}{human(size.training) if size.training else '-':>16}"
         )
     return "\n".join(lines)
+
+
+def generation(found: Generating, precision: str, length: int, page: int, bits: int | None, device: Device) -> str:
+    """A generation of many texts at once, on each device."""
+    kind = precision if bits is None else f"{bits} bits and {precision}"
+    held = ", ".join(f"{human(num_bytes)} {_THERE[tier]}" for tier, num_bytes in found.resting.items() if num_bytes)
+    takes = {
+        "disk": f"the drive's {device.disk / 1e9:.3g} GB/s",
+        "host": f"the link's {device.host / 1e9:.3g} GB/s",
+        "memory": "reading weights from memory",
+        "products": "products",
+    }[found.limit]
+    moved = f", of which {human(found.moved)} are moved" if found.moved else ""
+    return (
+        f"\nA generation of {found.rows:,} texts of {length:,} tokens, weights in {kind}, on each device:\n"
+        f"  weights  {held}\n"
+        f"  pages    {human(found.pages)} of keys and values, {page} tokens each\n"
+        f"  forward  {found.seconds * 1e3:,.3g} ms{moved}: {found.tokens_per_second:,.3g} tokens/s, by {takes}"
+    )
 
 
 def detail(option: Option) -> str:

@@ -1,0 +1,209 @@
+"""Generation with weights on disk, under a quarter of their bytes of memory and a drive of a known rate.
+
+python benchmarks/streamed_generation.py                                  # a table
+python benchmarks/streamed_generation.py --rate 100 --rows 1 8 --contenders disk disk-nf4 accelerate
+
+A random LLaMA of ``--layers`` blocks is written once into the folder. Each contender is a process in a control group
+(v1 or v2) whose memory, page cache included, the kernel limits to ``--part`` of the weights' bytes, and whose reads it
+slows to ``--rate`` MB a second: ``raw`` reads the file once, by direct I/O, for the rate that the drive then has;
+``disk``, ``disk-int8`` and ``disk-nf4`` generate with weights on disk; ``disk-stays`` keeps in memory what fits;
+``accelerate`` has the blocks on its "disk". ``memory`` has neither limit, for the tokens that are expected. Of each:
+seconds of a forward behind the first two, tokens a second, the part of the drive's rate, and whether tokens are those
+in memory. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from control_group import Group
+
+MB, BLOCK = 10**6, 4 * 2**20
+BASES = {"disk-int8": "int8/64", "disk-nf4": "nf4/64"}
+
+
+def prompts(rows: int) -> list[list[int]]:
+    return [[1, 2, 3, 4 + row] for row in range(rows)]
+
+
+def write(folder: Path, layers: int) -> Path:
+    """The model's folder, made if it is not there."""
+    model = folder / f"llama-{layers}"
+    if not (model / "config.json").is_file():
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+        config = LlamaConfig(vocab_size=2048, num_hidden_layers=layers, max_position_embeddings=512, **sizes)
+        LlamaForCausalLM(config).save_pretrained(model)
+    return model
+
+
+# -- in the group
+
+
+def raw(model: Path) -> dict[str, Any]:
+    """Bytes a second of one pass over the file."""
+    import mmap
+
+    file = os.open(model / "model.safetensors", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    block, total, begun = mmap.mmap(-1, BLOCK), 0, perf_counter()
+    while total < 512 * MB and (got := os.preadv(file, [block], total)) == BLOCK:
+        total += got
+    return {"rate": total / (perf_counter() - begun)}
+
+
+def ours(name: str, model: Path, rows: int, tokens: int, stays: int) -> dict[str, Any]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardfold as sf
+    from shardfold.generation import Continuation, Generation, SamplingRule
+
+    tempfile.tempdir = str(model.parent)
+    torch.set_num_threads(1)
+    with sf.meta_init():
+        hollow = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    hollow.requires_grad_(False)
+    held = sum(p.numel() * 4 for p in hollow.parameters())
+    params = f"disk:{1 - stays / held}" if stays else "disk"
+    table: Any = sf.PRESETS["infinity"].replace(base=BASES.get(name))
+    offload = None if name == "memory" else {"params": params}
+    engine = sf.Engine(
+        hollow, layout="ddp" if name == "memory" else table, offload=offload, init=sf.Init(weights=model)
+    )
+    running, rule = Generation(engine), SamplingRule(0.0, 1.0, 0, 0)
+    texts = [Continuation(i, 0, list(p), len(p), tokens, rule, frozenset()) for i, p in enumerate(prompts(rows))]
+    for text in texts:
+        running.add(text)
+    seconds: list[float] = []
+    while running.busy:
+        begun = perf_counter()
+        running.step()
+        seconds.append(perf_counter() - begun)
+    running.close()
+    moved = sum(row.moved for row in engine.traffic().evaluated if row.tier == "disk") / len(seconds)
+    engine.close()
+    return {"seconds": seconds[2:], "bytes": moved, "tokens": [text.tokens[text.start :] for text in texts]}
+
+
+def accelerated(model: Path, rows: int, tokens: int) -> dict[str, Any]:
+    import torch
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    config = AutoConfig.from_pretrained(model)
+    with init_empty_weights():
+        made: Any = AutoModelForCausalLM.from_config(config)
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "disk" for i in range(config.num_hidden_layers)}
+    made = load_checkpoint_and_dispatch(made, model, device_map=places, offload_folder=str(model.parent / "offloaded"))
+    seconds: list[float] = []
+    forward = made.forward
+
+    def timed(*given: Any, **named: Any) -> Any:
+        begun = perf_counter()
+        out = forward(*given, **named)
+        seconds.append(perf_counter() - begun)
+        return out
+
+    made.forward = timed
+    ids = torch.tensor(prompts(rows))
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        whole = made.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return {"seconds": seconds[2:], "bytes": 0, "tokens": whole[:, ids.shape[1] :].tolist()}
+
+
+# -- around it
+
+
+def measured(name: str, given: argparse.Namespace, model: Path, rows: int) -> dict[str, Any]:
+    """One contender in a group of its own."""
+    size = (model / "model.safetensors").stat().st_size
+    limit = int(size * given.part)
+    words = [sys.executable, __file__, "--work", name, "--folder", given.folder, "--layers", str(given.layers)]
+    words += ["--tokens", str(given.tokens), "--rows", str(rows), "--stays", str(limit // 4)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if name == "memory":
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+        return json.loads(done.stdout) if not done.returncode else {"ended": done.returncode}
+    group = Group("stream", limit, given.rate * MB, given.folder)
+    try:
+        done = group.start(words, {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+        told, _ = done.communicate()
+        found = json.loads(told) if not done.returncode else {"ended": done.returncode}
+        return {**found, "peak": group.peak()}
+    finally:
+        group.close()
+
+
+def row(name: str, rows: int, found: dict[str, Any], rate: float, expected: Any) -> str:
+    if "ended" in found:
+        return f"| {name} | {rows} | ended by {-found['ended']} | | | | |"
+    seconds, moved = statistics.median(found["seconds"]), found["bytes"]
+    of_rate = f"{moved / seconds / rate:.0%}" if moved else ""
+    peak = f"{found['peak'] / 2**20:.0f}" if "peak" in found else ""
+    same = "" if name in BASES else "yes" if found["tokens"] == expected else "no"
+    return (
+        f"| {name} | {rows} | {seconds:.2f} | {rows / seconds:.2f} | {moved / MB:.0f} | {of_rate} | {peak} | {same} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on a drive with room for the weights twice")
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--part", type=float, default=0.25)
+    parser.add_argument("--rate", type=int, default=200, help="MB a second; 0: the drive's own")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8])
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument(
+        "--contenders", nargs="+", default=["disk", "disk-stays", "disk-int8", "disk-nf4", "accelerate"]
+    )
+    parser.add_argument("--work", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--stays", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    folder = Path(given.folder)
+    model = folder / f"llama-{given.layers}"
+    if given.work == "raw":
+        print(json.dumps(raw(model)))
+    elif given.work == "accelerate":
+        print(json.dumps(accelerated(model, given.rows[0], given.tokens)))
+    elif given.work:
+        stays = given.stays if given.work == "disk-stays" else 0
+        print(json.dumps(ours(given.work, model, given.rows[0], given.tokens, stays)))
+    elif os.geteuid():
+        print("streamed_generation: control groups are root's to make: run it as root.")
+    else:
+        table(given, write(folder, given.layers))
+
+
+def table(given: argparse.Namespace, model: Path) -> None:
+    rate = measured("raw", given, model, 1)["rate"]
+    size = (model / "model.safetensors").stat().st_size
+    print(f"weights {size / MB:.0f} MB, memory {size * given.part / 2**20:.0f} MiB", end=", ")
+    print(f"the drive reads {rate / MB:.0f} MB/s\n")
+    print(
+        "| contender | rows | seconds a forward | tokens a second | MB read | of the rate | peak, MiB | same |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for rows in given.rows:
+        expected = measured("memory", given, model, rows)["tokens"]
+        for name in given.contenders:
+            print(row(name, rows, measured(name, given, model, rows), rate, expected), flush=True)
+
+
+if __name__ == "__main__":
+    main()
