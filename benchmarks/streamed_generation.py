@@ -195,9 +195,7 @@ def table(given: argparse.Namespace, model: Path) -> None:
     size = (model / "model.safetensors").stat().st_size
     print(f"weights {size / MB:.0f} MB, memory {size * given.part / 2**20:.0f} MiB", end=", ")
     print(f"the drive reads {rate / MB:.0f} MB/s\n")
-    print(
-        "| contender | rows | seconds a forward | tokens a second | MB read | of the rate | peak, MiB | same |"
-    )
+    print("| contender | rows | seconds a forward | tokens a second | MB read | of the rate | peak, MiB | same |")
     print("|---|---|---|---|---|---|---|---|")
     for rows in given.rows:
         expected = measured("memory", given, model, rows)["tokens"]

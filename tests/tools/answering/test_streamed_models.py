@@ -64,9 +64,11 @@ def test_what_does_nothing_is_refused(tmp_path: Path) -> None:
         ({"memory": "2Gib", "weights": "disk"}, "'2Gib' names no bytes"),
         ({"weights": "host", "weights_folder": "/tmp"}, "--weights-folder has no effect here"),
         ({"weights": "dsik"}, "disk"),
+        ({"bits": 3}, "bits is 3: weights rest in 2, 4 or 8"),
     ):
         with pytest.raises(ConfigError, match=said):
             OpenConfig.load({"model": tmp_path, **given})
+    assert OpenConfig.load({"model": tmp_path, "bits": "4"}).bits == 4, "as a command line gives it"
 
 
 PUBLISHED = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."

@@ -46,7 +46,7 @@ class OpenConfig(RecipeSettings):
     length: int | None = Field(
         None, ge=2, le=2**30, description="Tokens that the model reads at most; without it, as many as its config says."
     )
-    bits: Literal[2, 4, 8] | None = Field(None, description="Bits of a weight while it rests: 2, 4 or 8.")
+    bits: int | None = Field(None, description="Bits of a weight while it rests: 2, 4 or 8.")
     weights: Literal["memory", "host", "disk"] = Field(
         "memory", description="Where weights rest: memory (the device's), host or disk, from where they are streamed."
     )
@@ -58,9 +58,11 @@ class OpenConfig(RecipeSettings):
     )
 
     @model_validator(mode="after")
-    def _check_memory(self) -> Self:
+    def _check_weights(self) -> Self:
         if self.memory is not None and parse_bytes(self.memory) is None:
             raise ConfigError(f"memory: {self.memory!r} names no bytes: write it as 2GiB or 500MB.")
+        if self.bits not in (None, *BASES):
+            raise ConfigError(f"bits is {self.bits}: weights rest in 2, 4 or 8.")
         return self
 
     def table(self, share: float = 1.0) -> Layout:
