@@ -191,7 +191,7 @@ NOTES = """\
 """
 """A prompt for an answer has a word more, where a condition on the question holds; the text of all turns has it not."""
 OWN = {
-    "plain": TEMPLATE,
+    "tiny": TEMPLATE,
     "trimmed": TEMPLATE.replace("message['content'] }}", "message['content'] | trim }}"),
     "altered": TEMPLATE.replace(
         "message['content'] }}", "('~' if loop.last and message['role'] == 'assistant' else '') + message['content'] }}"
@@ -209,7 +209,7 @@ def drawn(number: int, seed: int) -> list[list[Message]]:
     for _ in range(number):
         first = [{"role": "system", "content": "Be good"}] if draw.random() < 0.1 else []
         turns = [
-            {"role": role, "content": draw.choice(SAID)}
+            {"role": role, "content": draw.choice(SAID if role == "user" else [*SAID, *["one two"] * 7])}
             for _ in range(draw.choice((1, 1, 1, 2)))
             for role in ("user", "assistant")
         ]
@@ -252,7 +252,7 @@ def test_conversations_are_rendered_once(name: str, train_on: Any) -> None:
 def test_shapes_are_tried(train_on: Any) -> None:
     """A template that does to each real question what it does not do to the words by which its shape is learned."""
     tokenizer = tiny_tokenizer()
-    source = NOTES.replace("CONDITION", "messages[-1]['content'].count(' ')")
+    source = NOTES.replace("CONDITION", "messages[-1]['content'][:3] == 'one'")
     known = ChatTemplate(tokenizer, source)
     for number in range(12):
         messages = [{"role": "user", "content": f"one {number}"}, {"role": "assistant", "content": "one two"}]
