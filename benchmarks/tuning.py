@@ -269,7 +269,8 @@ def main() -> None:
                     continue
                 step = statistics.median(each[who]["step"] for each in rounds)
                 both = [each for each in rounds if "step" in each["shardfold"]]
-                ratio = statistics.median(each["shardfold"]["step"] / each[who]["step"] for each in both or rounds)
+                ratios = [each["shardfold"]["step"] / each[who]["step"] for each in both]
+                ratio = statistics.median(ratios) if ratios else float("nan")
                 rss = max(each[who]["rss"] for each in rounds)
                 print(f"{case:<12}{who:<18}{1e3 * step:>10.1f}{ratio:>11.2f}{rss:>8.0f}", flush=True)
         for each in contenders.values():

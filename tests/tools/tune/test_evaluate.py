@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -108,6 +111,61 @@ def test_figures_are_those_of_each_row_alone(tmp_path: Path, model: Path, ranks:
         for found in ranks.run(on_ranks, {**settings, **more}, world_size=count):
             assert found["language"] == pytest.approx({**expected, "cut": 0}, rel=2e-6), more
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["language"]["tokens"] == expected["tokens"]
+
+
+def decoded(settings: dict[str, Any], target: Path) -> Path:
+    """The model that a layout with codes computes with, as a folder of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    known = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    opened = OpenedModel.open(EvalConfig.load(settings))
+    values = {name: value.float() for name, value in opened.engine.state_dict().items()}
+    opened.close()
+    known.load_state_dict(values, strict=True)
+    known.save_pretrained(target)
+    for file in Path(settings["model"]).glob("tokenizer*"):
+        (target / file.name).write_bytes(file.read_bytes())
+    (target / "chat_template.jinja").write_bytes((Path(settings["model"]) / "chat_template.jinja").read_bytes())
+    return target
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["adapter", "codes", "tensor", pytest.param("procs", marks=pytest.mark.soak)])
+def test_whatever_form_a_model_has_its_figures_are_those_of_the_plain_one(
+    what: str, tmp_path: Path, model: Path, ranks: Ranks
+) -> None:
+    """An adapter beside its base, weights that rest as codes, layers that ranks share, and two processes that the
+    command starts: as plain transformers has the merged, the decoded and the same model row by row."""
+    rows = [*chats(4), *texts(3)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = {"model": str(model), "data": str(data), "answers": 0, "out": str(tmp_path / "out")}
+    plain_folder, world = model, 2
+    if what == "adapter":
+        pytest.importorskip("peft")
+        from shardfold.tools.tune.merge import merge
+        from tests.tools.tune.test_merge import _adapter
+
+        _adapter(model, tmp_path / "adapter")
+        merge(tmp_path / "adapter", tmp_path / "merged")
+        settings["model"], plain_folder = str(tmp_path / "adapter"), tmp_path / "merged"
+    if what == "codes":
+        settings["bits"] = 4
+        plain_folder = decoded(settings, tmp_path / "decoded")
+    expected = by_hand(plain_folder, rows)
+    if what == "procs":
+        command = [sys.executable, "-m", "shardfold", "eval", str(model), "--data", str(data), "--answers", "0"]
+        command += ["--out", str(tmp_path / "out"), "--layout", "zero3", "--procs", "2"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ran = subprocess.run(command, capture_output=True, check=False, text=True, env=environment, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.count("bits per byte") == 1
+    else:
+        for found in ranks.run(on_ranks, settings | ({"tensor": 2} if what == "tensor" else {}), world_size=world):
+            assert found["language"] == pytest.approx({**expected, "cut": 0}, rel=1e-5)
+    said = json.loads((tmp_path / "out" / "eval.json").read_text())["language"]
+    assert said == pytest.approx({**expected, "cut": 0}, rel=1e-5)
+    if what not in ("tensor", "procs"):
+        assert abs(expected["loss"] - by_hand(model, rows)["loss"]) > 1e-4
 
 
 def test_a_choice_is_what_is_likely_behind_its_question(tmp_path: Path, model: Path) -> None:
