@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from shardfold.sharding.sharded_init import sharded_init
     from shardfold.sharding.slices import mark_slice
     from shardfold.sharding.whole import whole
+    from shardfold.tools.serve.serving import serving
 
 
 __all__ = [
@@ -107,6 +108,7 @@ __all__ = [
     "register_forward",
     "rng_state",
     "sequence_shard",
+    "serving",
     "set_rng_state",
     "sharded_init",
     "whole",
@@ -133,6 +135,7 @@ _LAZY = {
     "generate": "shardfold.generation",
     "register_forward": "shardfold.sharding.forwards",
     "whole": "shardfold.sharding.whole",
+    "serving": "shardfold.tools.serve.serving",
     "StepReport": "shardfold.plan.report",
     "MemoryReport": "shardfold.plan.report",
     "Sampler": "shardfold.data",

@@ -109,13 +109,18 @@ class Generation:
         """Whether there are texts that are not whole."""
         return self._scheduler.busy
 
-    def step(self) -> list[Continuation]:
+    def step(self, *, along: bool = False) -> list[Continuation]:
         """One forward, and a token more of each text that it drew for; those that are whole now.
+
+        Args:
+            along: also with nothing to do here, as other ranks, which share parameters, have something.
 
         Raises:
             NonFiniteError: the logits of a text are inf or NaN.
         """
         if not self.busy:
+            if along:
+                self._forward(ForwardPlan([], []))
             return []
         step = self._scheduler.plan()
         self.pool.make(self.books.made)

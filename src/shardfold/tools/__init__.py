@@ -19,8 +19,10 @@
     planning      the command `shardfold plan`: models by name, what fits where, as text
     recipes       complete trainings to run, read and copy: `lm` trains a byte-level GPT on any text
     run_engine    what runs of every recipe ask of their engine
+    serve         a model answers over HTTP: `shardfold serve`
     stop_signal   the signals that end a run at a step, and not within one
     tune          fine-tuning of transformers models: recipes, their settings, the run
+    _cli_serve    the command `shardfold serve`: its options are the fields of its settings
     _explained    what ``shardfold explain --config`` prints
 
 It may import anything but ``testing``.

@@ -18,7 +18,7 @@ from shardfold import launch
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.offload import offloaded
-from shardfold.tools import cli_ckpt, cli_plan, cli_run, cli_tune, extras
+from shardfold.tools import _cli_serve, cli_ckpt, cli_plan, cli_run, cli_tune, extras
 from shardfold.tools.answering.commands import register as register_answers
 from shardfold.tools.cli_options import argument, with_settings
 from shardfold.tools.interruption import INTERRUPTION
@@ -335,6 +335,7 @@ cli_run.register(app)
 cli_plan.register(app)
 cli_tune.register(app)
 register_answers(app)
+_cli_serve.register(app)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -23,6 +23,8 @@ EXTRAS = {
     "onnx": "onnx",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 """Packages that come with an extra, and its name."""
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardfold.errors import ConfigError
+from shardfold.tools.answering.opened_model import byte_tokenizer
 from shardfold.tools.answering.text_stream import TextStream
-from shardfold.tools.tune._evaluated_model import byte_tokenizer
 
 TEXT = "Ein Äffchen aß 🍌 und sagte: „Ja“。 \U0001f468\u200d\U0001f469 x̂ Ende."
 
@@ -49,6 +49,15 @@ def test_is_the_text_of_all_tokens(tokenizer: Any) -> None:
     assert "".join(found) == tokenizer.decode(tokens, skip_special_tokens=True) == TEXT
     assert found[-1] == ""
     assert all("\ufffd" not in piece for piece in found)
+
+
+def test_goes_on_with_the_text_before(tokenizer: Any) -> None:
+    """A space in front of the first word is there, as it is where the text is one."""
+    text = "some words. " * 3
+    tokens = tokenizer(text + "more words", add_special_tokens=False)["input_ids"]
+    first = len(tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"])
+    stream = TextStream(tokenizer, before=tokens[:first])
+    assert "".join(pieces(stream, tokens[first:])) == " more words"
 
 
 def test_special_tokens_give_no_text(tokenizer: Any) -> None:

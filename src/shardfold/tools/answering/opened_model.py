@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import parse_bytes
+from shardfold.tools.answering._named_adapters import NamedAdapters, choose_adapter
 from shardfold.tools.answering.open_config import OpenConfig
 from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings
@@ -47,8 +48,11 @@ class OpenedModel:
     is_bytes: bool = False
 
     @classmethod
-    def open(cls, config: OpenConfig) -> OpenedModel:
+    def open(cls, config: OpenConfig, adapters: Mapping[str, Path] | None = None) -> OpenedModel:
         """Load it; each rank reads its own part.
+
+        Args:
+            adapters: folders of LoRA by names, of which the model has one at a time; it begins with none.
 
         Raises:
             ConfigError: there is no model, or it is a reward model, or it cannot be opened in that way.
@@ -56,6 +60,8 @@ class OpenedModel:
         folder = config.model.expanduser()
         said = _settings(folder / "config.json")
         if "size" in said and "model_type" not in said:
+            if adapters:
+                raise ConfigError("--adapter is of a model of transformers: a run of shardfold train has none.")
             made = _of_train(folder, said, config)
         else:
             if said.get("recipe") == "reward":
@@ -63,7 +69,7 @@ class OpenedModel:
                     f"{str(folder)!r} is a reward model, which rates answers and predicts no tokens: its accuracy on "
                     "held-out pairs is in its own run (--eval-data)."
                 )
-            made = _of_transformers(folder, config)
+            made = _of_transformers(folder, config, adapters or {})
         if config.length is not None:
             made.context = min(config.length, made.context) if made.is_bytes else config.length
         made.engine.module.eval()
@@ -116,12 +122,19 @@ def _streamed(model: torch.nn.Module, config: OpenConfig) -> float:
     return streamed_part(subject, config.table(), config.precision, stays, {"intra": ranks})
 
 
-def _of_transformers(folder: Path, config: OpenConfig) -> OpenedModel:
+def _of_transformers(folder: Path, config: OpenConfig, adapters: Mapping[str, Path]) -> OpenedModel:
     place = ModelPlace.find(folder)
     tokenizer = place.tokenizer()
     with quiet():
         model = hollow_model(place.config, "lm")
-    engine = _engine(model, config, merged_tensors(model, place, "lm"))
+    values = merged_tensors(model, place, "lm")
+    if adapters:
+        if config.bits is not None:
+            raise ConfigError("--adapter goes with weights that are not rounded: leave --bits out, or merge it first.")
+        values = NamedAdapters(model, values, adapters)
+        model = values.module
+        choose_adapter(model, None)
+    engine = _engine(model, config, values)
     context = getattr(place.config.get_text_config(), "max_position_embeddings", None) or USUAL_LENGTH
     return OpenedModel(engine, tokenizer, context, _stops(place, tokenizer))
 

@@ -22,21 +22,23 @@ class TextStream:
     Args:
         tokenizer: a fast one of transformers. Its special tokens give no text.
         stops: strings that end the answer; they are not part of it.
+        before: tokens in front of the text, if it goes on with theirs: some tokenizers say less at a begin.
 
     Attributes:
         stopped: whether a stop string was met; from then on there is no more text.
+        decoded: characters that tokens have given, those that are held back among them.
 
     Raises:
         ConfigError: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         if not all(stops):
             raise ConfigError("a stop string is empty: leave it out, or give the text that ends an answer.")
-        self.stopped = False
+        self.stopped, self.decoded = False, 0
         self._backend, self._stops = tokenizer.backend_tokenizer, tuple(stops)
-        self._tokens: list[int] = []
-        self._before = self._read = 0
+        self._tokens = list(before[-MOST_HELD:])
+        self._before, self._read = 0, len(self._tokens)
         self._held = ""
 
     def push(self, token: int) -> str:
@@ -71,6 +73,7 @@ class TextStream:
         return self._backend.decode(tokens, skip_special_tokens=True) if tokens else ""
 
     def _safe(self, text: str) -> str:
+        self.decoded += len(text)
         held = self._held + text
         places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
         if places:
