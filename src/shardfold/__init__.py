@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from shardfold.sharding.sharded_init import sharded_init
     from shardfold.sharding.slices import mark_slice
     from shardfold.sharding.whole import whole
-    from shardfold.tools.serve.serving import serving
+
+    serving: Any  # of tools, which nothing below may import, through this package neither
 
 
 __all__ = [
