@@ -58,6 +58,7 @@ shardfold demo                      train a small language model here, on two lo
 shardfold train --help              the same with your text, size, layout and number of processes
 shardfold tune sft --help           fine-tune a model of transformers, whole or with an adapter
 shardfold chat runs/sft             talk with what was trained; shardfold generate answers a file of prompts
+shardfold serve runs/sft            answer over HTTP as OpenAI's API does, with a page to chat at
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
 shardfold doctor                    what is wrong with this installation, what costs speed, what this machine can do
