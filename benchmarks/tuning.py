@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import itertools
 import json
 import os
@@ -172,8 +173,7 @@ def rank_of(who: str, case: str, folder: Path, ranks: int, rank: int, port: int)
         moments = ours(recipe, bool(lora), folder, ranks)
     else:
         if who != "TRL":
-            from deepspeed.comm import torch as deepspeed_comm
-
+            deepspeed_comm: Any = importlib.import_module("deepspeed.comm.torch")
             deepspeed_comm.build_shm_op = lambda: None  # it is compiled first; without it Gloo is taken
         moments = theirs(recipe, bool(lora), folder, who != "TRL")
     steps = [b - a for a, b in itertools.pairwise(moments[2:])]
