@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,99 @@ def test_layers_of_one_kind() -> None:
     assert graphs.templates_of(kinds) == [0, 1, 2, 1, 4, 2]
 
 
+def test_padding_in_front_changes_nothing() -> None:
+    """Positions count the tokens that are there."""
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert sessions.positions_of(mask, 3).tolist() == [[0, 1, 2], [2, 3, 4]]
+
+
 def test_operators_of_tensorrt() -> None:
     from shardfold.tools.onnx._tensorrt_operators import missing_operators
 
     assert missing_operators(["MatMul", "MatMulNBits", "Softmax"]) == ["MatMulNBits"]
+
+
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a "
+    "big, red ball. She wanted to play with it, but it was too high."
+)
+"""As llama2.c's documentation prints it: the greedy text of a model of 260K parameters (MIT)."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_trained_model_tells_its_story(tmp_path: Path, bits: int | None) -> None:
+    """A small trained LLaMA gives the published text through ONNX Runtime, in fp32 and in int8."""
+    data = Path(os.environ.get("SHARDFOLD_TEST_DATA", "/nowhere")) / "stories260K"
+    if not data.is_dir():
+        pytest.skip("SHARDFOLD_TEST_DATA names no folder with stories260K")
+    from transformers import AutoTokenizer
+
+    report = exporting.export_onnx(data, tmp_path / "out", bits=bits, threads=1)
+    assert report.layers == (5, 2)
+    session = sessions.OnnxSession(tmp_path / "out/model.onnx", 1)
+    (tokens,), _ = sessions.continuations(session, [[1]], 90)
+    told = AutoTokenizer.from_pretrained(tmp_path / "out").decode(tokens, skip_special_tokens=True)
+    assert told.strip().startswith(STORY)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_adapters_are_merged(tmp_path: Path) -> None:
+    """The graph of an adapter says what peft's model does."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = model_folder(tmp_path / "base", "qwen2", scale=4.0, num_hidden_layers=3)
+    torch.manual_seed(1)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    made.peft_config["default"].base_model_name_or_path = str(base)
+    made.save_pretrained(str(tmp_path / "adapter"))
+    exporting.export_onnx(tmp_path / "adapter", tmp_path / "out", threads=1)
+    session = sessions.OnnxSession(tmp_path / "out/model.onnx", 1)
+    ids = torch.arange(3, 15)[None]
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
+    with torch.no_grad():
+        wanted = model.eval()(ids).logits
+    found, _ = session.step(ids, torch.ones_like(ids), None)
+    assert ((found - wanted).abs().max() / wanted.abs().max()).item() < 1e-4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gpt_is_a_llama(tied: bool) -> None:
+    """Our GPT and the LLaMA that it is written as give the same logits."""
+    from shardfold.tools.recipes.gpt import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(d_model=32, layers=3, heads=4, context=64, tied=tied))
+    ids = torch.randint(256, (2, 64))
+    with torch.no_grad():
+        wanted, found = gpt.eval()(ids), sources.as_llama(gpt)(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.soak
+def test_runs_are_exported(tmp_path: Path) -> None:
+    """Runs of the recipes: a GPT with its tokenizer of bytes, and a face model, whose embeddings are those of the
+    trained one for batches of any size."""
+    run = CliRunner().invoke
+    text = tmp_path / "text.txt"
+    text.write_text("a bird sings in a tree. " * 400)
+    small = ("--procs", "1", "--steps", "3", "--save-every", "3")
+    gpt = ("--size", "tiny", "--data", str(text), "--out", str(tmp_path / "gpt"))
+    faces = ("--layers", "3", "--width", "32", "--out", str(tmp_path / "face"))
+    for arguments in (("lm", *gpt), ("face", *faces)):
+        done = run(app, ["train", *arguments, *small])
+        assert done.exit_code == 0, done.output
+    for name, inputs in (("gpt", "input_ids"), ("face", "images")):
+        done = run(app, ["ckpt", "export", str(tmp_path / name), str(tmp_path / f"{name}-onnx"), "--to", "onnx"])
+        assert done.exit_code == 0, done.output
+        assert "Compared with the source" in done.output
+        assert inputs in sessions.OnnxSession(tmp_path / f"{name}-onnx/model.onnx", 1).inputs
+    images = torch.rand(5, *sources.OnnxSource.open(tmp_path / "face").inputs["images"].shape[1:])
+    session = sessions.OnnxSession(tmp_path / "face-onnx/model.onnx", 1)
+    together = session.run({"images": images})["embeddings"]
+    alone = session.run({"images": images[:1]})["embeddings"]
+    torch.testing.assert_close(together[:1], alone, atol=1e-5, rtol=1e-4)  # statistics are not those of the batch

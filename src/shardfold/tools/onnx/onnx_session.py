@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfold.tools.onnx._layer_graph import past_names
 
-__all__ = ["DecoderSteps", "OnnxSession", "continuations"]
+__all__ = ["DecoderSteps", "OnnxSession", "continuations", "positions_of"]
 
 Array = npt.NDArray[Any]
 
