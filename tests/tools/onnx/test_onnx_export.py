@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,7 @@ STORY = (
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_trained_model_tells_its_story(tmp_path: Path, bits: int | None) -> None:
     """A small trained LLaMA gives the published text through ONNX Runtime, in fp32 and in int8."""
@@ -184,6 +187,7 @@ def test_a_trained_model_tells_its_story(tmp_path: Path, bits: int | None) -> No
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 def test_adapters_are_merged(tmp_path: Path) -> None:
     """The graph of an adapter says what peft's model does."""
@@ -220,23 +224,28 @@ def test_a_gpt_is_a_llama(tied: bool) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
+def _command(*arguments: str) -> str:
+    command = [sys.executable, "-m", "shardfold", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_runs_are_exported(tmp_path: Path) -> None:
     """Runs of the recipes: a GPT with its tokenizer of bytes, and a face model, whose embeddings are those of the
     trained one for batches of any size."""
-    run = CliRunner().invoke
     text = tmp_path / "text.txt"
     text.write_text("a bird sings in a tree. " * 400)
     small = ("--procs", "1", "--steps", "3", "--save-every", "3")
     gpt = ("--size", "tiny", "--data", str(text), "--out", str(tmp_path / "gpt"))
     faces = ("--layers", "3", "--width", "32", "--out", str(tmp_path / "face"))
     for arguments in (("lm", *gpt), ("face", *faces)):
-        done = run(app, ["train", *arguments, *small])
-        assert done.exit_code == 0, done.output
+        _command("train", *arguments, *small)
     for name, inputs in (("gpt", "input_ids"), ("face", "images")):
-        done = run(app, ["ckpt", "export", str(tmp_path / name), str(tmp_path / f"{name}-onnx"), "--to", "onnx"])
-        assert done.exit_code == 0, done.output
-        assert "Compared with the source" in done.output
+        told = _command("ckpt", "export", str(tmp_path / name), str(tmp_path / f"{name}-onnx"), "--to", "onnx")
+        assert "Compared with the source" in told
         assert inputs in sessions.OnnxSession(tmp_path / f"{name}-onnx/model.onnx", 1).inputs
     images = torch.rand(5, *sources.OnnxSource.open(tmp_path / "face").inputs["images"].shape[1:])
     session = sessions.OnnxSession(tmp_path / "face-onnx/model.onnx", 1)

@@ -112,10 +112,11 @@ class SourceAnswers:
         return GraphComparison(error, self.greedy, self.first_difference(texts, TOLERANCE))
 
     def first_difference(self, texts: list[list[int]], tie: float = 0.0) -> int | None:
-        """Of greedy texts, the first place where one is another; a tie within rounding is none."""
+        """Of greedy texts, the first place where one is another; a tie within rounding is none, and texts may be longer
+        than the source's."""
         places = []
         for row, (theirs, ours) in enumerate(zip(self.texts, texts, strict=True)):
-            place = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), None)
+            place = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
             if place is not None and self.gaps is not None and self.gaps[row, place] > 2 * tie:
                 places.append(place)
         return min(places, default=None)

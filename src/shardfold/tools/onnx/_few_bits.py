@@ -16,6 +16,9 @@ __all__ = ["GRAPH", "BitsCost", "ScoredData", "num_bytes", "round_weights"]
 
 GRAPH = "model.onnx"
 
+LONG = 128
+"""Greedy tokens over which rounded activations must change nothing, if the context has so many."""
+
 BLOCK = 32
 """Weights that share a scale and a zero point."""
 
@@ -83,7 +86,8 @@ def round_weights(draft: Path, bits: int, answers: Any, scored: ScoredData) -> B
     def text(folder: Path) -> Any:
         if answers.kind != "decoder":
             return None
-        return continuations(OnnxSession(folder / GRAPH, scored.threads), answers.prompts, answers.greedy)[0]
+        count = max(answers.greedy, min(LONG, scored.context - 8))
+        return continuations(OnnxSession(folder / GRAPH, scored.threads), answers.prompts, count)[0]
 
     before, first = num_bytes(draft), scored.of(draft)
     folders = {accuracy: draft / f"accuracy-{accuracy}" for accuracy in (0, 4)}
