@@ -33,6 +33,9 @@ BATCH, LENGTH, PAST = 3, 5, 7
 EAGER = "eager"
 """Attention out of operators that every runtime has."""
 
+BATCHED = "batched_mm"
+"""Experts as one product of matrices, which depends on no values."""
+
 
 @dataclass
 class OnnxSource:
@@ -241,6 +244,8 @@ def _of_transformers(path: Path, place: ModelPlace) -> OnnxSource:
             for name, parameter in model.named_parameters():
                 parameter.copy_(values[name])
     model = model.eval().requires_grad_(False)
+    if any(getattr(config.get_text_config(), name, 0) for name in ("num_local_experts", "num_experts")):
+        model.set_experts_implementation(BATCHED)
     if causal:
         return OnnxSource("decoder", model, model.config, place.tokenizer(), place)
     return _of_readers(path, model, place)

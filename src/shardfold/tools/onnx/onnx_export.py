@@ -168,10 +168,13 @@ def _written(
         except Exception as error:  # whatever a model's code does under the exporter
             if layers is not None:
                 continue
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            root: BaseException = error
+            while root.__cause__ is not None:
+                root = root.__cause__
+            lines = [line.strip() for line in str(root).splitlines() if line.strip()]
             raise ConfigError(
                 f"a {type(source.model).__name__} cannot be exported: PyTorch's exporter says "
-                f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
+                f"{type(root).__name__}: {' '.join(lines[:2])[:300]}"
             ) from error
         for file in draft.iterdir():
             file.unlink()
