@@ -20,6 +20,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qlora": ("sft", {"adapter": {"rank": 8}, "base": {"bits": 4}}),
     "recomputed": ("sft", {"adapter": {"rank": 8}, "activations": "recompute"}),
     "dpo": ("dpo", {"adapter": {"rank": 8}}),
+    "qdpo": ("dpo", {"adapter": {"rank": 8}, "base": {"bits": 4}}),
+    "orpo": ("orpo", {}),
+    "reward": ("reward", {"adapter": {"rank": 8}}),
 }
 
 
@@ -54,12 +57,14 @@ def peaks(folder: str, recipe: str, more: dict[str, Any], layout: str) -> tuple[
 
 
 def _folder(tmp_path: Path) -> str:
-    """Rows that are all of one length, as a plan has them."""
+    """Rows of the greatest length, and shorter ones in each batch, so that there is a mask."""
     support.model_folder(tmp_path / "base", hidden_size=128, intermediate_size=256)
-    answer = "x" * LENGTH
-    support.write_rows(tmp_path / "sft.jsonl", [{"prompt": f"{i} ", "completion": answer} for i in range(12)])
-    pairs = [{"prompt": f"{i} ", "chosen": answer, "rejected": answer[::-1]} for i in range(12)]
-    support.write_rows(tmp_path / "dpo.jsonl", pairs)
+    answers = ["x" * (LENGTH if i % 2 else LENGTH // 2) for i in range(24)]
+    rows = [{"prompt": f"{i} ", "completion": answer} for i, answer in enumerate(answers)]
+    support.write_rows(tmp_path / "sft.jsonl", rows)
+    pairs = [{"prompt": f"{i} ", "chosen": "x" * LENGTH, "rejected": "x" * (LENGTH // 2)} for i in range(24)]
+    for recipe in ("dpo", "orpo", "reward"):
+        support.write_rows(tmp_path / f"{recipe}.jsonl", pairs)
     return str(tmp_path)
 
 
@@ -67,11 +72,11 @@ def _folder(tmp_path: Path) -> str:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_a_plan_is_what_a_step_takes(case: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
-    """On two ranks no step takes more than its plan says, nor less by more than 6 %."""
+    """On two ranks no step takes more than its plan says, nor less by more than 3 %."""
     recipe, more = CASES[case]
     planned, measured = ranks.run(peaks, _folder(tmp_path), recipe, more, layout, world_size=2)[0]
     assert measured <= 1.005 * planned
-    assert planned <= 1.06 * measured
+    assert planned <= 1.03 * measured
 
 
 @pytest.mark.soak

@@ -27,7 +27,8 @@ __all__ = ["most_samples", "planned_tuning"]
 
 
 def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0]) -> Planned:
-    """The model of a run, and a micro-batch of it.
+    """The model of a run, and a micro-batch of it, as a run has it: samples of several lengths, so that there is a mask,
+    and keys and values that several heads share are repeated.
 
     Args:
         config: of the run.
@@ -40,16 +41,23 @@ def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0
     model = adapted(model, config.adapter, config.task, place.folder)
     shape = (samples, 2, config.text.length) if config.kind == "pair" else (samples, config.text.length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens, "position_ids": tokens.clone()}
+    if config.adapter is not None and config.adapter.kind == "prefix":
+        inputs.pop("position_ids")  # which peft makes
+    if not config.text.pack:
+        inputs["attention_mask"] = tokens.clone()
+    batch = {**inputs, "labels": tokens.clone(), "documents": tokens.int()}
     parameters = sum({id(p): p.numel() for p in model.parameters()}.values())
-    subject = Subject(model, {"input_ids": tokens, "labels": tokens}, _loss, division=division)
+    subject = Subject(model, batch, _loss, division=division)
     return Planned(f"{config.recipe} of {config.model}", subject, parameters, config.text.length)
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A loss that holds what those of recipes do: logits in fp32, and a value for each token."""
-    ids, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("input_ids", "labels"))
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    logits = model(**inputs).logits
+    inputs = {name: tokens.reshape(-1, tokens.shape[-1]) for name, tokens in batch.items()}
+    labels, _ = inputs.pop("labels"), inputs.pop("documents")
+    kwargs: dict[str, Any] = {**inputs, "use_cache": False}
+    logits = model(**kwargs).logits
     if logits.dim() == 2:  # of a reward model
         return -F.logsigmoid(logits[::2] - logits[1::2]).mean()
     logits = logits[:, -labels.shape[1] :].float()
