@@ -16,6 +16,7 @@ from shardfold.plan.formats import FORMATS
 from shardfold.plan.program import parse
 from shardfold.testing import Ranks
 from tests.support.adapted import Adapted, batches, quantized
+from tests.support.clients import needs
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 """Sums over ranks, and products of fp32, are taken in another order, by which a gradient may be off by 1e-8. A step of
@@ -177,3 +178,62 @@ def test_a_coded_matrix_stays_frozen() -> None:
     with pytest.raises(ConfigError, match=r"'blocks\.0\.first\.base\.weight' rests as nf4/64"):
         engine(batch)
     engine.close()
+
+
+def _on_axes(build: Any, axes: dict[str, Any] | None, base: str) -> tuple[list[float], list[str], bool]:
+    """Losses over all ranks, what of memory and traffic is not as planned, and whether coded matrices are cut."""
+    engine = sf.Engine(build(), optimizer=ADAM, layout=f"zero3+{base}", parallel=sf.Parallel(**axes) if axes else None)
+    generator, losses = torch.Generator().manual_seed(1), list[float]()
+    for _ in range(3):
+        ids = torch.randint(0, 128, (4, 16), generator=generator).chunk(engine.data_ranks)[engine.data_rank]
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.mean(float(loss.detach())))
+    wrong = [f"{row} is not as planned" for row in engine.memory().rows if row.table + row.padding != row.held]
+    wrong += [f"{row} is not as sent" for row in engine.traffic().rows if row.program != row.sent]
+    cut = any(s.spec.codes and s.spec.distinct for unit in engine.units for s in unit.segments)
+    engine.close()
+    return losses, wrong, cut
+
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _frozen(model: Any) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "embed" in name)
+    return model
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return _frozen(MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)))
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return _frozen(LlamaForCausalLM(LlamaConfig(**SIZES)))
+
+
+@pytest.mark.soak
+@needs("transformers")
+@pytest.mark.parametrize(
+    ("build", "axes"),
+    [(mixtral, {"mesh": {"expert": 2}}), (llama, {"mesh": {"tensor": 2}, "tensor": "auto"})],
+    ids=["expert", "tensor"],
+)
+def test_codes_are_cut_along_axes(ranks: Ranks, build: Any, axes: dict[str, Any]) -> None:
+    """Matrices whose parts are of whole blocks have the codes of the whole, and so the losses of one rank."""
+    expected, _, _ = _on_axes(build, None, "nf4/64")
+    for losses, wrong, cut in ranks.run(_on_axes, build, axes, "nf4/64", world_size=2):
+        assert cut
+        assert not wrong
+        assert losses == pytest.approx(expected, rel=RELATIVE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ __all__ = ["most_samples", "planned_tuning"]
 
 
 def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0]) -> Planned:
-    """The model of a run, and a micro-batch of it, as a run has it: samples of several lengths, so that there is a mask,
-    and keys and values that several heads share are repeated.
+    """The model of a run, and a micro-batch of it as a run has it: of samples of several lengths, so that there is a
+    mask, and keys and values that several heads share are repeated.
 
     Args:
         config: of the run.
@@ -48,12 +49,14 @@ def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0
         inputs["attention_mask"] = tokens.clone()
     batch = {**inputs, "labels": tokens.clone(), "documents": tokens.int()}
     parameters = sum({id(p): p.numel() for p in model.parameters()}.values())
-    subject = Subject(model, batch, _loss, division=division)
+    loss = partial(_loss, again=config.recipe == "orpo")
+    subject = Subject(model, batch, loss, division=division)
     return Planned(f"{config.recipe} of {config.model}", subject, parameters, config.text.length)
 
 
-def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A loss that holds what those of recipes do: logits in fp32, and a value for each token."""
+def _loss(model: nn.Module, batch: dict[str, Tensor], *, again: bool = False) -> Tensor:
+    """A loss that holds what those of recipes do: logits in fp32, and a value for each token; ``again``: twice, for two
+    sets of targets."""
     inputs = {name: tokens.reshape(-1, tokens.shape[-1]) for name, tokens in batch.items()}
     labels, _ = inputs.pop("labels"), inputs.pop("documents")
     kwargs: dict[str, Any] = {**inputs, "use_cache": False}
@@ -61,7 +64,10 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     if logits.dim() == 2:  # of a reward model
         return -F.logsigmoid(logits[::2] - logits[1::2]).mean()
     logits = logits[:, -labels.shape[1] :].float()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
+    losses = [
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") for _ in range(2 if again else 1)
+    ]
+    return torch.stack(losses).sum() / labels.numel()
 
 
 def most_samples(config: TuneConfig, engine: Engine, rows: int) -> int:
