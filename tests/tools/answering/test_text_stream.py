@@ -71,6 +71,7 @@ def test_special_tokens_give_no_text(tokenizer: Any) -> None:
     [
         (("Ja",), TEXT.partition("Ja")[0]),
         (("Ende.", "sagte"), TEXT.partition("sagte")[0]),
+        (("Ja", "„Ja"), TEXT.partition("„Ja")[0]),
         (("🍌 und",), TEXT.partition("🍌")[0]),
         (("sagte!", "Jahr", "Ende.."), TEXT),
         (("E",), ""),

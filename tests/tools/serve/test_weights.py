@@ -209,6 +209,7 @@ def _plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["zero3", "ddp"])
 def test_what_trains_answers_and_trains_on_as_without(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     folder = model_folder(tmp_path / "tiny", scale=4.0)

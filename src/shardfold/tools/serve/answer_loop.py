@@ -142,12 +142,14 @@ class AnswerLoop:
             raise
 
     def _run(self, until: float | None) -> None:
+        first = True  # what waits already begins, however short the time is
         while True:
-            begins = until is None or time.monotonic() < until
-            work = bool(self._choices or (self._waiting and begins))
+            begins = first or until is None or time.monotonic() < until
+            work = first or bool(self._choices or (self._waiting and begins))
             self._hear(0 if work or not begins else HEARTBEAT if until is None else until - time.monotonic())
             if not self._choices and ((self._ended and not self._waiting) or not begins):
                 return
+            first = False
             if not self._choices:
                 self._turn()
             if begins:
