@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -58,7 +58,7 @@ class OpenConfig(RecipeSettings):
     )
 
     @model_validator(mode="after")
-    def _check_weights(self) -> Self:
+    def _check_weights(self) -> OpenConfig:
         if self.memory is not None and parse_bytes(self.memory) is None:
             raise ConfigError(f"memory: {self.memory!r} names no bytes: write it as 2GiB or 500MB.")
         if self.bits not in (None, *BASES):

@@ -233,7 +233,7 @@ def _known(where: str, section: Mapping[str, Any], known: Any) -> None:
 
 def _dtype(given: Any) -> torch.dtype:
     dtype = given if isinstance(given, torch.dtype) else DTYPES.get(str(getattr(given, "value", given)))
-    if dtype not in DTYPES.values():
+    if dtype is None or dtype not in DTYPES.values():
         raise WrongArgument(
             f"init_inference(dtype={given!r}): it is torch.float32, torch.float16, torch.bfloat16 or torch.int8."
         )
