@@ -275,5 +275,17 @@ def test_what_does_not_go_together() -> None:
         SFTConfig.load({**common, "lora": 4})
     with pytest.raises(ConfigError, match="leave --pack out"):
         SFTConfig.load({**common, "adapter": {"kind": "prefix"}, "text": {"pack": True}})
+    with pytest.raises(ConfigError, match=r"no optimizer 'galor'.*'galore'"):
+        SFTConfig.load({**common, "optimizer": "galor"})
+    with pytest.raises(ConfigError, match="GaLore keeps moments of a low rank.*leave --lora"):
+        SFTConfig.load({**common, "optimizer": "galore", "adapter": {"rank": 4}})
+    with pytest.raises(ConfigError, match="--galore-rank has no effect here"):
+        SFTConfig.load({**common, "galore_rank": 4})
+    with pytest.raises(ConfigError, match="leave --sequence out, or --pipeline"):
+        SFTConfig.load({**common, "pipeline": 2, "sequence": 2})
+    with pytest.raises(ConfigError, match="which stages do not have: give --lora"):
+        SFTConfig.load({**common, "pipeline": 2, "adapter": {"kind": "prefix"}})
+    with pytest.raises(ConfigError, match="--order has no effect here"):
+        SFTConfig.load({**common, "order": "gpipe"})
     with pytest.raises(ConfigError, match="there is no data"):
         SFTConfig.load({"model": "base"})

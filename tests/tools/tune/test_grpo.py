@@ -238,6 +238,7 @@ def test_rewards_of_our_own_and_of_a_file(tmp_path: Path) -> None:
     [
         ({"beta": 0.1}, "there is none: give --lora 16"),
         ({"sequence": 2}, "leave --sequence out"),
+        ({"pipeline": 2}, "leave --pipeline out"),
         ({"adapter": {"kind": "prefix"}}, "not drawn with a prefix"),
     ],
     ids=str,

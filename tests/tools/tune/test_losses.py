@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardfold.testing import Ranks
 from tests.support.clients import needs
@@ -29,8 +32,6 @@ def _number(recipe: str) -> int:
 
 def ours(recipe: str, folder: str, layout: str, adapter: dict[str, Any] | None, more: dict[str, Any]) -> list[float]:
     """Losses of a run on these ranks, which share out each batch."""
-    import torch
-
     from shardfold.tools.observe.console import lenient_console
     from shardfold.tools.tune.config import config_class
     from shardfold.tools.tune.run import TuneRun
@@ -75,7 +76,6 @@ def _columns(recipe: str, rows: Any) -> dict[str, list[Any]]:
 
 def theirs(recipe: str, folder: str, lora: dict[str, Any] | None, more: dict[str, Any]) -> list[float]:
     """Losses of TRL's trainer in one process."""
-    import torch
     import trl
     from datasets import Dataset, disable_progress_bars
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -164,8 +164,6 @@ def references(folder: str, recipe: str, adapter: dict[str, Any] | None) -> list
 def test_the_reference_is_the_model_as_it_was(adapter: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
     """With an adapter the losses of DPO are those of a reference that was computed before, from its log 2 on; also with
     one that takes its first matrices out of the base."""
-    import math
-
     support.model_folder(tmp_path / "base", scale=4.0)
     support.write_rows(tmp_path / "rows.jsonl", support.pairs(_number("dpo")))
     found = ranks.run(references, str(tmp_path), "dpo", adapter, world_size=2)[0]
@@ -176,7 +174,7 @@ def test_the_reference_is_the_model_as_it_was(adapter: dict[str, Any], ranks: Ra
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+@pytest.mark.parametrize("axis", ["tensor", "sequence", "pipeline"])
 @pytest.mark.parametrize("recipe", list(ROWS))
 @pytest.mark.parametrize("adapter", [None, {"rank": 4, "targets": "q_proj,v_proj"}], ids=["whole", "lora"])
 def test_ranks_that_share_layers_or_sequences(
@@ -187,8 +185,46 @@ def test_ranks_that_share_layers_or_sequences(
     support.write_rows(tmp_path / "rows.jsonl", ROWS[recipe](_number(recipe)))
     folder = str(tmp_path)
     one = ranks.run(ours, recipe, folder, "ddp", adapter, {}, world_size=1)[0]
-    two = ranks.run(ours, recipe, folder, "zero3", adapter, {axis: 2}, world_size=2)[0]
+    more = {"accumulate": 4, "micro_batch": 1} if axis == "pipeline" else {}
+    two = ranks.run(ours, recipe, folder, "zero3", adapter, {axis: 2, **more}, world_size=2)[0]
     assert two == pytest.approx(one, abs=TOLERANCE, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("recipe", ["sft", pytest.param("reward", marks=pytest.mark.soak)])
+def test_stages_evaluate_and_write_as_one_rank_does(recipe: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Two stages: losses and figures of steps and of held-out rows, and what is written, are those of one rank; the
+    last window of an epoch has a micro-batch without rows. Rates fall over as many steps as two epochs have."""
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.write_rows(tmp_path / "rows.jsonl", ROWS[recipe](7))
+    support.write_rows(tmp_path / "held.jsonl", ROWS[recipe](5, seed=1))
+    one = ranks.run(written, recipe, str(tmp_path), {"layout": "ddp", "micro_batch": 4}, world_size=1)[0]
+    more = {"layout": "zero2", "pipeline": 2, "accumulate": 4, "micro_batch": 1}
+    for found in ranks.run(written, recipe, str(tmp_path), more, world_size=2):
+        for key, value in one.items():
+            assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
+    assert one["rates"] == pytest.approx([LR * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)])
+
+
+def written(recipe: str, folder: str, more: dict[str, Any]) -> dict[str, Any]:
+    """What a run of two epochs said, and a sum over what it wrote."""
+    from safetensors.torch import load_file
+
+    from shardfold.tools.tune.config import config_class
+    from shardfold.tools.tune.tuned import tune
+
+    here = Path(folder)
+    out = here / f"out-{more['layout']}"
+    settings = {
+        "model": here / "base", "data": str(here / "rows.jsonl"), "eval_data": str(here / "held.jsonl"),
+        "cache": here / "cache", "lr": LR, "epochs": 2.0, "adapter": {"rank": 4}, "out": out, **more,
+    }  # fmt: skip
+    found = tune(config_class(recipe).load(settings))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # the adapter is written
+    values = load_file(out / "adapter" / "adapter_model.safetensors")
+    sums = {name: float(value.double().square().sum()) for name, value in sorted(values.items())}
+    rates = [json.loads(line)["lr"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {"losses": found.losses, "rates": rates, **found.figures, "held out": list(found.held_out.values()), **sums}
 
 
 @pytest.mark.soak
@@ -236,7 +272,6 @@ def test_distillation_comes_nearer_to_its_teacher(ranks: Ranks, tmp_path: Path) 
 def test_noise_has_the_law_of_the_paper() -> None:
     """Uniform within alpha over the root of tokens times width, of each sample by its own length; other on other ranks
     and in other steps, the same again in the same ones, and none where nothing is trained."""
-    import torch
     from torch import nn
 
     from shardfold.tools.tune._noise import EmbeddingNoise, sample_lengths

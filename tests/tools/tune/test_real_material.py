@@ -154,7 +154,7 @@ def _own_material(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", ["lora", pytest.param("whole", marks=pytest.mark.soak)])
 def test_what_three_recipes_write_is_what_they_trained(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """Each goes on with what the one before it wrote, also where that is an adapter on a base; plain peft and
     transformers read the last one's logits out of it."""
@@ -176,13 +176,13 @@ def test_what_three_recipes_write_is_what_they_trained(name: str, ranks: Ranks, 
 def test_a_real_model_on_real_questions(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """Held-out loss falls by SFT, held-out pairs are told apart better by DPO, and GRPO's answers have the form of a
     result more often and end; what each writes is read by plain peft and transformers."""
-    _prepared(Path(os.environ[FOLDER]), tmp_path, 64)
-    common = {"text": {"length": 512}, "warmup": 5, "activations": "keep"}
+    _prepared(Path(os.environ[FOLDER]), tmp_path, 32)
+    common = {"text": {"length": 320}, "warmup": 5}
     rate = 1e-2 if name == "lora" else 2e-3
     sizes: Steps = {
-        "sft": {**common, "lr": rate, "micro_batch": 8, "steps": 150},
-        "dpo": {**common, "lr": rate / 20, "micro_batch": 4, "steps": 60},
-        "grpo": {**common, "lr": rate / 10, "micro_batch": 4, "steps": 25, "n": 8, "max_tokens": 96},
+        "sft": {**common, "lr": rate, "micro_batch": 8, "steps": 60},
+        "dpo": {**common, "lr": rate / 20, "micro_batch": 4, "steps": 30},
+        "grpo": {**common, "lr": rate / 10, "micro_batch": 4, "steps": 12, "n": 8, "max_tokens": 96},
     }
     found = ranks.run(_tuned, str(tmp_path), name, _stages(tmp_path, sizes), world_size=2, timeout=3000)[0]
     said = {recipe: {key: stage[key] for key in ("before", "after", "apart")} for recipe, stage in found.items()}
@@ -193,5 +193,5 @@ def test_a_real_model_on_real_questions(name: str, ranks: Ranks, tmp_path: Path)
         assert stage["apart"] < 1e-5, recipe
     assert found["sft"]["after"]["loss"] < found["sft"]["before"]["loss"]
     assert found["dpo"]["after"]["loss"] < found["dpo"]["before"]["loss"]
-    first, last = (sum(each["reward"] for each in part) / 5 for part in (rewards[:5], rewards[-5:]))
+    first, last = (sum(each["reward"] for each in part) / 4 for part in (rewards[:4], rewards[-4:]))
     assert last > first

@@ -164,6 +164,32 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
         assert loss == pytest.approx(losses["whole"][step], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each == "galore" else pytest.param(each, marks=pytest.mark.soak)
+        for each in ("galore", "galore8bit", "muon", "lion", "adafactor", "adamw8bit")
+    ],
+)
+def test_optimizers_train_alike_on_ranks(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """All parameters by an optimizer that may need whole matrices: two ranks under zero3 have the losses of one."""
+    folder = _folder(tmp_path, "sft")
+    more = {"galore_rank": 4, "galore_every": 2} if name.startswith("galore") else {}
+    common = {
+        "model": "base",
+        "data": "rows.jsonl",
+        "cache": "cache",
+        "lr": 1e-3,
+        "steps": 5,
+        "optimizer": name,
+        **more,
+    }
+    one = ranks.run(_tuned, folder, "sft", {**common, "layout": "ddp", "out": "a", "micro_batch": 4}, world_size=1)[0]
+    two = ranks.run(_tuned, folder, "sft", {**common, "layout": "zero3", "out": "b", "micro_batch": 2}, world_size=2)[0]
+    assert one["losses"][-1] < one["losses"][0]
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5 if name != "adamw8bit" else 1e-3)
+
+
 def test_options_and_files_say_the_same() -> None:
     """An option for each setting, and what they make is what a file has."""
     given = from_options(SFTConfig, {"model": "base", "data": "a.jsonl,b.jsonl", "lora": "8", "variant": "dora",

@@ -38,6 +38,7 @@ CURVES = {
     "reward": ("accuracy", "share of pairs that are told apart"),
     "dpo": ("accuracy", "share of pairs that are told apart"),
     "grpo": ("reward", "share of answers with that thing alone, which ended"),
+    "ppo": ("reward", "share of answers with that thing alone, which ended"),
 }
 """Of each recipe the figure that its section draws."""
 
@@ -80,7 +81,8 @@ def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         if "accuracy" in held_out.get(name, {}):
             found.append((words, f"{held_out[name]['accuracy']:.0%}"))
     found.append(("happy endings, by dpo", _change(measures, "sft", "dpo", "happy", "{:.0%}")))
-    found.append(("word and end, by grpo", _change(measures, "dpo", "grpo", "obeys", "{:.0%}")))
+    for name in ("grpo", "ppo"):
+        found.append((f"word and end, by {name}", _change(measures, "dpo", name, "obeys", "{:.0%}")))
     return found
 
 

@@ -79,8 +79,11 @@ def _write_adapter(run: TuneRun, folder: Path, base: Path) -> None:
         state = run.engine.state_dict(frozen="skip")
         whole = [name for name, _ in model.named_parameters() if ".modules_to_save." in name]
         # peft asks modules that are trained whole for the names of their tensors by their own state dict.
-        with run.engine.gathered(*whole) if whole else nullcontext():
+        with run.engine.gathered(*whole) if whole and run.config.pipeline == 1 else nullcontext():
             values = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+        for name in state:  # those of other stages too
+            if (inner := f".modules_to_save.{NAME}.") in name:
+                values[name.replace(inner, ".")] = state[name]
     if not run.leads:
         return
     folder.mkdir()

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
@@ -122,6 +122,17 @@ class Adapter(RecipeSettings):
     layers: int = Field(2, ge=1, le=2**12, description="Layers that freeze leaves trained, or blocks that expand adds.")
 
 
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon", "galore", "galore8bit")
+
+
+def _optimizer(name: str) -> str:
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            f"there is no optimizer {name!r}.{did_you_mean(name, OPTIMIZERS)} Known are {', '.join(OPTIMIZERS)}."
+        )
+    return name
+
+
 def _number(given: Any) -> Any:
     """Of an option, which is text."""
     return int(given) if isinstance(given, str) and given.isdecimal() else given
@@ -219,6 +230,11 @@ TUNE_EFFECTS = (
         "it says how attention crosses the ranks of --sequence, of which there is 1",
         "give --sequence 2",
     ),
+    Effect("order", lambda run: run.pipeline > 1, "it is an order of stages, of which there is 1", "give --pipeline 2"),
+    *(
+        Effect(name, lambda run: run.optimizer.startswith("galore"), "it is of GaLore", "give --optimizer galore")
+        for name in ("galore_rank", "galore_every", "galore_scale")
+    ),
     Effect("eval_every", lambda run: bool(run.eval_data), "there is nothing to evaluate on", "give --eval-data"),
     Effect(
         "keep",
@@ -259,6 +275,8 @@ class TuneConfig(RecipeSettings):
     sequence_parallel: bool = _as_in_train("sequence_parallel")
     sequence: int = _as_in_train("sequence")
     attention: Literal["auto", "ulysses", "ring"] = _as_in_train("attention")
+    pipeline: int = _as_in_train("pipeline")
+    order: str = _as_in_train("order")
     precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast", "fp8"] = _as_in_train(
         "precision"
     )
@@ -276,8 +294,15 @@ class TuneConfig(RecipeSettings):
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="How the learning rate goes on behind --warmup: cosine or linear to 0, or constant."
     )
-    optimizer: Literal["adamw", "adamw8bit", "adafactor", "lion", "muon"] = Field(
-        "adamw", description="adamw, adamw8bit, adafactor, lion or muon (of the matrices of blocks)."
+    optimizer: Annotated[str, AfterValidator(_optimizer)] = Field(
+        "adamw",
+        description="adamw, adamw8bit, adafactor, lion, muon (of the matrices of blocks), galore (moments of a low "
+        "rank, of the same matrices) or galore8bit.",
+    )
+    galore_rank: int = Field(16, ge=1, le=2**16, description="Rank of what GaLore projects gradients to.")
+    galore_every: int = Field(200, ge=1, le=2**30, description="Steps from one projector of GaLore to the next.")
+    galore_scale: float = Field(
+        0.25, gt=0, allow_inf_nan=False, description="GaLore's matrices have --lr times this as their rate."
     )
     warmup: int = _as_in_train("warmup", default=0, description="Steps over which the learning rate rises.")
     weight_decay: float = _as_in_train("weight_decay", default=0.0)
@@ -337,10 +362,30 @@ class TuneConfig(RecipeSettings):
                 "a prefix is keys and values that each rank has for all tokens and heads: leave --sequence and "
                 "--tensor out, or give --lora."
             )
+        self._check_stages()
+        if self.optimizer.startswith("galore") and self.adapter is not None and self.adapter.kind in ("lora", "prefix"):
+            raise ConfigError(
+                "GaLore keeps moments of a low rank of whole matrices, and an adapter's matrices are of a low rank "
+                "already: leave --lora and --pre-seq-len out, or give --optimizer adamw."
+            )
         if self.text.pack and self.adapter is not None and self.adapter.kind == "prefix":
             raise ConfigError("samples that share a sequence would share one prefix: leave --pack out.")
         self.table()
         return self
+
+    def _check_stages(self) -> None:
+        if self.pipeline == 1:
+            return
+        from shardfold.parallel.pipeline.stage_order import choose_order  # imports torch
+
+        choose_order(self.order, "--order")
+        if not self.micro_batch:
+            raise ConfigError("--micro-batch max plans models without stages: give a number, or leave --pipeline out.")
+        for name, given in (("sequence", self.sequence > 1), ("sequence-parallel", self.sequence_parallel)):
+            if given:
+                raise ConfigError(f"stages do not cut sequences: leave --{name} out, or --pipeline.")
+        if self.adapter is not None and self.adapter.kind == "prefix":
+            raise ConfigError("a prefix is a cache of keys and values, which stages do not have: give --lora.")
 
     def table(self) -> Layout:
         """Return the layout's table, with the wires that are named and the tiers that `offload` names."""
@@ -352,7 +397,7 @@ class TuneConfig(RecipeSettings):
 
     def axes(self) -> dict[str, int]:
         """Return how many processes there are on each axis but those of data."""
-        return {"sequence": self.sequence, "tensor": self.tensor}
+        return {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
 
     def cache_folder(self) -> Path:
         """Return the folder of what is prepared once."""
@@ -473,6 +518,10 @@ class RolloutConfig(TuneConfig):
     def _check_rollouts(self) -> RolloutConfig:
         if self.sequence > 1:
             raise ConfigError("answers are not drawn along an axis of sequence: leave --sequence out.")
+        if self.pipeline > 1:
+            raise ConfigError(
+                "answers are not drawn through stages, which keep no keys and values: leave --pipeline out."
+            )
         if self.adapter is not None and self.adapter.kind == "prefix":
             raise ConfigError("answers are not drawn with a prefix: give --lora, or leave --pre-seq-len out.")
         if self.beta and self.reference == "adapter" and (self.adapter is None or self.adapter.kind != "lora"):

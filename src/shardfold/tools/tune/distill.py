@@ -49,8 +49,8 @@ class Distill(Recipe):
         """
         config = run.config
         assert isinstance(config, DistillConfig)
-        if config.sequence > 1 or config.tensor > 1:
-            raise ConfigError("a teacher is not cut along --sequence or --tensor: leave these out.")
+        if config.sequence > 1 or config.tensor > 1 or config.pipeline > 1:
+            raise ConfigError("a teacher is not cut along --sequence, --tensor or --pipeline: leave these out.")
         place = ModelPlace.find(config.teacher)
         own, theirs = run.tokenizer.get_vocab(), place.tokenizer().get_vocab()
         if own != theirs:

@@ -15,7 +15,7 @@ from shardfold.tools.tune.reference import Reference
 from shardfold.tools.tune.run import Loss, Recipe
 
 if TYPE_CHECKING:
-    from shardfold.tools.tune.data.batches import Batch
+    from shardfold.tools.tune.data.batches import Batch, Window
     from shardfold.tools.tune.run import TuneRun
 
 __all__ = ["DPO", "RECIPE", "pair_losses"]
@@ -39,17 +39,27 @@ def pair_losses(margins: Tensor, config: DPOConfig) -> Tensor:
 class DPO(Recipe):
     """Every pair counts alike."""
 
+    figures = ("accuracy", "margin", "reward_chosen")
+
     def __init__(self) -> None:
         self._reference = Reference(2, lambda run, batch: sample_log_probs(run, batch)[0].view(-1, 2))
+        self._before: dict[int, Tensor] = {}  # of each batch of the window, by its id
 
     def begin(self, run: TuneRun) -> None:
         """Compute the reference, where it cannot be had later."""
         self._reference.begin(run)
 
+    def window(self, run: TuneRun, window: Window) -> None:
+        """What the reference says of the pairs."""
+        self._before = {id(batch): self._reference.of(run, batch) for batch in window.batches}
+
+    def weight(self, batch: Batch) -> float:
+        return float(len(batch.rows))
+
     def loss(self, run: TuneRun, batch: Batch) -> Loss:
         """Mean over this rank's pairs."""
         assert isinstance(run.config, DPOConfig)
-        before = self._reference.of(run, batch)
+        before = self._before[id(batch)]
         sums, counts = sample_log_probs(run, batch)
         ratios = sums.view(-1, 2) - before
         scores = ratios / counts.view(-1, 2).clamp(min=1) if run.config.loss == "ipo" else ratios

@@ -57,9 +57,12 @@ def _values(run: TuneRun, batch: Batch) -> Tensor:
 class KTO(Recipe):
     """Every answer counts alike, times the weight of its kind."""
 
+    figures = ("accuracy", "distance")
+
     def __init__(self) -> None:
         self._reference = Reference(2, _values)
         self._distance = torch.zeros(())
+        self._before: dict[int, Tensor] = {}  # of each batch of the window, by its id
 
     def begin(self, run: TuneRun) -> None:
         """Compute the reference, where it cannot be had later.
@@ -73,14 +76,18 @@ class KTO(Recipe):
 
     def window(self, run: TuneRun, window: Window) -> None:
         """Estimate the distance from the reference by all rows of the window, of all ranks."""
+        self._before = {id(batch): self._reference.of(run, batch) for batch in window.batches}
         self._distance = self._distance_of(run, window.batches)
+
+    def weight(self, batch: Batch) -> float:
+        return float(len(batch.rows))
 
     def _distance_of(self, run: TuneRun, batches: list[Batch]) -> Tensor:
         total, rows = 0.0, 0
         for batch in batches:  # also those without rows: other ranks gather the model with this one
             with torch.no_grad():
                 policy = sample_log_probs(run, mismatched(run, batch))[0]
-            total += float((policy - self._reference.of(run, batch)[:, 1]).sum())
+            total += float((policy - self._before[id(batch)][:, 1]).sum())
             rows += len(batch.rows)
         mean = run.engine.mean(total / max(rows, 1), weight=float(rows))
         return torch.tensor(max(mean, 0.0), device=run.engine.device)
@@ -89,7 +96,7 @@ class KTO(Recipe):
         """Mean over this rank's answers."""
         config = run.config
         assert isinstance(config, KTOConfig) and batch.good is not None
-        ratios = sample_log_probs(run, batch)[0] - self._reference.of(run, batch)[:, 0]
+        ratios = sample_log_probs(run, batch)[0] - self._before[id(batch)][:, 0]
         good = batch.good.to(ratios.device)
         value = torch.where(good, 1.0, -1.0) * config.beta * (ratios - self._distance)
         weight = torch.where(good, config.desirable, config.undesirable)

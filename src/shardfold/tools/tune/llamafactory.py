@@ -256,7 +256,7 @@ def _optimizer(reading: Reading, value: Any) -> None:
     names |= dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit")
     names |= dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "lion") | {"paged_adamw_32bit": "adamw"}
     if str(value) not in names:
-        raise reading.refuse("optim", "the optimizers are adamw, adamw8bit, adafactor, lion and muon")
+        raise reading.refuse("optim", "the optimizers are adamw, adamw8bit, adafactor, lion, muon and galore")
     reading.put("optimizer", names[str(value)])
 
 
@@ -333,7 +333,7 @@ MODEL: dict[str, Key] = {
         "use_hyper_parallel",
         "train_from_scratch",
     ),
-    **_refused("GaLore is sf.optim.GaLore, in a loop of one's own", "use_galore"),
+    **_refused("give --optimizer galore with --galore-rank, --galore-every and --galore-scale", "use_galore"),
     "use_muon": _taken('optimizer = "muon"', _if_true("optimizer", "muon")),
     **_refused(HUB, "hf_hub_token", "ms_hub_token", "om_hub_token"),
     **_refused(HUB, "model_revision", without=("main",)),

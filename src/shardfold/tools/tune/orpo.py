@@ -37,6 +37,8 @@ def every_token(batch: Batch) -> Tensor:
 class ORPO(Recipe):
     """Pairs count alike, and so do the tokens of better answers, whose prompts are learned too, as its authors do."""
 
+    figures = ("learned", "log_odds", "accuracy")
+
     _tokens_per_pair = 1.0
 
     def window(self, run: TuneRun, window: Window) -> None:
@@ -44,6 +46,9 @@ class ORPO(Recipe):
         tokens = sum(int((every_token(batch) != IGNORED).sum()) for batch in window.batches)
         pairs = sum(number_of_samples(batch) // 2 for batch in window.batches)
         self._tokens_per_pair = run.engine.mean(float(tokens)) / max(run.engine.mean(float(pairs)), 1e-9)
+
+    def weight(self, batch: Batch) -> float:
+        return float(len(batch.rows))
 
     def loss(self, run: TuneRun, batch: Batch) -> Loss:
         """Mean over this rank's pairs, of which the learned tokens are divided by those of a pair on average."""

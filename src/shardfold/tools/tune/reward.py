@@ -43,6 +43,8 @@ def last_tokens(documents: Tensor) -> Tensor:
 class Reward(Recipe):
     """Every pair counts alike."""
 
+    figures = ("accuracy", "margin")
+
     def made(self, run: TuneRun, model: nn.Module) -> None:
         """The model gives numbers for all tokens too."""
         vars(model)["token_scores"] = MethodType(token_scores, model)
@@ -52,9 +54,11 @@ class Reward(Recipe):
         """``(samples,)``: the number behind each sample's last token."""
         last, samples = run.on_rank_of(last_tokens(batch.documents), batch), number_of_samples(batch)
         part = run.on_rank(batch)
-        model: Any = run.model
-        found = model.token_scores(**part.inputs).float()
+        found = (run.model if run.part is None else run.part).token_scores(**part.inputs).float()
         return by_sample(run, torch.where(last, found, 0.0), part, samples)
+
+    def weight(self, batch: Batch) -> float:
+        return float(len(batch.rows))
 
     def loss(self, run: TuneRun, batch: Batch) -> Loss:
         """Mean over this rank's pairs."""

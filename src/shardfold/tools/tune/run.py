@@ -6,6 +6,7 @@ import importlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -62,9 +63,11 @@ class Recipe:
 
     Attributes:
         updates: of the optimizer in one step of the recipe.
+        figures: names of those of its losses.
     """
 
     updates = 1
+    figures: tuple[str, ...] = ()
 
     def made(self, run: TuneRun, model: nn.Module) -> None:
         """Called with the model before it has an engine."""
@@ -79,16 +82,48 @@ class Recipe:
         """The loss of one micro-batch of this rank."""
         raise NotImplementedError
 
+    def weight(self, batch: Batch) -> float:
+        """Of how many targets or pairs the loss of a batch is going to be the mean."""
+        return float(batch.trained)
+
     def step(self, run: TuneRun, windows: Iterator[Window]) -> tuple[Any, Totals]:
         """One optimizer step; what the engine said, and the means of all ranks."""
         totals, said, window = Totals(), None, next(windows)
         self.window(run, window)
+        if run.config.pipeline > 1:
+            self.through_stages(run, window, totals, train=True)
+            return run.engine.step(tokens=totals.tokens), totals
         for batch in window.batches:
             loss = self.loss(run, batch)
             run.engine.backward(loss.value, weight=loss.weight)
             said = run.engine.step(tokens=int((batch.documents >= 0).sum()))
             totals.add(loss, batch)
         return said, totals
+
+    def through_stages(self, run: TuneRun, window: Window, totals: Totals, *, train: bool) -> None:
+        """The micro-batches of a window through all stages: their losses, whose mean an engine takes, are weighed so
+        that it is that of all targets. The last stage has the losses; of the others none counts."""
+        weights = [self.weight(batch) for batch in window.batches]
+        mean = run.engine.mean(sum(weights) / len(weights))
+        losses: dict[int, Loss] = {}
+
+        def compute(model: nn.Module, given: Mapping[str, Any]) -> Tensor:
+            number = int(given["number"])
+            with run.calling(model):
+                loss = self.loss(run, window.batches[number])
+            if model is run.model:  # else it is one without values, by which stages learn what crosses their borders
+                losses[number] = loss
+            return loss.value * (weights[number] / mean if mean else 0.0)
+
+        parts = [{"number": torch.tensor(number), **batch.inputs} for number, batch in enumerate(window.batches)]
+        if train:
+            run.engine.train_batch(parts, compute)
+        else:
+            run.engine.eval_batch(parts, compute, micro_batches=len(parts))
+        zero = torch.zeros(())
+        none = Loss(zero, 0.0, dict.fromkeys(self.figures, zero))
+        for number, batch in enumerate(window.batches):
+            totals.add(losses.get(number, none), batch)
 
     def close(self) -> None:
         """The run is over."""
@@ -160,6 +195,15 @@ def _optimizer(config: TuneConfig, model: nn.Module) -> Any:
         return sf.optim.Muon(
             sf.optim.muon_groups(model, lr=config.lr, adamw_lr=config.lr, betas=BETAS), weight_decay=config.weight_decay
         )
+    if config.optimizer in ("galore", "galore8bit"):
+        names = {"rank": config.galore_rank, "update_proj_gap": config.galore_every, "scale": config.galore_scale}
+        return sf.optim.GaLore(
+            sf.optim.galore_groups(model, others=("*head*", "score*"), **names),
+            lr=config.lr,
+            betas=BETAS,
+            weight_decay=config.weight_decay,
+            bits=8 if config.optimizer == "galore8bit" else 32,
+        )
     classes: dict[str, tuple[type, dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, {"betas": BETAS}),
         "adamw8bit": (sf.optim.AdamW8bit, {"betas": BETAS}),
@@ -209,6 +253,7 @@ class TuneRun:
         self.numel = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.engine = self.engine_of(self.model, self.tensors, (config.steps or 1) * self.recipe.updates)
+        self.part: Any = None  # of the model, in whose place it is called while a batch goes through stages
         if config.text.pack and (why := self._why_not_packed()) is not None:
             words = f"{type(self.model).__name__} cannot be packed: {why}. Samples are padded."
             console.print(words, highlight=False, soft_wrap=True)
@@ -251,6 +296,7 @@ class TuneRun:
                 tensor="auto" if config.tensor > 1 else None,
                 sequence_parallel=config.sequence_parallel,
                 attention=config.attention if config.sequence > 1 else None,
+                pipeline=config.order,
             ),
             precision=config.precision,
             accumulate=config.accumulate,
@@ -296,7 +342,8 @@ class TuneRun:
     def _renew_schedule(self) -> None:
         """The rates of as many steps as the data make."""
         if self.config.steps is None and (schedule := self.engine.lr_schedule) is not None:
-            fresh = _schedule(self.config, self.total * self.recipe.updates)(_Rates(schedule.optimizer))
+            other = torch.optim.SGD([torch.zeros(())])  # a second schedule of the run's own would step twice
+            fresh = _schedule(self.config, self.total * self.recipe.updates)(other)
             schedule.lr_lambdas = [fresh.lr_lambdas[0]] * len(schedule.lr_lambdas)
             renew_rates(schedule)
 
@@ -340,8 +387,17 @@ class TuneRun:
         inputs = dict(batch.inputs)
         if self.config.adapter is not None and self.config.adapter.kind == "prefix":
             inputs.pop("position_ids")  # peft counts them from behind the prefix
-        found = self.engine(**inputs, use_cache=False).logits
+        found = (self.engine if self.part is None else self.part)(**inputs, use_cache=False).logits
         return found[:, -batch.labels.shape[1] :]  # a prefix may stand before them
+
+    @contextmanager
+    def calling(self, model: Any) -> Iterator[None]:
+        """Inside, a batch goes to that model in place of the engine: to a part of it, on a stage."""
+        self.part = model
+        try:
+            yield
+        finally:
+            self.part = None
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks that share sequences; gradients are what a loss on one rank would give."""
@@ -394,6 +450,9 @@ class TuneRun:
         self.split = "eval"
         for window in batches.epoch():
             self.recipe.window(self, window)
+            if self.config.pipeline > 1:
+                self.recipe.through_stages(self, window, totals, train=False)
+                continue
             for batch in window.batches:
                 totals.add(self.recipe.loss(self, batch), batch)
         self.split = "train"
@@ -453,13 +512,6 @@ class TuneRun:
                 "--epochs or --steps."
             )
         return "\n".join([f"Resumed from {report.path}, at step {self.done} of {self.total}.", *report.notes])
-
-
-@dataclass
-class _Rates:
-    """Stands for an optimizer, of which a schedule reads nothing but its groups."""
-
-    optimizer: Any
 
 
 class _SumOfParts(torch.autograd.Function):

@@ -19,6 +19,8 @@ __all__ = ["RECIPE", "SFT"]
 class SFT(Recipe):
     """Every target counts alike, whichever sample, micro-batch or rank it is in."""
 
+    figures = ("accuracy",)
+
     def loss(self, run: TuneRun, batch: Batch) -> Loss:
         """Mean over this rank's targets; without any it is 0, of weight 0."""
         part = run.on_rank(batch)

@@ -5,6 +5,7 @@
     reward  pairs of stories: which of two is better, as a model of its own
     dpo     the same pairs: to write the better one
     grpo    a reward for stories that have the word that was asked for, and end
+    ppo     the same reward, with a second model that tells what a story is going to be worth
 
 Everything is made here: text from templates, a tokenizer of it, a LLaMA with random values. Each stage is a run in a
 folder of its own, as its command would have made it.
@@ -115,6 +116,26 @@ STAGES = (
             "warmup": 4,
             "micro_batch": 16,
             "n": 8,
+            "max_tokens": 40,
+            "beta": 0.05,
+            "reference": "copy",
+        },
+    ),
+    DemoStage(
+        "ppo",
+        "dpo",
+        "prompts",
+        "ppo: the same reward, and a model of what comes",
+        "From the same model as grpo, by the same reward. A second model learns what a story is going to be worth from "
+        "each word on; words after which it is worth more than was expected become likelier.",
+        {
+            "steps": 40,
+            "lr": 5e-4,
+            "value_lr": 1e-3,
+            "warmup": 4,
+            "micro_batch": 16,
+            "n": 8,
+            "updates": 2,
             "max_tokens": 40,
             "beta": 0.05,
             "reference": "copy",
