@@ -277,7 +277,7 @@ def test_what_does_not_go_together() -> None:
         SFTConfig.load({**common, "adapter": {"kind": "prefix"}, "text": {"pack": True}})
     with pytest.raises(ConfigError, match=r"no optimizer 'galor'.*'galore'"):
         SFTConfig.load({**common, "optimizer": "galor"})
-    with pytest.raises(ConfigError, match="GaLore keeps moments of a low rank.*leave --lora"):
+    with pytest.raises(ConfigError, match=r"GaLore keeps moments of a low rank.*leave --lora"):
         SFTConfig.load({**common, "optimizer": "galore", "adapter": {"rank": 4}})
     with pytest.raises(ConfigError, match="--galore-rank has no effect here"):
         SFTConfig.load({**common, "galore_rank": 4})
