@@ -175,7 +175,7 @@ def steps_of(folder: Path, pack: bool, ways: list[tuple[int, int]]) -> list[Any]
                 total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
                 engine.backward(total / max(batch.trained, 1), weight=batch.trained)
                 engine.step()
-                sums += torch.tensor([float(total), batch.trained])
+                sums += torch.tensor([float(total.detach()), batch.trained])
             torch.distributed.all_reduce(sums)
             after = engine.state_dict()
             found.append((float(sums[0] / sums[1]), {name: before[name] - after[name] for name in before}))
