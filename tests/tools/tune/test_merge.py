@@ -119,6 +119,49 @@ def test_what_is_merged_is_rounded_once(tmp_path: Path, options: dict[str, Any])
     assert far["ours"] <= far["theirs"]
 
 
+PEAK = """
+import sys
+from pathlib import Path
+from shardfold.tools.tune.merge import merge
+
+def held(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+most, first = 0, None
+def tick(done, total):
+    global most, first
+    now = held("RssAnon:")
+    first = now if first is None else first
+    most = max(most, now)
+merge(sys.argv[1], sys.argv[2], tick=tick, shard_bytes=8 << 20)
+print(most - first)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_a_merge_needs_the_memory_of_a_layer(tmp_path: Path, options: dict[str, Any]) -> None:
+    """What a process holds more at the peak of a merge than at its first bytes does not grow with the number of layers:
+    12 more of them, of 36 MiB in fp32 together, are not seen."""
+    import os
+    import subprocess
+    import sys
+
+    found = []
+    for layers in (4, 16):
+        folder = tmp_path / str(layers)
+        base = model_folder(folder / "base", hidden_size=256, intermediate_size=768, num_hidden_layers=layers)
+        _adapter(base, folder / "adapter", **options)
+        command = [sys.executable, "-c", PEAK, str(folder / "adapter"), str(folder / "out")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
+        ran = subprocess.run(command, capture_output=True, check=False, text=True, env=environment, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        found.append(int(ran.stdout))
+    assert found[1] - found[0] < 4 << 20, found
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_writes_a_folder_that_transformers_reads(tmp_path: Path) -> None:
     """With the tokenizer, its chat template, and a generation config that ends where turns end."""
