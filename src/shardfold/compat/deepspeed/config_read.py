@@ -308,11 +308,7 @@ def read(
     if sizes.sequence > 1 and "seq_parallel_communication_data_type" in given:
         given["communication_data_type"] = given["seq_parallel_communication_data_type"]
     precision = precision_of(get, given, stage, notes)
-    base = base_of(get("weight_quantization") or {}, "weight_quantization", notes)
-    if base is not None and (optimizer is not None or optimizer_given):
-        raise DeepSpeedConfigError(
-            "weight_quantization is for a model that is not trained, and there is an optimizer: leave one of them out."
-        )
+    base = _base_of(get, notes, trained=optimizer is not None or optimizer_given)
     values, origins = _effective(checked, batch, precision)
     return Settings(
         raw=raw, values=values, origins=origins, world_size=readers, sizes=sizes, stage=stage,
@@ -325,6 +321,19 @@ def read(
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
         wires=wires, base=base, notes=tuple(notes),
     )  # fmt: skip
+
+
+def _base_of(get: Callable[[str], Any], notes: list[Note], trained: bool) -> Quantized | None:
+    """
+    Raises:
+        DeepSpeedConfigError: the model is ``trained``.
+    """
+    base = base_of(get("weight_quantization") or {}, "weight_quantization", notes)
+    if base is not None and trained:
+        raise DeepSpeedConfigError(
+            "weight_quantization is for a model that is not trained, and there is an optimizer: leave one of them out."
+        )
+    return base
 
 
 def _ranks() -> tuple[int, str]:
