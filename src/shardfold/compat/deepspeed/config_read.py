@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardfold.compat.deepspeed.config_check import Checked, Note, check
@@ -274,10 +275,7 @@ def read(
         )
     given, notes = checked.given, checked.notes
     older_words(given)
-
-    def get(path: str) -> Any:
-        return given.get(path, KEYS[path].default)
-
+    get = partial(_value, given)
     stage = _stage(get("zero_optimization.stage"))
     if not early:
         _check_stage(get, given, stage)
@@ -321,6 +319,10 @@ def read(
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
         wires=wires, base=base, notes=tuple(notes),
     )  # fmt: skip
+
+
+def _value(given: Mapping[str, Any], path: str) -> Any:
+    return given.get(path, KEYS[path].default)
 
 
 def _base_of(get: Callable[[str], Any], notes: list[Note], trained: bool) -> Quantized | None:
