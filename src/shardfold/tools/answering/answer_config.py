@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -67,7 +67,7 @@ class GenerateConfig(AnswerConfig):
     log_probs: bool = Field(False, description="The log-probability of each token is told, too.")
 
     @model_validator(mode="after")
-    def _check_cache(self) -> Self:
+    def _check_cache(self) -> GenerateConfig:
         if self.cache is not None and parse_bytes(self.cache) is None:
             raise ConfigError(f"cache: {self.cache!r} names no bytes: write it as 1GiB or 500MB.")
         return self
@@ -80,7 +80,7 @@ class ChatConfig(AnswerConfig):
     system: str | None = Field(None, description="What the model is told before the first message.")
 
     @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
+    def _check_ranks(self) -> ChatConfig:
         if self.procs > 1 or self.tensor > 1:
             raise ConfigError("chat is one process: leave out --procs and --tensor, or use shardfold generate.")
         return self
