@@ -6,12 +6,13 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 import torch
 
 from shardfold.tools.answering.opened_model import OpenConfig, OpenedModel
@@ -21,7 +22,7 @@ from shardfold.tools.serve.answer_loop import AnswerLoop
 from shardfold.tools.serve.text_ranks import TextRanks
 from shardfold.tools.tune.data.templates import chat_template
 
-__all__ = ["Served", "alone", "asked", "chunks", "served", "spoken"]
+__all__ = ["Pace", "Served", "alone", "asked", "chunks", "paced", "served", "spoken"]
 
 NAME = "tiny"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -80,6 +81,44 @@ def served(folder: Path, *, rows: int = 4, queue: int = 60, cache: int = 2**24, 
         web.stop()
         ranks.end()
         model.close()
+
+
+class Pace:
+    """Steps of a server's model are made once they are allowed.
+
+    Attributes:
+        begun: steps that were made, and the one that waits.
+    """
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step, self._allowed, self._waits = step, threading.Semaphore(0), True
+        self.begun = 0
+
+    def __call__(self) -> None:
+        self.begun += 1
+        if self._waits:
+            self._allowed.acquire()
+        self._step()
+
+    def allow(self, steps: int) -> None:
+        self._allowed.release(steps)
+
+    def release(self) -> None:
+        """Every step from now on."""
+        self._waits = False
+        self._allowed.release()
+
+
+@contextmanager
+def paced(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pace]:
+    """So that an answer lasts as long as a test needs it, on a fast machine too."""
+    with monkeypatch.context() as patch:
+        pace = Pace(server.ranks.step)
+        patch.setattr(server.ranks, "step", pace)
+        try:
+            yield pace
+        finally:
+            pace.release()
 
 
 def spoken(url: str, *sent: bytes, shut: bool = False, timeout: float = 60) -> bytes:

@@ -25,6 +25,7 @@ from tests.tools.serve.support import (
     answered,
     asked,
     chunks,
+    paced,
     request,
     served,
     spoken,
@@ -186,7 +187,7 @@ def test_what_changes_nothing_is_taken(server: Served) -> None:
 
 
 def test_the_openai_package(server: Served) -> None:
-    """Its clients: whole, streamed, asynchronous, errors of its classes; a stream that is closed has no text left."""
+    """Its clients: whole, streamed, asynchronous, errors of its classes."""
     import openai
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -213,13 +214,31 @@ def test_the_openai_package(server: Served) -> None:
             return [each.choices[0].message.content for each in await asyncio.gather(*made)]
 
     assert asyncio.run(many()) == [expected] * 4
-    cancelled = server.app.counts["cancelled"]
-    stream = client.chat.completions.create(model=NAME, messages=messages, max_tokens=110, stream=True, seed=1)
-    next(iter(stream))
-    stream.close()
-    client.close()
-    until(lambda: server.app.counts["cancelled"] > cancelled or server.app.load == 0)
-    until(lambda: server.ranks.used_pages == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_has_no_text_under_way_a_step_later(
+    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Six long answers of one client, of which four are generated and two wait: after the second token it leaves."""
+    steps, cancelled = server.answers.steps, server.app.counts["cancelled"]
+    with paced(server, monkeypatch) as pace:
+        place = urlsplit(server.url)
+        with socket.create_connection((place.hostname, place.port), 60) as client:
+            client.sendall(request(server.url, CHAT, body_of(n=6, max_tokens=110, seed=1, stream=stream)))
+            pace.allow(2)
+            until(lambda: pace.begun == 3)
+            if stream:
+                assert client.recv(16)
+            assert server.ranks.used_pages >= 4
+        until(lambda: server.answers.waiting > 0, 20)  # where it is said that the client has left
+        pace.allow(1)
+        until(lambda: server.ranks.used_pages == 0, 20)
+        assert server.answers.steps == steps + 3
+        values = metrics(server)
+        assert values["shardfold_texts"] == values["shardfold_pages_used"] == "0"
+        assert values["shardfold_cancelled_total"] == str(cancelled + 1)
+    assert server.chat("one", max_tokens=2)[0] == 200
 
 
 def until(holds: Any, seconds: float = 60) -> None:
@@ -313,15 +332,18 @@ def test_slow_clients_hold_nobody(server: Served, monkeypatch: pytest.MonkeyPatc
     until(lambda: server.app.load == 0 and server.ranks.used_pages == 0)
 
 
-def test_a_queue_that_is_full_says_when_to_come_again(folder: Path) -> None:
+def test_a_queue_that_is_full_says_when_to_come_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(folder, rows=1, queue=1) as small:
         place = urlsplit(small.url)
-        with socket.create_connection((place.hostname, place.port), 60) as first:
+        with (
+            paced(small, monkeypatch) as pace,
+            socket.create_connection((place.hostname, place.port), 60) as first,
+        ):
             first.sendall(request(small.url, CHAT, body_of(n=2, max_tokens=100, stream=True)))
+            pace.allow(1)
             assert first.recv(100)
-            said = spoken(small.url, request(small.url, CHAT, body_of(max_tokens=1)))
-            if small.app.load:
-                assert b" 429 " in said and b"retry-after" in said.lower()
+            said = spoken(small.url, request(small.url, CHAT, body_of(max_tokens=1)), timeout=20)
+            assert b" 429 " in said and b"retry-after" in said.lower()
         until(lambda: small.app.load == 0)
         assert small.chat("one", max_tokens=1)[0] == 200
         small.app.drains = True
@@ -348,11 +370,16 @@ def test_keys(folder: Path) -> None:
         assert answered(spoken(closed.url, GET.format("/health").encode()))[0] == 200
 
 
-def test_metrics_and_page(server: Served) -> None:
-    """Figures that a scraper reads; a page whose policy lets nothing in that is not in it."""
+def metrics(server: Served) -> dict[str, str]:
+    """What a scraper reads."""
     said = spoken(server.url, GET.format("/metrics").encode()).decode()
     lines = [line for line in said.partition("\r\n\r\n")[2].splitlines() if not line.startswith("#")]
-    values = dict(line.rsplit(" ", 1) for line in lines)
+    return dict(line.rsplit(" ", 1) for line in lines)
+
+
+def test_metrics_and_page(server: Served) -> None:
+    """Figures that a scraper reads; a page whose policy lets nothing in that is not in it."""
+    values = metrics(server)
     assert int(values["shardfold_steps_total"]) > 0 and values["shardfold_pages_used"] == "0"
     page = spoken(server.url, GET.format("/").encode()).decode()
     head, _, body = page.partition("\r\n\r\n")
