@@ -33,7 +33,9 @@ PROMPTS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaMA over bytes with random weights, and a chat template."""
+    """A LLaMA over bytes with random weights, whose tokenizer begins texts with byte 0, and a chat template that does
+    not."""
+    from tokenizers import processors
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -44,6 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(place)
     tokenizer = byte_tokenizer()
+    first = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, 0)]
+    )
     tokenizer.chat_template = TEMPLATES["plain"]
     tokenizer.save_pretrained(place)
     return place
@@ -62,10 +68,12 @@ def _alone(folder: Path, row: Any, tokens: int) -> list[int]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     said = row if isinstance(row, str) else row.get("messages", row.get("prompt"))
     if isinstance(said, list):
-        said = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(said, add_special_tokens=False, return_tensors="pt").input_ids
+        asked = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        ids = tokenizer.apply_chat_template(said, **asked)["input_ids"]
+        assert ids[0, 0] != 0
     else:
         ids = tokenizer(said, return_tensors="pt").input_ids
+        assert ids[0, 0] == 0
     whole = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
     return [token for token in whole[0, ids.shape[1] :].tolist() if token != 0]
 
@@ -113,7 +121,7 @@ def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(folder: Path, tmp_pat
     [
         (["", "x"], r"p.jsonl:1 is no prompt"),
         ([{"question": "x"}], "p.jsonl:1 is no prompt"),
-        (["x" * 300], "p.jsonl:1 has 300 tokens, and the model reads 256"),
+        (["x" * 300], "p.jsonl:1 has 301 tokens, and the model reads 256"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_named(folder: Path, tmp_path: Path, rows: list[Any], words: str) -> None:
@@ -140,6 +148,16 @@ def test_a_conversation_goes_on_from_the_pages_that_it_has(folder: Path) -> None
     assert went < asked - len("Be short.") + 2 * 16  # the first page at least was there
     session.reset()
     assert "".join(session.say("Hello, who are you?")) == turns[2]["content"]
+    session.close()
+    model.close()
+
+
+def test_without_a_template_a_chat_goes_on_with_the_text(folder: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template*"))
+    config = ChatConfig.load({"model": bare, "max_tokens": 16})
+    model = OpenedModel.open(config)
+    session = ChatSession(model, config)
+    assert "".join(session.say("Once")) == byte_tokenizer().decode(_alone(bare, "Once", 16))
     session.close()
     model.close()
 

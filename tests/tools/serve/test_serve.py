@@ -30,7 +30,7 @@ from tests.tools.serve.support import (
     served,
     spoken,
 )
-from tests.tools.tune.support import model_folder
+from tests.tools.tune.support import model_folder, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,27 @@ def test_completions_have_their_own_form(server: Served) -> None:
     assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["text_offset"]) == 5
     assert all(len(each) <= 2 for each in told["top_logprobs"])
     assert said["usage"]["prompt_tokens"] == 2 * len(tokens)
+
+
+def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path: Path) -> None:
+    """With the token that the tokenizer puts in front of a text; a conversation with what the template has."""
+    from tokenizers import processors
+
+    folder, tokenizer = model_folder(tmp_path / "tiny", scale=4.0), tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<system> $A", special_tokens=[("<system>", 4)]
+    )
+    tokenizer.save_pretrained(folder)
+    with served(folder) as server:
+        text = server.complete("one", max_tokens=12, temperature=0)[1]
+        chat = server.chat("one", max_tokens=12, temperature=0)[1]
+    assert text["usage"]["prompt_tokens"] == len(tokenizer("one")["input_ids"]) == 4
+    assert text["choices"][0]["text"] == alone(folder, "<system>one", 12)
+    turns = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "one"}], add_generation_prompt=True, return_dict=True
+    )
+    assert chat["usage"]["prompt_tokens"] == len(turns["input_ids"]) == 5
+    assert chat["choices"][0]["message"]["content"] == alone(folder, "<user>one<assistant>", 12)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
