@@ -15,13 +15,14 @@ from packaging.requirements import Requirement
 import shardfold
 from shardfold.tools.extras import EXTRAS, MODULES
 
-# As where they are not installed. What they bring with them goes too. Who only asks whether there is one, as PyTorch's
-# compiler does of packages that it knows, may hear that there is.
+# As where they are not installed. What they bring with them goes too. PyTorch's compiler, which asks whether there is
+# ONNX, may hear that there is.
 ABSENT = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {absent!r} and sys._getframe(2).f_code.co_name != "find_spec":
+        asked = name.startswith("onnx") and sys._getframe(2).f_code.co_name == "find_spec"
+        if name.partition(".")[0] in {absent!r} and not asked:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Absent())
 """
