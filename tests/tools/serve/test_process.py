@@ -33,30 +33,29 @@ PUBLISHED = (
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, and where it listens."""
     command = [sys.executable, "-m", "shardfold", "serve", *arguments, "--port", "0"]
-    made = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert made.stdout is not None
-        said = ""
-        for line in made.stdout:
-            said += line
-            if (url := re.search(r"(http://\S+) answers", line)) is not None:
-                yield made, url[1]
-                return
-        raise AssertionError(said)
-    finally:
-        made.kill()
-        made.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as made:
+        try:
+            assert made.stdout is not None
+            said = ""
+            for line in made.stdout:
+                said += line
+                if (url := re.search(r"(http://\S+) answers", line)) is not None:
+                    yield made, url[1]
+                    return
+            raise AssertionError(said)
+        finally:
+            made.kill()
 
 
 @pytest.mark.parametrize("more", [(), ("--procs", "2", "--layout", "zero3")], ids=["one", "ranks"])
 def test_what_is_under_way_ends_and_nothing_new_begins(tmp_path: Path, more: tuple[str, ...]) -> None:
     """SIGTERM in the midst of a stream: it comes whole, who asks then is told 503, and the status is 0."""
-    folder = model_folder(tmp_path / "tiny", scale=4.0, max_position_embeddings=4096)
+    folder = model_folder(tmp_path / "tiny", scale=4.0, max_position_embeddings=512)
     fields = {"model": "tiny", "messages": [{"role": "user", "content": "one"}]}
     with process(str(folder), *more) as (made, url):
         place = urlsplit(url)
         with socket.create_connection((place.hostname, place.port), 200) as stream:
-            body = json.dumps({**fields, "stream": True, "max_tokens": 2000, "seed": 1, "n": 8}).encode()
+            body = json.dumps({**fields, "stream": True, "max_tokens": 300, "seed": 1, "n": 8}).encode()
             stream.sendall(request(url, CHAT, body))
             said = stream.recv(100)
             made.send_signal(signal.SIGTERM)
