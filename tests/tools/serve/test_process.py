@@ -50,12 +50,12 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 @pytest.mark.parametrize("more", [(), ("--procs", "2", "--layout", "zero3")], ids=["one", "ranks"])
 def test_what_is_under_way_ends_and_nothing_new_begins(tmp_path: Path, more: tuple[str, ...]) -> None:
     """SIGTERM in the midst of a stream: it comes whole, who asks then is told 503, and the status is 0."""
-    folder = model_folder(tmp_path / "tiny", scale=4.0, max_position_embeddings=512)
+    folder = model_folder(tmp_path / "tiny", scale=4.0, max_position_embeddings=256)
     fields = {"model": "tiny", "messages": [{"role": "user", "content": "one"}]}
     with process(str(folder), *more) as (made, url):
         place = urlsplit(url)
         with socket.create_connection((place.hostname, place.port), 200) as stream:
-            body = json.dumps({**fields, "stream": True, "max_tokens": 300, "seed": 1, "n": 8}).encode()
+            body = json.dumps({**fields, "stream": True, "max_tokens": 100, "seed": 1, "n": 8}).encode()
             stream.sendall(request(url, CHAT, body))
             said = stream.recv(100)
             made.send_signal(signal.SIGTERM)
@@ -66,7 +66,9 @@ def test_what_is_under_way_ends_and_nothing_new_begins(tmp_path: Path, more: tup
             while more_said := stream.recv(65536):
                 said += more_said
         assert b"[DONE]" in said
-        assert made.wait(60) == 0
+        assert made.stdout is not None
+        said_last = made.stdout.read()
+        assert made.wait(60) == 0, said_last
 
 
 @pytest.mark.skipif("SHARDFOLD_TEST_DATA" not in os.environ, reason="SHARDFOLD_TEST_DATA names no folder of models")
