@@ -205,7 +205,7 @@ def _spread(units: Sequence[UnitSpec], sizes: Mapping[str, int], room: float) ->
             yield unit
 
 
-def _num_bytes(unit: UnitSpec, layout: Layout) -> int:
+def _num_bytes(unit: UnitSpec, layout: Layout) -> float:
     """In proportion to its optimizer's states; or, of params, their bytes on all ranks together."""
     if layout.shares_params:
         return sum(segment.value_bytes(segment.length) for segment in unit.segments)

@@ -52,6 +52,12 @@ class NamedAdapters(Mapping[str, Tensor]):
                     wrapped.add_adapter(name, config)
             for key, tensor in load_file(folder / ADAPTER).items():
                 owner, _, last = key.rpartition(".")
+                if ".lora_" not in key:
+                    raise ConfigError(
+                        f"the adapter in {str(folder)!r} holds {key.removeprefix(PEFT)!r} whole, as peft does beside "
+                        "matrices of an embedding, so it cannot take turns with others: merge it (shardfold ckpt "
+                        "export), and serve what comes out."
+                    )
                 # Matrices are of modules by the adapter's name, other tensors parameters by it.
                 self._own[f"{owner}.{name}.{last}" if last == "weight" else f"{key}.{name}"] = tensor
         names = dict(wrapped.named_parameters(remove_duplicate=False))

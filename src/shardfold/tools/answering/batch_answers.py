@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,21 @@ __all__ = ["PromptRow", "answer_prompts", "read_prompts", "rule_of", "template_o
 
 PAGE = 16
 """Tokens of a page of keys and values."""
+FREE = {
+    "prompts",
+    "out",
+    "n",
+    "cache",
+    "rows",
+    "gather",
+    "procs",
+    "layout",
+    "tensor",
+    "memory",
+    "weights_folder",
+    "weights",
+}
+"""Settings that no answer depends on."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,8 @@ def read_prompts(path: Path) -> list[PromptRow]:
             raise ConfigError(f"{path}:{number} is no JSON ({error}): write a prompt as a JSON string.") from None
         if isinstance(said, dict):
             said = said.get("messages", said.get("prompt"))
+        if said == "":
+            raise ConfigError(f"{path}:{number} is an empty prompt: leave the line out, or begin a text.")
         turns = isinstance(said, list) and all(isinstance(each, dict) and "role" in each for each in said)
         if not said or not (isinstance(said, str) or turns):
             raise ConfigError(
@@ -93,15 +110,17 @@ class AnswerFile:
 
     Args:
         path: of the file; None: standard output.
+        rows: that are asked.
+        settings: that an answer depends on; they lie in a file beside it.
 
     Attributes:
         answered: (line, sample) of what is there already.
 
     Raises:
-        ConfigError: the file has answers to other prompts.
+        ConfigError: the file has answers to other prompts, or of other settings.
     """
 
-    def __init__(self, path: Path | None, rows: Sequence[PromptRow]) -> None:
+    def __init__(self, path: Path | None, rows: Sequence[PromptRow], settings: Mapping[str, Any]) -> None:
         self.answered: set[tuple[int, int]] = set()
         self._file = sys.stdout.fileno()
         if path is None:
@@ -125,6 +144,7 @@ class AnswerFile:
             self.answered.add(key)
             whole += len(line)
         path.parent.mkdir(parents=True, exist_ok=True)
+        _check_settings(path, settings, begun=bool(whole))
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         if os.fstat(self._file).st_size > whole:
             os.truncate(path, whole)
@@ -137,6 +157,24 @@ class AnswerFile:
         os.write(self._file, (json.dumps(said, ensure_ascii=False) + "\n").encode())
 
 
+def _check_settings(path: Path, settings: Mapping[str, Any], *, begun: bool) -> None:
+    """Answers of a file are of one model and one way to ask it.
+
+    Raises:
+        ConfigError: those that are there are of others.
+    """
+    beside = path.with_name(f"{path.name}.settings.json")
+    if begun and beside.is_file():
+        before = json.loads(beside.read_text(encoding="utf-8"))
+        if other := [name for name in settings if before.get(name) != settings[name]]:
+            raise ConfigError(
+                f"{str(path)!r} has answers of other settings ({other[0]} was {before.get(other[0])!r} and is "
+                f"{settings[other[0]]!r}): give --out another file."
+            )
+    else:
+        beside.write_text(json.dumps(dict(settings), indent=1) + "\n", encoding="utf-8")
+
+
 def answer_prompts(config: GenerateConfig) -> None:
     """Answer on this rank, together with the others if a launcher started several; each rank has every n-th prompt.
 
@@ -144,7 +182,8 @@ def answer_prompts(config: GenerateConfig) -> None:
         ConfigError: there is no such model, or a prompt cannot be answered by it.
     """
     rows = read_prompts(config.prompts)
-    file = AnswerFile(config.out, rows)
+    asked = config.model_dump(mode="json", exclude=FREE)
+    file = AnswerFile(config.out, rows, {**asked, "model": str(config.model.expanduser().resolve())})
     model = OpenedModel.open(config)
     try:
         engine = model.engine
@@ -208,6 +247,11 @@ def _pages(model: OpenedModel, config: GenerateConfig) -> int | None:
     return pages
 
 
+def _begun(row: PromptRow, text: Continuation) -> list[int]:
+    """What an answer goes on with: a prompt that is text, and no turn of somebody else's."""
+    return text.tokens[: text.start] if isinstance(row.prompt, str) else []
+
+
 def _write_answers(
     running: Generation,
     texts: Sequence[Continuation],
@@ -217,7 +261,7 @@ def _write_answers(
     file: AnswerFile | None,
 ) -> None:
     """Until all are whole; a text that meets a stop string ends there."""
-    streams = {text: TextStream(model.tokenizer, config.stop) for text in texts}
+    streams = {text: TextStream(model.tokenizer, config.stop, _begun(rows[text.request], text)) for text in texts}
     words = dict.fromkeys(texts, "")
     read = dict.fromkeys(texts, 0)
 

@@ -54,7 +54,8 @@ class Reward(Recipe):
         """``(samples,)``: the number behind each sample's last token."""
         last, samples = run.on_rank_of(last_tokens(batch.documents), batch), number_of_samples(batch)
         part = run.on_rank(batch)
-        found = (run.model if run.part is None else run.part).token_scores(**part.inputs).float()
+        model: Any = run.model if run.part is None else run.part
+        found = model.token_scores(**part.inputs).float()
         return by_sample(run, torch.where(last, found, 0.0), part, samples)
 
     def weight(self, batch: Batch) -> float:

@@ -137,7 +137,8 @@ def _tell(row: Mapping[str, Any], kind: Kind, where: str) -> str:
     known = ["messages", "conversations", "instruction", "output", "prompt", "completion", "chosen", "rejected", "text"]
     near = next((each for name in has if "Did you mean" in (each := did_you_mean(name, known))), "")
     if not near:
-        near = ' Other names are told in a config file: data = [{ path = "...", columns = { prompt = "question" } }].'
+        columns = 'columns = { prompt = "question", completion = "answer" }'
+        near = f' Other names are told in a config file: data = [{{ path = "...", {columns} }}].'
     _refuse(where, f"columns {', '.join(map(repr, has))} are of no known format; {kind} reads {_SHAPES[kind]}.{near}")
 
 
@@ -218,6 +219,8 @@ def _turn(value: Any, where: str, name: str) -> Message:
         _said(turn["value"], where, f"{name}: 'value'")
         return {"role": role, "content": turn["value"]}
     near = did_you_mean(next(iter(turn), ""), ["role", "content", "from", "value"])
+    if "Did you mean" not in near:
+        near += " An answer that is JSON itself is written as text, by json.dumps."
     _refuse(where, f"{name} has neither 'role' nor 'from'.{near}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from io import StringIO
 from itertools import islice, pairwise
@@ -82,8 +83,13 @@ def show_file(path: Path, model: Path, *, number: int = 5, color: bool = True, w
     if not (model / "tokenizer.json").is_file():
         raise ConfigError(f"model: {model} has no tokenizer.json: give the folder of a model with a fast tokenizer.")
     tokenizer = AutoTokenizer.from_pretrained(model)
+    text = Text.load({})
+    config = model / "config.json"
+    most = json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings") if config.is_file() else None
+    if isinstance(most, int) and most < text.length:  # as a run does
+        text = text.model_copy(update={"length": most})
     with TemporaryDirectory() as folder:
-        rows = prepare([Source.load({"path": path})], tokenizer, Text.load({}), _kind(path), cache=folder)
+        rows = prepare([Source.load({"path": path})], tokenizer, text, _kind(path), cache=folder)
         return show(islice(rows, number), tokenizer, facts=rows.facts, color=color, width=width)
 
 
