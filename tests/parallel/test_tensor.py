@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.errors import ModelError, UsageError
+from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.parallel import split
+from shardfold.parallel.plan import TensorPlan
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM, MODELS, batches, loss_of, make, part, plain
 
@@ -406,3 +408,89 @@ def _built_split() -> None:
 def test_a_model_that_was_built_split(ranks: Ranks) -> None:
     """Under ``sharded_init()`` over all ranks: each parameter is whole for the moment in which it is cut."""
     ranks.run(_built_split, world_size=4)
+
+
+# -- adapters of peft
+
+
+def _adapted(kind: str, heads: int = 4, kv_heads: int = 2, **options: Any) -> nn.Module:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(3)
+    if kind == "gpt2":  # one matrix for queries, keys and values
+        config = transformers.GPT2Config(vocab_size=24, n_embd=128, n_layer=2, n_head=heads, n_positions=16,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(vocab_size=24, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=16)  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    settings = {"target_modules": "all-linear", "r": 2, "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    with warnings.catch_warnings():  # peft reads a property that transformers has renamed
+        warnings.simplefilter("ignore")
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**settings | options))
+    return adapted
+
+
+def _adapted_steps(kind: str, kv_heads: int, layout: str, size: int) -> tuple[list[float], list[Any], int]:
+    """Losses, what of an adapter's gradients ranks have with the whole's shapes, and how many numbers a rank has."""
+    parallel = sf.Parallel(mesh={"tensor": size}, tensor="auto") if size > 1 else sf.Parallel()
+    model = _adapted(kind, kv_heads=kv_heads)
+    coded = "nf4" in layout  # whose values are fp32
+    engine = sf.Engine(model if coded else model.double(), optimizer=ADAM, layout=layout, parallel=parallel)
+    slots = {s.name: s for unit in engine.units for seg in unit.spec.segments for s in seg.slots}
+    losses, grads = list[float](), list[Any]()
+    for step in range(1 if coded else 2):
+        tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        losses.append(loss.item())
+        with engine.gathered(of="grads") as found:
+            grads.append({n: (g.clone(), slots[n].box) for n, g in found.items() if ".lora_" in n and n in slots})
+        engine.step()
+    engine.close()
+    return losses, grads, sum(slot.numel for slot in slots.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "layout"),
+    [
+        ("llama", 2, "zero3"),
+        ("llama", 2, "zero3+nf4/64"),
+        pytest.param("llama", 1, "zero3", marks=pytest.mark.soak),
+        pytest.param("gpt2", 4, "zero3", marks=pytest.mark.soak),
+    ],
+)
+def test_layers_with_adapters_are_cut(ranks: Ranks, kind: str, kv_heads: int, layout: str) -> None:
+    """Of each layer that peft wrapped a rank has half, of the adapter's matrix on the side that is cut, too; losses and
+    the adapters' gradients are those of one rank. Codes have blocks that no cut goes through."""
+    losses, grads, numbers = ranks.run(_adapted_steps, kind, kv_heads, layout, 1, world_size=1)[0]
+    for mine, found, some in ranks.run(_adapted_steps, kind, kv_heads, layout, 2, world_size=2):
+        assert some < 0.6 * numbers
+        assert mine == pytest.approx(losses, rel=1e-10 if "nf4" not in layout else 1e-5)
+        for step, each in enumerate(found):
+            assert len(each) == len(grads[step])
+            cut = sum(box is not None for _, box in each.values())
+            assert cut == len(each) / 2 - (4 if kv_heads == 1 else 0)  # both ranks need all of one head
+            for name, (grad, box) in each.items():
+                whole = grads[step][name][0]
+                if box is not None:
+                    whole = whole.reshape(box.view(whole.shape))[box.slices].reshape(grad.shape)
+                near = (1e-5 if "nf4" in layout else 1e-10) * whole.abs().max().item()
+                torch.testing.assert_close(
+                    grad, whole, rtol=0, atol=near, msg=lambda text, name=name: f"{name}: {text}"
+                )
+
+
+def test_adapters_that_are_not_cut_are_refused() -> None:
+    with pytest.raises(ConfigError, match="q_proj' is 'column' and has an adapter that is more than the matrices"):
+        TensorPlan(_adapted("llama", use_dora=True), "auto")
+    with pytest.raises(ConfigError, match="leave sequence_parallel out"):
+        TensorPlan(_adapted("llama"), "auto", sequence_parallel=True)
+
+
+def test_a_plan_of_which_nothing_fits_is_not_taken() -> None:
+    """The config of a model of transformers at one whose body has other names: its layers are found by a trace."""
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model.config = pytest.importorskip("transformers").LlamaConfig()
+    plan = TensorPlan(model, "auto")
+    assert {path: word.name for path, word in plan.words.items()} == {"0": "column", "2": "row"}

@@ -1,7 +1,7 @@
 """The plans of models that bring one, and of some that do not.
 
 A model has its own: an attribute ``tensor_plan``, or, as models of transformers have, ``config.base_model_tp_plan`` for
-its body and ``_tp_plan`` for its head.
+its body and ``_tp_plan`` for its head. A model that peft wrapped has the plan of the one inside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from shardfold.errors import ConfigError
 from shardfold.parallel.stream import DROPOUTS
 
-__all__ = ["divided_of", "known_plan", "unknown_style"]
+__all__ = ["adapted_words", "divided_of", "is_adapted", "known_plan", "unknown_style"]
 
 Plan = dict[str, Any]
 
@@ -100,6 +100,10 @@ def known_plan(model: nn.Module, *, sequence_parallel: bool = False) -> Plan | N
     Raises:
         ConfigError: what is between is not known.
     """
+    path, inner = _inside(model)
+    if path:
+        found = known_plan(inner, sequence_parallel=sequence_parallel)
+        return None if found is None else {f"{path}.{pattern}": word for pattern, word in found.items()}
     own: Any = getattr(model, "tensor_plan", None)
     if own is not None:
         return dict(own)
@@ -113,6 +117,42 @@ def divided_of(model: nn.Module) -> Mapping[str, Sequence[str]]:
     """What modules of a known model keep that is divided with the columns inside of them, by patterns of paths."""
     _, divided = KNOWN.get(getattr(getattr(model, "config", None), "model_type", ""), ({}, {}))
     return divided
+
+
+def is_adapted(module: nn.Module | None) -> bool:
+    """Whether it is a layer of peft around another layer."""
+    return hasattr(module, "adapter_layer_names") and isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def adapted_words(path: str, layer: Any, word: str) -> Mapping[str, str]:
+    """Words of the modules inside of a layer of peft with matrices of LoRA, ``W x + B A x``, of which the plan says
+    ``word``: B has columns where W has, and A has rows.
+
+    Raises:
+        ConfigError: how to cut it is not known.
+    """
+    if word == "replicated":
+        return {}
+    matrices = ("base_layer.", "lora_A.", "lora_B.")
+    others = [name for name, _ in layer.named_parameters() if not name.startswith(matrices)]
+    if others or getattr(layer, "lora_variant", None) or not hasattr(layer, "lora_A"):
+        more = f" ({others[0]})" if others else ""
+        raise ConfigError(
+            f"Parallel(tensor=...): {path!r} is {word!r} and has an adapter that is more than the matrices of LoRA"
+            f"{more}, which cannot be cut: give such layers plain LoRA, or leave the axis of tensor out."
+        )
+    along = {"column": "lora_B", "row": "lora_A"}.get(word)
+    found = {f"{path}.base_layer": word}
+    if along is not None:
+        found |= {f"{path}.{along}.{name}": word for name in getattr(layer, along)}
+    return found
+
+
+def _inside(model: nn.Module) -> tuple[str, nn.Module]:
+    """The path and the module of the model that peft wrapped; of another, the model itself, at ``""``."""
+    base: Any = getattr(model, "get_base_model", None)
+    inner = base() if callable(base) else model
+    return next(((path, module) for path, module in model.named_modules() if module is inner), ("", model))
 
 
 def unknown_style(model: nn.Module) -> tuple[str, str] | None:
@@ -132,6 +172,8 @@ def _plan_of_transformers(model: nn.Module) -> Plan | None:
         return None
     prefix = _prefix(model)
     plan = _of_styles(model, {f"{prefix}{pattern}": style for pattern, style in body.items()})
+    if not plan and plan is not None:  # it is another model than its config's
+        return None
     norms = _norms_of_heads(model, plan) if plan is not None else None
     return None if plan is None or norms is None else {**plan, **norms, **_ends(model)}
 

@@ -30,7 +30,7 @@ from torch import nn
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel._guess import guessed
-from shardfold.parallel._known import STYLES, divided_of, known_plan, unknown_style
+from shardfold.parallel._known import STYLES, adapted_words, divided_of, is_adapted, known_plan, unknown_style
 from shardfold.parallel.draws import Parts, look_at_draws
 from shardfold.parallel.following import Expected, follow_calls
 from shardfold.parallel.head import split_heads
@@ -108,6 +108,12 @@ class TensorPlan:
         self.words: dict[str, Word] = {}
         self.own: set[str] = set()
         self.traced = False
+        adapted = next((path for path, module in model.named_modules() if is_adapted(module)), None)
+        if sequence_parallel and adapted is not None:
+            raise ConfigError(
+                f"Parallel(sequence_parallel=True): {adapted!r} has an adapter, whose matrices work on whole "
+                "sequences: leave sequence_parallel out."
+            )
         if isinstance(said, str):
             if said != AUTO:
                 raise ConfigError(
@@ -188,13 +194,14 @@ class TensorPlan:
                 "{'*.q_proj': 'column', '*.o_proj': 'row'}."
             )
         words = {pattern: _word(pattern, word) for pattern, word in said.items()}
-        paths = [path for path, _ in model.named_modules() if path]
+        modules = dict(model.named_modules())
+        paths = [path for path in modules if path]
         unused = dict.fromkeys(words)
         for path in paths:
             for pattern, word in words.items():
                 if fnmatchcase(path, pattern):
                     if sequence_parallel or word.name not in SEQUENCE_WORDS:
-                        self.words[path] = word
+                        self._take(path, modules[path], word)
                     unused.pop(pattern, None)
                     break
         for pattern, word in getattr(model, "tensor_plan", {}).items():
@@ -207,6 +214,14 @@ class TensorPlan:
                 )
         if sequence_parallel:
             self._check_stream(model)
+
+    def _take(self, path: str, module: nn.Module, word: Word) -> None:
+        """A module has this word, or those have it that an adapter of peft is made of."""
+        if is_adapted(module):
+            inside = adapted_words(path, module, word.name)
+            self.words.update((each, Word(name, word.blocks)) for each, name in inside.items())
+        else:
+            self.words[path] = word
 
     def _check_stream(self, model: nn.Module) -> None:
         """
@@ -404,17 +419,26 @@ class Splitting:
             follow_calls(self._modules[path], path, calls, leaves, [inside[n] for n in inside if n in columns])
 
     def _of_parent(self, path: str) -> SharedInput:
-        parent = path.rpartition(".")[0]
+        """Of matrices beside an adapter's, all of its parent's; an adapter's own get what nobody else does."""
+        parent = self._parent(path) if path.endswith(".base_layer") else path.rpartition(".")[0]
         if parent not in self._shared:
             self._shared[parent] = SharedInput()
         return self._shared[parent]
 
     def _caller(self, path: str) -> nn.Module:
         """Whose forward calls the module."""
-        caller = path.rpartition(".")[0]
+        caller = self._parent(path)
         while caller and isinstance(self._modules[caller], (nn.ModuleList, nn.ModuleDict)):  # has no forward
             caller = caller.rpartition(".")[0]
         return self._modules[caller]
+
+    def _parent(self, path: str) -> str:
+        """Where the module is, or the layer of peft of which it is a part."""
+        parent = path.rpartition(".")[0]
+        around = parent.rpartition(".")[0]
+        if isinstance(self._modules[parent], nn.ModuleDict) and is_adapted(self._modules[around]):
+            parent, around = around, around.rpartition(".")[0]
+        return around if is_adapted(self._modules[parent]) else parent
 
     def _check_ties(self, path: str, module: nn.Module) -> None:
         """
@@ -447,7 +471,7 @@ class Splitting:
             collected=path.startswith(self._whole),
             begins=not self._scatters,
         )
-        parent: Any = self._modules[path.rpartition(".")[0]]
+        parent: Any = self._modules[self._parent(path)]
         width = getattr(parent, "head_dim", None) or getattr(parent, "attention_head_size", None)
         if width is None or word.name not in ("column", "row") or self._plan.traced:  # where views were looked at
             return cut
@@ -460,7 +484,7 @@ class Splitting:
         groups = vars(parent).get("num_key_value_groups", 1)
         beside = [_lengths(self._modules[name])[0] for name in self._siblings(path)]
         if word.name == "column" and groups > 1 and rows * groups in beside and (heads * groups) % size == 0:
-            chosen, self._groups[path.rpartition(".")[0]] = self._needed(heads * groups // size, groups)
+            chosen, self._groups[self._parent(path)] = self._needed(heads * groups // size, groups)
             return replace(cut, word="kv", rows=tuple(head * width + row for head in chosen for row in range(width)))
         raise ConfigError(
             f"{path!r} has {heads} heads, which cannot be divided over the {size} ranks along {self._place.axis!r}; "
@@ -468,9 +492,8 @@ class Splitting:
         )
 
     def _siblings(self, path: str) -> list[str]:
-        parent = path.rpartition(".")[0]
-        words = self._plan.words
-        return [name for name in words if name.rpartition(".")[0] == parent and words[name].name == "column"]
+        parent, words = self._parent(path), self._plan.words
+        return [name for name in words if self._parent(name) == parent and words[name].name == "column"]
 
     def _needed(self, queries: int, groups: int) -> tuple[list[int], int]:
         """Heads of keys and values for this rank's so many heads of queries, and how many queries each then serves."""

@@ -205,6 +205,18 @@ def test_stages_evaluate_and_write_as_one_rank_does(recipe: str, ranks: Ranks, t
     assert one["rates"] == pytest.approx([LR * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)])
 
 
+def test_ranks_of_tensor_write_the_adapter_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """Each has parts of its matrices; the file has all of them, and figures of steps are those of one rank."""
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.write_rows(tmp_path / "rows.jsonl", ROWS["sft"](7))
+    support.write_rows(tmp_path / "held.jsonl", ROWS["sft"](5, seed=1))
+    one = ranks.run(written, "sft", str(tmp_path), {"layout": "ddp", "micro_batch": 4}, world_size=1)[0]
+    more = {"layout": "zero3", "micro_batch": 4, "tensor": 2}
+    for found in ranks.run(written, "sft", str(tmp_path), more, world_size=2):
+        for key, value in one.items():
+            assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
+
+
 def written(recipe: str, folder: str, more: dict[str, Any]) -> dict[str, Any]:
     """What a run of two epochs said, and a sum over what it wrote."""
     from safetensors.torch import load_file

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.checkpoint import export_to
+from shardfold.checkpoint import Checkpoint, export_to
 from shardfold.tools.tune.adapters import NAME, AdaptedTensors, merged_tensors
 from shardfold.tools.tune.models import hollow_model
 from shardfold.tools.tune.run import TuneRun
@@ -77,6 +77,8 @@ def _write_adapter(run: TuneRun, folder: Path, base: Path) -> None:
             values = {"prompt_embeddings": model.get_prompt_embedding_to_save(NAME).detach().cpu().clone()}
     else:
         state = run.engine.state_dict(frozen="skip")
+        if run.config.tensor > 1:
+            state = _joined(run, state, folder.with_name("adapter-draft"))
         whole = [name for name, _ in model.named_parameters() if ".modules_to_save." in name]
         # peft asks modules that are trained whole for the names of their tensors by their own state dict.
         with run.engine.gathered(*whole) if whole and run.config.pipeline == 1 else nullcontext():
@@ -102,6 +104,20 @@ def _write_adapter(run: TuneRun, folder: Path, base: Path) -> None:
     )
     config.save_pretrained(str(folder))
     run.tokenizer.save_pretrained(folder)
+
+
+def _joined(run: TuneRun, state: Mapping[str, Tensor], draft: Path) -> dict[str, Tensor]:
+    """All of what ranks along the axis of tensor have parts of, on the rank that writes: by a checkpoint of the model,
+    base included, which puts parts of any shape together."""
+    run.engine.save(draft / "whole", wait=True, latest=False)
+    found = dict(state)
+    if run.leads:
+        with Checkpoint(draft / "whole") as saved:
+            found |= {
+                name: saved.parameter(name, dtype=state[name].dtype) for name in state if name in saved.parameters
+            }
+        shutil.rmtree(draft)
+    return found
 
 
 def _on_the_base_as_it_was(run: TuneRun, config: Any, values: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
