@@ -190,7 +190,7 @@ def staying(units: Sequence[UnitSpec], layout: Layout) -> set[str]:
     return found
 
 
-def _spread(units: Sequence[UnitSpec], sizes: Mapping[str, int], room: float) -> Iterator[UnitSpec]:
+def _spread(units: Sequence[UnitSpec], sizes: Mapping[str, float], room: float) -> Iterator[UnitSpec]:
     """Roots, and of the others every one with which they still have no more than their part of what is left."""
     left = room - sum(sizes[unit.name] for unit in units if unit.root)
     inner = sum(sizes[unit.name] for unit in units if not unit.root)
