@@ -77,7 +77,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, set[str]]]] = [
     (partial(sf.Sampler, batch_size=2), {"dataset": {"list"}}),
     (partial(sf.Sampler, 8), {"batch_size": set()}),
     (loader, {"dataset": {"None", "list"}, "sampler": set(), "num_workers": set()}),
-    (lambda **k: entered(sf.sharded_init(**k)), {"patience": set(), "timeout": set()}),
+    (lambda **k: entered(sf.sharded_init(**k)), {"patience": {"None"}, "timeout": set()}),
     (lambda **k: entered(sf.sharded_init(**k)), {"apply": set(), "hollow": set()}),
     (lambda **k: entered(sf.sharded_init(**k)), {"dtype": {"None"}, "device": {"None"}, "shard_device": {"None"}}),
     (inside_whole, {"source": {"None"}, "strict": set()}),

@@ -214,6 +214,8 @@ def test_ranks_may_leave_out_a_part_of_a_unit_and_models_may_change(ranks: Ranks
 
 
 def test_what_is_no_number_of_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Overlap\.bucket is 'much': it is bytes as a text, such as '8MiB', or None"):
+    with pytest.raises(
+        ConfigError, match=r"Overlap\.bucket is 'much': it is bytes as a text, such as '8MiB', 'auto', or None"
+    ):
         sf.Overlap(bucket="much")
     assert sf.Overlap(bucket=None).bucket_bytes == 0

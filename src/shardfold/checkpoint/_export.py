@@ -175,6 +175,7 @@ def write_folder(
     return ExportReport(target, tuple(names), len(stored.tensors), total)
 
 
+@known_arguments
 @contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
     """A path to write a folder to, which has the target's name once nothing was raised, and is removed otherwise.

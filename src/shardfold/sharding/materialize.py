@@ -390,7 +390,7 @@ class Weights:
         """
         name = self.name_of(parameter)
         rows = max(1, AT_ONCE * len(into) // into.nbytes) if into.dim() and into.numel() else 1
-        slices = (slice(0, len(into)),) if box is None else () if box.stacked else box.slices
+        slices = tuple(map(slice, into.shape[:1])) if box is None else () if box.stacked else box.slices
         if self._source is not None or not slices or not into.dim() or rows >= len(into):
             self._check_shape(parameter, (value := self.read(name, whole, box)).shape, into)
             into.copy_(value)

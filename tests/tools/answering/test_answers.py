@@ -119,7 +119,7 @@ def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(folder: Path, tmp_pat
 @pytest.mark.parametrize(
     "rows, words",
     [
-        (["", "x"], r"p.jsonl:1 is no prompt"),
+        (["", "x"], r"p.jsonl:1 is an empty prompt"),
         ([{"question": "x"}], "p.jsonl:1 is no prompt"),
         (["x" * 300], "p.jsonl:1 has 301 tokens, and the model reads 256"),
     ],

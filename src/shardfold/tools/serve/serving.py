@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardfold.engine.engine import Engine
 from shardfold.errors import ConfigError, UsageError
-from shardfold.plan.checks import described, is_integer, is_number, parse_bytes
+from shardfold.plan.checks import described, is_integer, is_number, known_arguments, parse_bytes
 from shardfold.tools.extras import sentence
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class TrainingServer:
             self._ranks.end()
 
 
+@known_arguments
 @contextmanager
 def serving(
     engine: Engine,
