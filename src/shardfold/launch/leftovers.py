@@ -24,7 +24,7 @@ MARK = "SHARDFOLD_RUN"
 LOOK = 0.05
 SWEEP = """
 import os, signal, sys
-mark = sys.argv[1].encode()
+mark, begins = (each.encode() for each in sys.argv[1:])
 if sys.stdin.buffer.read():
     sys.exit()
 again = True
@@ -35,7 +35,7 @@ while again:
             try:
                 with open(f"/proc/{name}/environ", "rb") as file:
                     variables = file.read().split(b"\\0")
-                given = [each[14:] for each in variables if each.startswith(b"SHARDFOLD_RUN=")]
+                given = [each[len(begins):] for each in variables if each.startswith(begins)]
                 if given and mark in given[-1].split(b":"):
                     os.kill(int(name), signal.SIGKILL)
                     again = True
@@ -59,7 +59,7 @@ class Leftovers:
         if Path("/proc/self/environ").exists():
             with suppress(OSError):
                 self._watcher = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", SWEEP, self._name],
+                    [sys.executable, "-I", "-S", "-c", SWEEP, self._name, f"{MARK}="],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from shardfold.tools.answering.opened_model import OpenConfig, OpenedModel
-from shardfold.tools.serve._web_app import ServedModel, WebApp
-from shardfold.tools.serve._web_side import WebSide
+from shardfold.tools.serve._web_app import WebApp
+from shardfold.tools.serve._web_side import WebSide, endpoint
 from shardfold.tools.serve.answer_loop import AnswerLoop
 from shardfold.tools.serve.text_ranks import TextRanks
-from shardfold.tools.tune.data.templates import chat_template
 
 __all__ = ["Pace", "Served", "alone", "asked", "chunks", "paced", "served", "spoken"]
 
@@ -61,14 +60,16 @@ def served(folder: Path, *, rows: int = 4, queue: int = 60, cache: int = 2**24, 
     model = OpenedModel.open(OpenConfig(model=folder), adapters)
     ranks = TextRanks(model.engine, cache=cache, rows=rows, context=model.context)
     ranks.start()
-    template = chat_template(model.tokenizer, "model")
-    vocabulary = len(model.tokenizer)
-    told = ServedModel((NAME, *adapters), model.tokenizer, template, model.first, vocabulary, ranks.capacity)
-    newest = options.pop("newest", lambda: None)
-    app = WebApp(told, ranks, most=rows + queue, host="127.0.0.1", **options)
-    answers = AnswerLoop(ranks, model.tokenizer, model.stops, app.tell, newest)
-    app.connect(answers)
-    web = WebSide(app, "127.0.0.1", 0)
+    web, app, answers = endpoint(
+        ranks,
+        model.tokenizer,
+        names=(NAME, *adapters),
+        template="model",
+        stops=model.stops,
+        most=rows + queue,
+        address=("127.0.0.1", 0),
+        **{"keys": (), **options},
+    )
     web.start()
     thread = threading.Thread(target=answers.run)
     thread.start()

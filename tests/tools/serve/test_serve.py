@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,6 +43,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Served]:
     with served(folder) as made:
         yield made
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Written in a text, in a conversation, or as a number: the server answers the next one."""
+    from transformers import AutoTokenizer
+
+    larger = tmp_path / "larger"
+    copytree(folder, larger)
+    tokenizer = AutoTokenizer.from_pretrained(larger)
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<beyond>"])
+    tokenizer.save_pretrained(larger)
+    with served(larger) as server:
+        for said in (server.complete("a <beyond>"), server.complete([0, rows]), server.chat("<beyond>")):
+            status, told = said
+            assert status == 400 and f"the model has {rows} tokens" in told["error"]["message"]
+        assert server.complete("a", max_tokens=2)[0] == 200
 
 
 @cache

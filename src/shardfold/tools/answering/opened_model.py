@@ -23,7 +23,7 @@ from shardfold.tools.recipes.train_config import TrainConfig, read_settings
 from shardfold.tools.tune.adapters import merged_tensors
 from shardfold.tools.tune.models import ModelPlace, hollow_model, quiet
 
-__all__ = ["OpenConfig", "OpenedModel", "byte_tokenizer"]
+__all__ = ["OpenConfig", "OpenedModel", "byte_tokenizer", "settings_of_train"]
 
 USUAL_LENGTH = 2048
 """Tokens that a model reads whose config does not say."""
@@ -151,14 +151,21 @@ def _stops(place: ModelPlace, tokenizer: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _of_train(folder: Path, said: Mapping[str, Any], config: OpenConfig) -> OpenedModel:
+def settings_of_train(folder: Path, said: Mapping[str, Any]) -> TrainConfig:
+    """Of a run of `shardfold train` that has a checkpoint.
+
+    Raises:
+        ConfigError: it has none.
+    """
     if not (folder / IN_RUN).is_dir():
         raise ConfigError(
-            f"the run {str(folder)!r} has no checkpoint to evaluate: train with --save-every, which writes one at the "
-            "end too."
+            f"the run {str(folder)!r} has no checkpoint: train with --save-every, which writes one at the end too."
         )
-    trained = TrainConfig.load(dict(said), where=str(folder / "config.json"), inherited=said.keys())
-    shape = trained.model_shape()
+    return TrainConfig.load(dict(said), where=str(folder / "config.json"), inherited=said.keys())
+
+
+def _of_train(folder: Path, said: Mapping[str, Any], config: OpenConfig) -> OpenedModel:
+    shape = settings_of_train(folder, said).model_shape()
     with sf.meta_init():
         model = GPT(shape)
     engine = _engine(model, config, None)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardfold import accelerator
 from shardfold.comm.backend import device_backend
 from shardfold.errors import ConfigError
+from shardfold.plan.patience import Patience
 from shardfold.plan.version import __version__
 from shardfold.tiers.limit import memory_limit
 from shardfold.tools.extras import EXTRAS, MODULES
@@ -134,6 +135,9 @@ def _processes() -> Iterator[Check]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files < FEW_FILES:
         yield Check("bad", "open files", f"at most {files} per process", f"ulimit -n {4 * FEW_FILES}")
+    patience = Patience.of_environment()
+    limits = ", ".join(f"{what} {seconds:g} s" for what, seconds in patience.limits().items())
+    yield Check("ok", "patience", f"{patience.seconds:g} s without a sign of life (shardfold run --patience): {limits}")
     limit = memory_limit()
     yield Check(
         "ok", "host memory", f"{format_bytes(limit)} for all ranks of this host" if limit else "no limit is known"

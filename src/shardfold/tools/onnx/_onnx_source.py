@@ -16,11 +16,11 @@ from shardfold.checkpoint import load_model
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError, ModelError
 from shardfold.sharding.materialize import meta_init
-from shardfold.tools.answering.opened_model import USUAL_LENGTH, byte_tokenizer
+from shardfold.tools.answering.opened_model import USUAL_LENGTH, byte_tokenizer, settings_of_train
 from shardfold.tools.onnx._layer_graph import ModelCall
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
-from shardfold.tools.recipes.train_config import TrainConfig, read_settings
+from shardfold.tools.recipes.train_config import read_settings
 from shardfold.tools.tune.adapters import merged_tensors
 from shardfold.tools.tune.merge import generation_config
 from shardfold.tools.tune.models import ModelPlace, blocks_of, hollow_model, quiet
@@ -301,13 +301,7 @@ def _drawn(channels: int, rows: int, columns: int, batch: int = BATCH) -> Tensor
 
 def _of_train(path: Path, said: Mapping[str, Any]) -> OnnxSource:
     """A GPT of `shardfold train`, as the LLaMA that it is."""
-    if not (path / IN_RUN).is_dir():
-        raise ConfigError(
-            f"the run {str(path)!r} has no checkpoint to export: train with --save-every, which writes one at the end "
-            "too."
-        )
-    trained = TrainConfig.load(dict(said), where=str(path / "config.json"), inherited=said.keys())
-    shape = trained.model_shape()
+    shape = settings_of_train(path, said).model_shape()
     if shape.experts:
         raise ConfigError(f"the run {str(path)!r} trained a mixture of experts, which is not exported to ONNX.")
     gpt = load_model(path / IN_RUN, lambda: GPT(shape), dtype=torch.float32)

@@ -289,6 +289,13 @@ class WebApp:
         model = self._known(asked.model)
         size = sum(len(each) for each in asked.prompts) + sum(len(each["content"]) for each in asked.messages)
         prompts = await asyncio.to_thread(self._tokens, asked) if size > LONG_PROMPT else self._tokens(asked)
+        for number, prompt in enumerate(prompts):
+            if max(prompt) >= self._model.vocabulary:
+                raise ApiRefusal(
+                    f"prompt {number} has the token {max(prompt)}, but the model has {self._model.vocabulary} tokens.",
+                    "messages" if asked.is_chat else "prompt",
+                    "invalid_value",
+                )
         most = [self._most_of(asked, len(prompt)) for prompt in prompts]
         job = AnswerJob(asked, prompts, most, None if model == self._model.names[0] else model)
         self._check_open()
@@ -373,12 +380,6 @@ class WebApp:
             if not found:
                 raise ApiRefusal(f"prompt {number} has no tokens.", "prompt", "invalid_value")
             return found
-        if max(given) >= model.vocabulary:
-            raise ApiRefusal(
-                f"prompt {number} has the token {max(given)}, but the model has {model.vocabulary} tokens.",
-                "prompt",
-                "invalid_value",
-            )
         return list(given)
 
     def _most_of(self, asked: AskedAnswer, prompt: int) -> int:

@@ -17,12 +17,11 @@ from shardfold.launch import GRACE_AFTER_SIGTERM
 from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.recipes.train_config import read_settings
 from shardfold.tools.serve._newest import NewestWeights
-from shardfold.tools.serve._web_app import ServedModel, WebApp
-from shardfold.tools.serve._web_side import WebSide
+from shardfold.tools.serve._web_app import WebApp
+from shardfold.tools.serve._web_side import WebSide, endpoint
 from shardfold.tools.serve.answer_loop import AnswerLoop
 from shardfold.tools.serve.serve_config import ServeConfig, read_keys
 from shardfold.tools.serve.text_ranks import TextRanks
-from shardfold.tools.tune.data.templates import chat_template
 
 __all__ = ["serve"]
 
@@ -47,19 +46,18 @@ def serve(config: ServeConfig) -> None:
                 signal.signal(number, signal.SIG_IGN)  # rank 0 says when this is the end
             ranks.follow()
             return
-        served = ServedModel(
-            (config.served_name, *config.adapters),
+        web, app, answers = endpoint(
+            ranks,
             model.tokenizer,
-            chat_template(model.tokenizer, config.template),
-            model.first,
-            len(model.tokenizer),
-            ranks.capacity,
+            names=(config.served_name, *config.adapters),
+            template=config.template,
+            stops=model.stops,
+            most=config.rows * ranks.num_places + config.queue,
+            address=(config.host, config.port),
+            keys=keys,
+            cors=config.cors,
+            newest=newest,
         )
-        most = config.rows * ranks.num_places + config.queue
-        app = WebApp(served, ranks, most=most, host=config.host, keys=keys, cors=config.cors)
-        answers = AnswerLoop(ranks, model.tokenizer, model.stops, app.tell, newest)
-        app.connect(answers)
-        web = WebSide(app, config.host, config.port)
         _run(web, app, answers, ranks)
     finally:
         model.close()

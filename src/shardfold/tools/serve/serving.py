@@ -12,7 +12,6 @@ from shardfold.plan.checks import described, is_integer, is_number, known_argume
 from shardfold.tools.extras import sentence
 
 if TYPE_CHECKING:
-    from shardfold.tools.serve._web_app import WebApp
     from shardfold.tools.serve._web_side import WebSide
     from shardfold.tools.serve.answer_loop import AnswerLoop
     from shardfold.tools.serve.text_ranks import TextRanks
@@ -111,6 +110,7 @@ def serving(
         ...         server.answer()
     """
     try:  # none of which comes without an extra
+        from shardfold.tools.serve._web_side import endpoint
         from shardfold.tools.serve.serve_config import SHORTEST_KEY, is_loopback
         from shardfold.tools.serve.text_ranks import TextRanks
     except ModuleNotFoundError as error:
@@ -126,8 +126,17 @@ def serving(
     if engine.rank:
         yield TrainingServer(engine, ranks, None, None)
         return
-    most = rows * ranks.num_places + queue
-    web, app, answers = _endpoint(ranks, tokenizer, name, template, stop, most, (host, port), keys)
+    end = tokenizer.eos_token_id
+    web, app, answers = endpoint(
+        ranks,
+        tokenizer,
+        names=(name,),
+        template=template,
+        stops=stop if stop is not None else [end] * (end is not None),
+        most=rows * ranks.num_places + queue,
+        address=(host, port),
+        keys=[key.encode() for key in keys],
+    )
     web.start()
     try:
         yield TrainingServer(engine, ranks, web, answers)
@@ -150,29 +159,3 @@ def _checked(engine: Engine, tokenizer: Any, cache: Any, **counts: Any) -> int:
     if engine.closed:
         raise UsageError("serving(): the engine is closed.")
     return size
-
-
-def _endpoint(
-    ranks: TextRanks,
-    tokenizer: Any,
-    name: str,
-    template: str,
-    stop: Sequence[int] | None,
-    most: int,
-    address: tuple[str, int],
-    keys: Sequence[str],
-) -> tuple[WebSide, WebApp, AnswerLoop]:
-    try:
-        from shardfold.tools.serve._web_app import ServedModel, WebApp
-        from shardfold.tools.serve._web_side import WebSide
-        from shardfold.tools.serve.answer_loop import AnswerLoop
-        from shardfold.tools.tune.data.templates import chat_template
-    except ModuleNotFoundError as error:
-        raise ConfigError(sentence("sf.serving", error) or str(error)) from None
-    end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
-    first = begin if begin is not None else end
-    served = ServedModel((name,), tokenizer, chat_template(tokenizer, template), first, len(tokenizer), ranks.capacity)
-    app = WebApp(served, ranks, most=most, host=address[0], keys=[key.encode() for key in keys])
-    answers = AnswerLoop(ranks, tokenizer, stop if stop is not None else [end] if end is not None else [], app.tell)
-    app.connect(answers)
-    return WebSide(app, *address), app, answers

@@ -99,6 +99,12 @@ class TextRanks:
         """On this rank."""
         return self._running.books.used if self._running is not None else 0
 
+    def vocabulary(self, tokenizer: Any) -> int:
+        """Token numbers are less: some tokenizers have tokens that the model has no row for."""
+        config: Any = getattr(self._engine.module, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return min(len(tokenizer), getattr(config, "vocab_size", None) or len(tokenizer))
+
     @property
     def alone(self) -> bool:
         return self._engine.world_size == 1
