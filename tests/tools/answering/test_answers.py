@@ -97,6 +97,9 @@ def test_answers_are_those_of_each_prompt_alone_and_are_not_asked_twice(folder: 
     again = _answers(out)
     assert out.read_text().startswith("".join(lines[:2])) and len(out.read_text().splitlines()) == 2 * len(PROMPTS)
     assert all(again[line, sample]["text"] == first[line, 0]["text"] for line, sample in again)
+    for name, other in (("max_tokens", 13), ("temperature", 0.5), ("seed", 1), ("stop", "x")):
+        with pytest.raises(ConfigError, match=rf"answers of other settings \({name} was"):
+            answer_prompts(GenerateConfig.load({**settings, name: other}))
     with pytest.raises(ConfigError, match="answers to other prompts"):
         answer_prompts(GenerateConfig.load({**settings, "prompts": _prompts(tmp_path, ["other"])}))
 

@@ -20,7 +20,7 @@ __all__ = ["demo_page"]
 TITLE = "A small model, tuned here"
 
 STYLE = """
-.answers { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 13.5rem), 1fr)); }
+.answers { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 11rem), 1fr)); }
 .answer { background: var(--card); border-radius: .5rem; padding: .7rem .9rem; overflow-wrap: anywhere; }
 .answer p { margin: .2rem 0 .5rem; } .answer small { color: var(--muted); }
 .request { margin: 1.4rem 0 .5rem; font-weight: 600; }

@@ -292,6 +292,7 @@ def test_formats_say_the_same(tmp_path: Path) -> None:
     [
         ("{", r"chat.jsonl:2: not JSON"),
         ('{"mesages": []}', r"chat.jsonl:2: .*Did you mean 'messages'"),
+        ('{"prompt": "a", "completion": {"animal": "cat"}}', r"chat.jsonl:2: .*written as text, by json.dumps"),
         ('{"messages": [{"role": "user", "contnet": "x"}]}', r"chat.jsonl:2: messages\[0\] .*Did you mean 'content'"),
         ('{"conversations": [{"from": "hunan", "value": "x"}]}', r"chat.jsonl:2: .*Did you mean 'human'"),
         ("[1]", r"chat.jsonl:2: a row is an object"),
@@ -369,6 +370,10 @@ def test_what_was_left_out_is_counted_and_shown(tmp_path: Path) -> None:
     assert "\x1b[" in show(rows, tiny_tokenizer())
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     assert "<eos>]]" in show_file(tmp_path / "chat.jsonl", tmp_path / "model", color=False)
+    # A model's own positions bound what a run trains, so they bound what is shown of it.
+    assert "1 row left out" not in show_file(tmp_path / "chat.jsonl", tmp_path / "model", color=False)
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 64}')
+    assert "nothing trained is within the length" in show_file(tmp_path / "chat.jsonl", tmp_path / "model", color=False)
 
 
 def test_weights_of_sources(tmp_path: Path) -> None:
