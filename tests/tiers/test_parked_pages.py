@@ -45,7 +45,8 @@ def given(tier: DeviceTier, numel: int = NUMEL) -> Tensor:
 
 @needs_moving
 def test_pages_of_one_flat_become_those_of_the_next() -> None:
-    """Once, and only by a flat of as many bytes; what is not a whole page stays where it is."""
+    """Once, and only by a flat of as many bytes; what is not a whole page stays where it is: up to one at each end, and
+    one more behind where the flat that had them lay in one page less."""
     tier = DeviceTier(CPU)
     first = given(tier).fill_(7.0)
     tier.take_back(first)
@@ -54,11 +55,31 @@ def test_pages_of_one_flat_become_those_of_the_next() -> None:
     assert tier._parked.num_bytes > 0
     second = given(tier)
     assert tier._parked.num_bytes == 0
-    inner = slice(mmap.PAGESIZE // 4, -mmap.PAGESIZE // 4)
+    inner = slice(mmap.PAGESIZE // 4, -2 * mmap.PAGESIZE // 4)
     assert bool((second[inner] == 7.0).all()) and bool((other == 0.0).all())
     third = given(tier).fill_(1.0)
     second.fill_(2.0)
     assert bool((third == 1.0).all()) and bool((second == 2.0).all())
+
+
+@needs_moving
+@pytest.mark.parametrize("there", [0, 64, 3712, 4032])
+@pytest.mark.parametrize("here", [0, 64, 3712, 4032])
+def test_pages_move_between_flats_that_begin_anywhere_in_a_page(here: int, there: int) -> None:
+    """The allocator says where a flat begins, and so whether it has a whole page more than the next one."""
+    around = mmap.PAGESIZE // 4
+    held = [torch.full((NUMEL + 3 * around,), float(value)) for value in (7, 5)]
+    flats = [
+        all_of_it[(start := (-all_of_it.data_ptr() % mmap.PAGESIZE + offset) // 4) : start + NUMEL]
+        for all_of_it, offset in zip(held, (here, there), strict=True)
+    ]
+    first, second = flats
+    parked = ParkedPages()
+    parked.park(first.data_ptr(), first.nbytes)
+    assert parked.hand_over(second.data_ptr(), second.nbytes) and parked.num_bytes == 0
+    assert bool((second[around : -2 * around] == 7.0).all())
+    start = second.storage_offset()
+    assert bool((held[1][:start] == 5.0).all()) and bool((held[1][start + NUMEL :] == 5.0).all())
 
 
 @needs_moving
