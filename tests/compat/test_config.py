@@ -68,7 +68,7 @@ def test_every_row_is_whole():
 
 WRONG = {
     "integer": "8.5", "number": "a lot", "boolean": "perhaps", "string": 3, "path": 3,
-    "list of strings": [1], "object": 3,
+    "list of strings": [1], "list of integers": ["a"], "object": 3,
 }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_what_would_change_the_training_is_refused(path: str):
 
 
 def test_every_refusal_is_in_one_error():
-    refused(nested("amp", {"enabled": True}, elasticity={"enabled": True}), "amp = ", "elasticity = ")
+    refused(nested("amp", {"enabled": True}, eigenvalue={"enabled": True}), "amp = ", "eigenvalue = ")
     assert read(nested("amp", {"enabled": False})).notes
 
 
@@ -200,6 +200,63 @@ def test_the_number_of_ranks_is_from_the_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert read({"train_batch_size": 8}).micro_batch == 2
     refused({"train_batch_size": 6}, "from WORLD_SIZE")
+
+
+# -- the batch that most numbers of ranks can train with
+
+ELASTIC = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 3], "max_gpus": 16}
+
+
+def test_elastic_batches_are_those_of_deepspeed():
+    """As `benchmarks/deepspeed_elasticity.py` recorded them; what has no batch there is refused."""
+    cases = json.loads((DOCS.parents[1] / "tests" / "golden" / "deepspeed_elasticity.json").read_text())["cases"]
+    for section, ranks, answer in cases:
+        if answer is None:
+            refused({"elasticity": section}, "elasticity", world_size=ranks)
+            continue
+        got = read({"elasticity": section}, world_size=ranks)
+        assert [got.train_batch_size, got.micro_batch] == answer, (section, ranks)
+        assert got.train_batch_size == got.micro_batch * got.accumulate * ranks
+
+
+def test_an_elastic_batch_is_the_same_on_every_number_of_ranks_that_it_is_for():
+    """And no number of ranks is left out that a micro-batch allows."""
+    counts = [1, 2, 3, 4, 6, 8, 12, 16]
+    assert counts == [n for n in range(1, 17) if 96 % (2 * n) == 0 or 96 % (3 * n) == 0]
+    section = {**ELASTIC, "version": 0.1}
+    for ranks in range(1, 17):
+        if ranks in counts:
+            got = read({"elasticity": section}, world_size=ranks)
+            assert got.train_batch_size == 96 and got.micro_batch in (2, 3)
+            assert "96 samples, on 1, 2, 3, 4, 6, 8, 12 or 16 ranks alike" in said(got.notes)
+            assert got.origins["train_batch_size"] == "derived" and got["elasticity.enabled"]
+        else:
+            refused({"elasticity": section}, "no batch for", "1, 2, 3, 4, 6, 8, 12 or 16 ranks", world_size=ranks)
+
+
+@pytest.mark.parametrize(
+    "section, beside, words",
+    [
+        ({}, {"train_batch_size": 8}, ("chooses", "train_batch_size is given", "ignore_non_elastic_batch_info")),
+        ({"max_train_batch_size": None}, {}, ("elasticity.max_train_batch_size is not given",)),
+        ({"micro_batch_sizes": []}, {}, ("elasticity.micro_batch_sizes is not given",)),
+        ({"micro_batch_sizes": [2, 0]}, {}, ("[2, 0]", "1 at least", "100 at most")),
+        ({"micro_batch_sizes": [60], "num_gpus_per_node": 2}, {}, ("50 at most", "one rank of each node")),
+        ({"version": 0.15}, {}, ("0.15", "0.1 and 0.2")),
+        ({"min_gpus": 17}, {}, ("min_gpus is 17", "max_gpus 16")),
+        ({"model_parallel_size": 2}, {}, ("model_parallel_size = 2", "twice")),
+        ({"min_gpu": 2}, {}, ("Did you mean 'elasticity.min_gpus'?",)),
+        ({"max_train_batch_size": 12}, {}, ("12 samples are too few for them",)),
+    ],
+)
+def test_an_elastic_section_that_cannot_be(section: dict[str, Any], beside: dict[str, Any], words: tuple[str, ...]):
+    refused({"elasticity": {**ELASTIC, **section}, **beside}, *words, world_size=13)
+
+
+def test_sizes_beside_an_elastic_section_are_passed_over_if_it_says_so():
+    config = {"train_batch_size": 7, "elasticity": {**ELASTIC, "ignore_non_elastic_batch_info": True}}
+    got = read(config, world_size=2)
+    assert got.train_batch_size == 96 and "train_batch_size = 7" in said(got.notes)
 
 
 # -- auto, and where a config comes from

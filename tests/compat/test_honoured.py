@@ -27,6 +27,8 @@ BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True}}
 BF16_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 FLOPS = {"flops_profiler": {"enabled": True, "profile_step": 1}}
+ELASTIC = {"enabled": True, "max_train_batch_size": 33, "micro_batch_sizes": [5, 2]}
+ELASTIC |= {"ignore_non_elastic_batch_info": True}
 WATCHED = {"steps_per_print": 1}
 
 # Two values of each key and what else the config has. ``None`` leaves the key out.
@@ -36,6 +38,14 @@ BOTH: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gradient_accumulation_steps": (1, 2, {}),
     "managed_gradient_accumulation": (True, False, {"gradient_accumulation_steps": 2}),
     "gradient_clipping": (0.5, 0, {}),
+    "elasticity.enabled": (False, True, {"elasticity": ELASTIC}),
+    "elasticity.max_train_batch_size": (33, 70, {"elasticity": ELASTIC}),
+    "elasticity.micro_batch_sizes": ([2], [5], {"elasticity": ELASTIC}),
+    "elasticity.min_gpus": (1, 9, {"elasticity": ELASTIC}),
+    "elasticity.max_gpus": (2, None, {"elasticity": {**ELASTIC, "prefer_larger_batch": False}}),
+    "elasticity.prefer_larger_batch": (True, False, {"elasticity": {**ELASTIC, "max_gpus": 2}}),
+    "elasticity.version": (0.1, 0.2, {"elasticity": {**ELASTIC, "num_gpus_per_node": 2}}),
+    "elasticity.num_gpus_per_node": (1, 2, {"elasticity": ELASTIC}),
     "dataloader_drop_last": (False, True, {}),
     "optimizer.type": ("Adam", "Lion", {}),
     "optimizer.params": ({"lr": 1}, {"lr": 2}, {"optimizer": {"type": "Adam"}}),
@@ -92,6 +102,7 @@ BOTH: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 # Keys whose contrary is refused.
 ONE_WAY: dict[str, tuple[Any, dict[str, Any]]] = {
     "tensor_parallel.tp.tp_size": (4, {"tensor_parallel": {"autotp_size": 2}}),
+    "elasticity.ignore_non_elastic_batch_info": (False, {"elasticity": ELASTIC}),
     "data_parallel_size": (2, {"sequence_parallel_size": 2}),
     "data_types.param_dtype": ("bf16", FP16),
     "bf16.bf16_master_weights_and_grads": (False, {"bf16": BF16_STATES, "zero_optimization": {"stage": 1}}),

@@ -65,6 +65,12 @@ def _strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [_string(one) for one in value]
 
 
+def _integers(value: Any) -> list[int]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError
+    return [_integer(one) for one in value]
+
+
 def _object(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError
@@ -88,6 +94,7 @@ TYPES: Mapping[str, Callable[[Any], Any]] = {
     "string": _string,
     "path": _path,
     "list of strings": _strings,
+    "list of integers": _integers,
     "object": _object,
     "any": lambda value: value,
     "pair of numbers": _pair,

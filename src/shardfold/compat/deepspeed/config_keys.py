@@ -102,6 +102,38 @@ BATCH = (
     _honoured("dataloader_drop_last", "boolean", False, "of the loader that initialize(training_data=...) makes"),
 )
 
+ELASTICITY = _within(
+    "elasticity",
+    _honoured("enabled", "boolean", False, "the batch is the one that most numbers of ranks can train with"),
+    _honoured(
+        "max_train_batch_size",
+        "integer",
+        None,
+        "samples per optimizer step; more only if micro-batches have no smaller multiple",
+        low=1,
+    ),
+    _honoured("micro_batch_sizes", "list of integers", None, "samples per rank and backward: the largest that divides"),
+    _honoured("min_gpus", "integer", 1, "ranks, at least", low=1),
+    _honoured("max_gpus", "integer", 10000, "ranks, at most", low=1),
+    _honoured(
+        "prefer_larger_batch", "boolean", True, "of batches for equally many numbers of ranks; false: the smaller"
+    ),
+    _honoured("version", "number", 0.2, "0.1 counts ranks, 0.2 nodes of num_gpus_per_node ranks", low=0.1, high=0.2),
+    _honoured("num_gpus_per_node", "integer", 1, "ranks of a node, for version 0.2", low=1),
+    _honoured(
+        "ignore_non_elastic_batch_info", "boolean", False, "true: batch sizes beside the section are passed over"
+    ),
+    _noted("min_time", "integer", 0, "it is for a scheduler, which nothing here is", low=0, off=(None, 0)),
+    _refused(
+        "model_parallel_size",
+        "integer",
+        1,
+        "DeepSpeed divides by it twice, so that its batch sizes do not multiply up: set the batch sizes",
+        low=1,
+        off=(None, 1),
+    ),
+)
+
 OPTIMIZER = (
     _honoured(
         "optimizer.type",
@@ -697,7 +729,6 @@ OTHERS = (
             ("eigenvalue", "it was for quantize_training"),
             ("sparse_attention", "attention is the model's"),
             ("graph_harvesting", "nothing captures graphs"),
-            ("elasticity", "set the batch sizes; a checkpoint goes on with any number of ranks"),
             ("curriculum_learning", "sort the data in a sampler"),
             ("progressive_layer_drop", "drop layers in the model"),
         )
@@ -705,6 +736,7 @@ OTHERS = (
 )
 
 KEYS: dict[str, Key] = {
-    key.path: key for key in (*BATCH, *OPTIMIZER, *PRECISION, *ZERO, *PARALLEL, *OBSERVERS, *CHECKPOINT, *OTHERS)
+    key.path: key
+    for key in (*BATCH, *ELASTICITY, *OPTIMIZER, *PRECISION, *ZERO, *PARALLEL, *OBSERVERS, *CHECKPOINT, *OTHERS)
 }
 """Every key by its path."""

@@ -2,16 +2,20 @@
 
 Nothing here imports torch, so that a config can be judged without it.
 
-The batch triad: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
+The batch triad: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks. The section
+``elasticity`` chooses it, as DeepSpeed's 0.1 and 0.2 do: among the largest multiples of each micro-batch, and of their
+least common one, by a highly composite number, the batch that most numbers of ranks divide.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isqrt, lcm
 from typing import TYPE_CHECKING, Any
 
 from shardfold.compat.deepspeed.config_check import Checked, Note, check
@@ -133,6 +137,107 @@ def _product(batch: Batch, ranks: int) -> str:
         return f", which is {batch.micro * batch.accumulate * ranks}"
     others = batch.accumulate if batch.origins[1] == DERIVED else batch.micro
     return f", and {batch.train} is not a multiple of {others} x {ranks} = {others * ranks}"
+
+
+ELASTIC = "elasticity."
+COMPOSITE = (
+    "1 2 4 6 12 24 36 48 60 120 180 240 360 720 840 1260 1680 2520 5040 7560 10080 15120 20160 25200 27720 45360 50400 "
+    "55440 83160 110880 166320 221760 277200 332640 498960 554400 665280 720720"
+)
+HIGHLY_COMPOSITE = tuple(map(int, COMPOSITE.split()))
+"""Numbers with more divisors than any below them, as far as DeepSpeed takes them."""
+
+
+def _admissible(batch: int, micros: Sequence[int], low: int, high: int) -> list[int]:
+    """Numbers of ranks, from ``low`` to ``high``, that make up the batch of one of these micro-batches."""
+    found: set[int] = set()
+    for shares in {batch // micro for micro in micros if batch % micro == 0}:
+        small = [n for n in range(1, isqrt(shares) + 1) if shares % n == 0]
+        found.update(n for one in small for n in (one, shares // one) if low <= n <= high)
+    return sorted(found)
+
+
+def _most_admissible(most: int, micros: Sequence[int], low: int, high: int, larger: bool) -> tuple[int, list[int]]:
+    """The batch of at most ``most`` samples that most numbers of ranks can train with, and these numbers."""
+    bases = {*micros, lcm(*micros)}
+    batches = {
+        base * HIGHLY_COMPOSITE[bisect(HIGHLY_COMPOSITE, most // base) - 1] if base < most else base for base in bases
+    }
+    counts = {batch: _admissible(batch, micros, low, high) for batch in batches}
+    best = max(batches, key=lambda batch: (len(counts[batch]), batch if larger else -batch))
+    return best, counts[best]
+
+
+def _elastic(get: Callable[[str], Any], given: Mapping[str, Any], ranks: int, notes: list[Note]) -> Batch:
+    """The triad that the section ``elasticity`` chooses for this number of ranks.
+
+    Raises:
+        DeepSpeedConfigError: the section lacks a size, there are sizes beside it, or it has none for these ranks.
+    """
+    most, micros, low, high = (
+        get(ELASTIC + n) for n in ("max_train_batch_size", "micro_batch_sizes", "min_gpus", "max_gpus")
+    )
+    larger, version, per_node = (get(ELASTIC + n) for n in ("prefer_larger_batch", "version", "num_gpus_per_node"))
+    beside = [name for name in TRIAD if name in given]
+    _check_elastic(most, micros, low, high, version, per_node)
+    if beside and not get(ELASTIC + "ignore_non_elastic_batch_info"):
+        raise DeepSpeedConfigError(
+            f"elasticity is enabled, which chooses the batch sizes, and {', '.join(beside)} is given: leave out one or "
+            "the other, or set elasticity.ignore_non_elastic_batch_info."
+        )
+    notes += [Note(name, given[name], "elasticity chooses the batch sizes") for name in beside]
+    if version == 0.1:
+        per_node = 1
+    # Of nodes: fewer than one is none, which is no limit.
+    high = high // per_node or most // per_node // min(micros)
+    train, counts = _most_admissible(most // per_node, micros, low // per_node or 1, high, larger)
+    train, counts = train * per_node, [n * per_node for n in counts]
+    if version == 0.2 and ranks not in counts:  # what these ranks alone can have
+        fitting = [most // (micro * ranks) * micro * ranks for micro in micros]
+        train, counts = max(fitting) if larger else min(fitting), [ranks]
+    if ranks not in counts or not train:
+        why = (
+            f"its {train} samples are for {_listed(counts)} ranks" if train else f"{most} samples are too few for them"
+        )
+        raise DeepSpeedConfigError(
+            f"elasticity has no batch for {ranks} ranks: {why}; start another number of ranks, or change "
+            "max_train_batch_size, micro_batch_sizes or max_gpus."
+        )
+    micro = max(micro for micro in micros if train // ranks % micro == 0)
+    notes.append(Note(f"{ELASTIC}enabled", True, f"a batch has {train} samples, on {_listed(counts)} ranks alike"))
+    return Batch(train, micro, train // (micro * ranks), (DERIVED, DERIVED, DERIVED))
+
+
+def _check_elastic(
+    most: int | None, micros: list[int] | None, low: int, high: int, version: float, per_node: int
+) -> None:
+    """
+    Raises:
+        DeepSpeedConfigError: a value of the section is missing, or cannot be.
+    """
+    if most is None or not micros:
+        missing = "max_train_batch_size" if most is None else "micro_batch_sizes"
+        raise DeepSpeedConfigError(f"elasticity is enabled, and elasticity.{missing} is not given: give it.")
+    if version not in (0.1, 0.2):
+        raise DeepSpeedConfigError(f"elasticity.version is {version}: the versions are 0.1 and 0.2.")
+    share = most // per_node if version == 0.2 else most
+    if not all(1 <= micro <= share for micro in micros):
+        raise DeepSpeedConfigError(
+            f"elasticity.micro_batch_sizes is {micros}: each is 1 at least, and {share} at most, the samples of "
+            f"max_train_batch_size{' for one rank of each node' * (share != most)}."
+        )
+    if low > high:
+        raise DeepSpeedConfigError(
+            f"elasticity.min_gpus is {low}, and max_gpus {high}: give limits the other way round."
+        )
+
+
+def _listed(counts: Sequence[int]) -> str:
+    """``"1, 2 or 4"``; of many, the first ones and the last."""
+    if len(counts) < 2:
+        return str(*counts) or "no"
+    shown = [*counts[:8], "...", counts[-1]] if len(counts) > 10 else counts
+    return f"{', '.join(map(str, shown[:-1]))} or {shown[-1]}"
 
 
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
@@ -291,7 +396,12 @@ def read(
         ranks_from += f", of which {sizes.sequence} share sequences" * (sizes.sequence > 1)
         if told.get("pipeline"):  # in a pipeline DeepSpeed counts each copy of the model once
             readers, ranks_from = sizes.data, f"copies of the model on {ranks} ranks"
-    batch = None if early else solve(train, micro, accumulate, readers, ranks_from)
+    if early:
+        batch = None
+    elif get(f"{ELASTIC}enabled"):
+        batch = _elastic(get, given, readers, notes)
+    else:
+        batch = solve(train, micro, accumulate, readers, ranks_from)
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
     if optimizer_given and optimizer is not None:
         why = "it is not used: initialize(optimizer=...) was given one, which is; leave one of them out"
