@@ -8,7 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["chats", "labelled", "model_folder", "pairs", "scored_folder", "texts", "tiny_tokenizer", "write_rows"]
+__all__ = [
+    "chats",
+    "labelled",
+    "model_folder",
+    "pairs",
+    "prompts",
+    "scored_folder",
+    "texts",
+    "tiny_tokenizer",
+    "write_rows",
+]
 
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -106,6 +116,12 @@ def labelled(number: int, seed: int = 0) -> list[dict[str, Any]]:
         {"prompt": _words(draw, 1, 4) + " ", "completion": _words(draw, 1, 5), "label": draw.random() < 0.5}
         for _ in range(number)
     ]
+
+
+def prompts(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompts with a word that an answer is to have."""
+    draw = random.Random(seed)
+    return [{"prompt": _words(draw, 1, 4) + " ", "contains": draw.choice("abcdefgh")} for _ in range(number)]
 
 
 def texts(number: int, seed: int = 0) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ LR = 1e-3
 TOLERANCE = 1e-5
 ROWS = {"sft": support.chats, "dpo": support.pairs, "orpo": support.pairs, "reward": support.pairs,
         "kto": support.labelled}  # fmt: skip
+
+
+def single_turns(number: int) -> list[dict[str, Any]]:
+    """Conversations of one answer: TRL distils the last one alone."""
+    return [{"messages": row["messages"][:2]} for row in support.chats(number)]
 
 
 def _number(recipe: str) -> int:
@@ -69,6 +75,8 @@ def _columns(recipe: str, rows: Any) -> dict[str, list[Any]]:
             add(input_ids=row.ids.tolist(), labels=labels)
         elif recipe == "reward":
             add(chosen_ids=row.chosen.ids.tolist(), rejected_ids=row.rejected.ids.tolist())
+        elif recipe == "distill":
+            add(messages=single_turns(len(rows))[number]["messages"])
         else:
             add(**ROWS[recipe](len(rows))[number])
     return found
@@ -85,8 +93,9 @@ def theirs(recipe: str, folder: str, lora: dict[str, Any] | None, more: dict[str
 
     disable_progress_bars()
     warnings.simplefilter("ignore")
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     here, tokenizer = Path(folder), support.tiny_tokenizer()
-    kind: Any = {"sft": "chat", "kto": "label"}.get(recipe, "pair")
+    kind: Any = {"sft": "chat", "distill": "chat", "kto": "label"}.get(recipe, "pair")
     text = Text(length=128)
     rows = prepare([Source(path=here / "rows.jsonl")], tokenizer, text, kind, cache=here / "cache")
     options: dict[str, Any] = {
@@ -95,14 +104,17 @@ def theirs(recipe: str, folder: str, lora: dict[str, Any] | None, more: dict[str
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "max_length": 128,
         "gradient_checkpointing": False, "train_sampling_strategy": "sequential", **more,
     }  # fmt: skip
+    besides: dict[str, Any] = {}
     if recipe == "orpo":
-        import os
-
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
         options["max_completion_length"] = 64
         arguments, trainer_class = ORPOConfig(**options), ORPOTrainer
+    elif recipe == "distill":
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        arguments, trainer_class = GKDConfig(**options, lmbda=0.0), GKDTrainer
+        besides["teacher_model"] = AutoModelForCausalLM.from_pretrained(here / "teacher", dtype=torch.float32)
     else:
         names = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward"}
         arguments = getattr(trl, f"{names[recipe]}Config")(**options)
@@ -111,7 +123,7 @@ def theirs(recipe: str, folder: str, lora: dict[str, Any] | None, more: dict[str
     kind_of = AutoModelForSequenceClassification if recipe == "reward" else AutoModelForCausalLM
     model: Any = kind_of.from_pretrained(here / ("scored" if recipe == "reward" else "base"), dtype=torch.float32)
     trainer = trainer_class(
-        model=model, args=arguments, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer
+        model=model, args=arguments, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer, **besides
     )
     trainer.train()
     return [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
@@ -248,6 +260,22 @@ def test_every_layout_is_the_same(layout: str, ranks: Ranks, tmp_path: Path) -> 
     one = ranks.run(ours, "dpo", str(tmp_path), "ddp", {"rank": 4}, {}, world_size=1)[0]
     two = ranks.run(ours, "dpo", str(tmp_path), layout, {"rank": 4}, {}, world_size=2)[0]
     assert two == pytest.approx(one, abs=TOLERANCE, rel=TOLERANCE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+def test_distillation_is_that_of_trl(divergence: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Its trainer of generalized knowledge distillation, without answers of the student, at both ends of its beta."""
+    support.model_folder(tmp_path / "base", scale=4.0)
+    support.model_folder(tmp_path / "teacher", scale=4.0, seed=1, num_hidden_layers=3)
+    support.write_rows(tmp_path / "rows.jsonl", single_turns(_number("distill")))
+    folder, beta = str(tmp_path), {"beta": 0.0 if divergence == "forward" else 1.0}
+    wanted = ranks.run(theirs, "distill", folder, None, beta, world_size=1)[0]
+    assert len(wanted) == STEPS and wanted[-1] < wanted[0]
+    more = {"teacher": tmp_path / "teacher", "divergence": divergence}
+    for world, layout in ((1, "ddp"), (2, "zero3")):
+        found = ranks.run(ours, "distill", folder, layout, None, more, world_size=world)[0]
+        assert found == pytest.approx(wanted, abs=TOLERANCE, rel=TOLERANCE)
 
 
 def distilled(folder: str, more: dict[str, Any]) -> list[float]:

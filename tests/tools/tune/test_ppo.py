@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from torch import Tensor
 from shardfold.testing import Ranks
 from shardfold.tools.tune import Adapter, PPOConfig
 from shardfold.tools.tune.ppo import PPO, advantages_of
-from shardfold.tools.tune.rollouts import AnswerBatch
+from shardfold.tools.tune.rollouts import AnswerBatch, DrawnAnswer, token_log_probs
 from shardfold.tools.tune.run import TuneRun
-from tests.tools.tune.support import model_folder, write_rows
+from tests.tools.tune.support import model_folder, tiny_tokenizer, write_rows
 
 MOST = 6
 WORDS = "abcdefgh"
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "ppo.json").read_text())
+"""Of TRL's last PPO, by benchmarks/ppo_values.py."""
 
 
 class Kept(PPO):
@@ -150,6 +153,83 @@ def test_losses_are_those_of_plain_pytorch_on_the_same_answers(tmp_path: Path) -
         assert value_losses[step] == pytest.approx(sum(found_values) / settings.updates, abs=1e-5)
     recipe.close()
     run.engine.close()
+
+
+class Given(PPO):
+    """PPO whose answers and rewards are given, by step."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        super().__init__()
+        self._case = case
+
+    def draw(self, run: TuneRun, window: Any, n: int) -> list[list[DrawnAnswer]]:
+        answers, rewards = self._case["answers"][run.done], self._case["rewards"][run.done]
+        mine = range(run.engine.data_rank, len(answers), run.engine.data_ranks)
+        return [
+            [
+                DrawnAnswer(row, self._case["prompts"][row], answers[row], [0.0] * len(answers[row]), True,
+                            {"given": rewards[row]})
+                for row in mine
+            ]
+        ]  # fmt: skip
+
+    def micros(self, run: TuneRun, drawn: Any) -> list[AnswerBatch]:
+        found = super().micros(run, drawn)
+        with torch.no_grad():
+            for each in found:
+                each.old = token_log_probs(run.logits(each.batch), each.batch, 1.0)
+        return found
+
+
+def _written(folder: Path) -> None:
+    """TRL's models."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+    sizes = LlamaConfig(**GOLDEN["sizes"], num_labels=1)
+    for said, kind in (("policy", AutoModelForCausalLM), ("value", AutoModelForSequenceClassification)):
+        model = kind.from_config(sizes, dtype=torch.float32)
+        kept = GOLDEN["weights"][said].items()
+        model.load_state_dict({name: torch.tensor(numbers) * GOLDEN["scale"] for name, numbers in kept})
+        model.save_pretrained(folder / said)
+        tiny_tokenizer().save_pretrained(folder / said)
+    write_rows(folder / "prompts.jsonl", [{"prompt": "a"}] * 8)
+
+
+def as_trl(folder: str, name: str, layout: str) -> tuple[list[float], list[float]]:
+    """Losses of TRL's models, answers and rewards, on these ranks."""
+    own, case = Path(folder), GOLDEN["cases"][name]
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    given = {key: case["settings"][key] for key in ("lr", "beta", "epsilon", "value_clip", "gamma", "lam")}
+    settings = PPOConfig(
+        model=own / "policy", value=own / "value", data=str(own / "prompts.jsonl"), cache=own / "cache", layout=layout,
+        reward="ends", reference="copy", n=1, max_tokens=MOST, micro_batch=4 // world, clip_norm=0.0, seed=0,
+        steps=len(case["losses"]), schedule="constant", updates=GOLDEN["updates"],
+        value_lr=1e-30 if case["settings"]["ends"] else None, **given,
+    )  # fmt: skip
+    recipe = Given(case)
+    losses, value_losses, run = trained(settings, recipe, len(case["losses"]))
+    recipe.close()
+    run.engine.close()
+    return losses, value_losses
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("whole", 2),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("whole", 1), ("ended", 1), ("ended", 2))),
+    ],
+)
+def test_losses_are_those_of_trl(name: str, world: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Twenty steps of three updates within 1e-5 of what TRL's last PPO made of the same answers: of both models where
+    answers are as long as they may be, of the policy where they end."""
+    case = GOLDEN["cases"][name]
+    _written(tmp_path)
+    layout = "ddp" if world == 1 else "zero3"
+    losses, value_losses = ranks.run(as_trl, str(tmp_path), name, layout, world_size=world)[0]
+    assert losses == pytest.approx(case["losses"], abs=1e-5, rel=1e-5)
+    if "value_losses" in case:
+        assert value_losses == pytest.approx(case["value_losses"], abs=1e-5, rel=1e-5)
 
 
 def _on_ranks(folder: str, layout: str, accumulate: int) -> tuple[list[float], list[float]]:
