@@ -176,6 +176,33 @@ def test_a_profiler_sees_every_operation_by_the_name_that_the_program_prints(
         assert {text for text in expected if not text.startswith("GRADS")} <= first  # a pass that asks
 
 
+def _observed() -> tuple[set[str], list[str], list[str]]:
+    """Operations of a step that follows the recorded order, what an observer saw of it, and of one behind it."""
+    engine, seen = _engine("zero3"), list[str]()
+
+    def step(observer: Any) -> list[str]:
+        seen.clear()
+        Section.observer = observer
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+        Section.observer = None
+        return [*seen]
+
+    step(None)
+    found = step(lambda section, number: seen.append(f"{section.name} {section.at == number} {section.ops[number]}"))
+    program, after = engine.program, step(None)
+    sections = {"forward": program.forward, "last": program.last, "step": program.step}
+    engine.close()
+    expected = {f"{name} True {op}" for name, ops in sections.items() for op in ops if op.verb not in MARKERS}
+    return expected, found, after
+
+
+def test_an_observer_is_called_in_front_of_each_operation(ranks: Ranks) -> None:
+    """Once, and only as long as there is one."""
+    for expected, found, after in ranks.run(_observed, world_size=2):
+        assert set(found) == expected and not after
+
+
 class Skipping(nn.Module):
     """Four layers, of which forward never uses the third."""
 

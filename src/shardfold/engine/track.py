@@ -7,6 +7,7 @@ and moving forward runs what lies between, so a rank that skips a unit still tak
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 from torch.profiler import record_function
 
@@ -32,7 +33,11 @@ class Section:
     Attributes:
         at: the number of the operation that was begun last; -1: of none.
         asked: the number of the one about which ranks ask each other before they begin it; None: they do not.
+        observer: of all sections of a process: called in front of each operation with the section and the operation's
+            number. It is looked for when a pass begins, so where there is none it costs nothing.
     """
+
+    observer: ClassVar[Callable[[Section, int], object] | None] = None
 
     def __init__(self, name: str, ops: Sequence[Op], bind: Callable[[Op], Call | None]) -> None:
         self.name = name
@@ -40,11 +45,11 @@ class Section:
         self.calls = [bind(op) for op in ops]
         self.at = -1
         self.asked: int | None = None
-        self._traced = False
+        self._seen = False
 
     def restart(self) -> None:
         """Nothing has been done yet. A profiler that is on sees the operations by their names."""
-        self.at, self._traced = -1, profiler_is_on()
+        self.at, self._seen = -1, profiler_is_on() or Section.observer is not None
         self.asked = None
 
     def ask(self, number: int) -> None:
@@ -58,11 +63,16 @@ class Section:
             self.at = number
             if (call := calls[number]) is None:
                 continue
-            if self._traced:
+            if self._seen:
+                self._show(number)
                 with record_function(str(self.ops[number])):
                     call()
             else:
                 call()
+
+    def _show(self, number: int) -> None:
+        if (observer := Section.observer) is not None:
+            observer(self, number)
 
     def where(self, doing: object = None) -> str:
         """The operations around the one that is marked: of a message what ranks ask about, or else what was begun last;

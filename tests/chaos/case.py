@@ -1,0 +1,166 @@
+"""What is run, what strikes it, and when: drawn by a number, or read from a line.
+
+python -m tests.chaos.case 17
+python -m tests.chaos.case "layout=zero3 ranks=3 fault=kill moment=backward part=0.5 victim=last"
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+__all__ = ["CHOICES", "STEPS", "Case", "drawn"]
+
+STEPS = 6
+"""Updates of a run."""
+LAYOUTS = {
+    "ddp": (2, 3, 4),
+    "zero1": (2, 3, 4),
+    "zero2": (2, 3, 4),
+    "zero3": (2, 3, 4),
+    "fsdp2": (2, 3, 4),
+    "hsdp": (4,),
+    "hpz": (4,),
+    "offload": (2, 3),
+    "infinity": (2, 3),
+    "disk": (2, 3),
+}
+"""By name, among how many ranks."""
+PLACES = ("begin", "made", "between", "saving", "gathered", "evaluation", "closed")
+"""Moments that are no operation."""
+SECTIONS = ("forward", "backward", "last", "step")
+MOMENTS = (*PLACES, *SECTIONS)
+DEATHS = ("kill", "late", "segv", "exit", "raise", "child", "oom")
+"""Of a rank: now, at any instruction of the next milliseconds, by its own fault, behind a process that it has started,
+for want of memory."""
+DISKS = ("torn", "eio", "full")
+"""The rank dies at a call of the file system in a save, it gets an error there, or there is no room."""
+DELAYS = ("pause", "slow", "launcher pause")
+NOTICES = ("notice term", "notice usr1", "notice file")
+ENDS = ("term", "int", "launcher kill")
+FAULTS = (*DEATHS, "stop", *DISKS, *DELAYS, *NOTICES, *ENDS)
+CHOICES: dict[str, tuple[object, ...]] = {
+    "layout": tuple(LAYOUTS),
+    "ranks": (2, 3, 4),
+    "fault": FAULTS,
+    "moment": MOMENTS,
+    "step": (0, 1, 3),
+    "victim": ("first", "second", "last"),
+    "saves": ("none", "each", "beside"),
+    "restarts": (0, 2),
+    "launcher": ("run", "train"),
+}
+"""What a case may be made of, each by itself."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        layout: a name of ``LAYOUTS``.
+        ranks: how many.
+        fault: what strikes.
+        moment: a place in a rank's work, or a section of the program.
+        step: number of updates that were done then.
+        victim: the rank that is struck.
+        saves: ``none``; ``each``: behind each step, before the next one; ``beside``: behind each second one, meanwhile.
+        restarts: how often ranks are started again.
+        launcher: ``run`` is that of scripts, ``train`` that of the library's own commands.
+        part: how far the section has come: 0 is its first operation, 1 its last.
+        call: of the file system, at which faults of disks strike.
+    """
+
+    layout: str = "zero3"
+    ranks: int = 3
+    fault: str = "kill"
+    moment: str = "backward"
+    step: int = 1
+    victim: str = "second"
+    saves: str = "each"
+    restarts: int = 0
+    launcher: str = "run"
+    part: float = 0.3
+    call: int = 9
+
+    def __str__(self) -> str:
+        return " ".join(f"{each.name}={getattr(self, each.name)}".replace(" ", "-") for each in fields(self))
+
+    @classmethod
+    def read(cls, line: str) -> Case:
+        given: dict[str, object] = {}
+        kinds = {each.name: type(each.default) for each in fields(cls)}
+        for word in line.split():
+            name, _, value = word.partition("=")
+            given[name] = kinds[name](value)
+        if "fault" in given:
+            given["fault"] = str(given["fault"]).replace("-", " ")
+        return cls(**given)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def struck(self) -> int:
+        """The victim's number."""
+        return {"first": 0, "second": 1, "last": self.ranks - 1}[self.victim]
+
+    @property
+    def patience(self) -> float:
+        """Short where it is waited for, and long where nothing is to be given up."""
+        return 1.0 if self.fault == "stop" else 10.0
+
+    def why_not(self) -> str:
+        """Why there is no such case; empty: there is."""
+        if self.ranks not in LAYOUTS[self.layout]:
+            return "the layout is for other numbers of ranks"
+        if self.victim == "second" and self.ranks == 2:
+            return "the second rank is the last"
+        if self.fault in DISKS and (self.saves == "none" or self.moment != "saving"):
+            return "a fault of the disk strikes a save"
+        if self.moment == "saving" and self.saves == "none":
+            return "nothing is saved"
+        if self.fault in NOTICES and (self.launcher != "run" or self.moment in ("begin", "closed")):
+            return "notice is for a run that trains"
+        if self.launcher == "train" and self.restarts:
+            return "it starts nothing again"
+        return ""
+
+
+def drawn(number: int) -> Case:
+    """The case of a number."""
+    draw = random.Random(number)
+    while True:
+        given = {name: draw.choice(values) for name, values in CHOICES.items()}
+        if given["fault"] in DISKS:
+            given["moment"] = "saving"
+        case = Case(**given, part=draw.randrange(21) / 20, call=draw.randrange(30))  # pyright: ignore[reportArgumentType]
+        if not case.why_not():
+            return case
+
+
+def kept() -> Iterator[Case]:
+    """Those that have failed once."""
+    for line in Path(__file__).with_name("failed.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            yield Case.read(line)
+
+
+def main(words: list[str]) -> int:
+    from tests.chaos.judge import Judge  # which imports torch
+
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="chaos-") as place, Judge(Path(place)) as judge:
+        for word in words:
+            first, dots, last = word.partition("..")
+            numbers = range(int(first), int(last if dots else first) + 1) if first.isdigit() else [word]
+            for number in numbers:
+                case = drawn(number) if isinstance(number, int) else Case.read(number)
+                verdict = judge.run(case)
+                failed += bool(verdict.wrong)
+                print(f"{number} {verdict}" if number != word else verdict, flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

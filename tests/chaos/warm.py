@@ -1,0 +1,156 @@
+"""A launcher whose ranks are forks of itself: all that it does with processes is real, only imports are not done again.
+
+Launchers start ranks by ``subprocess.Popen``. In a process that :func:`begin` has forked this means :class:`Forked`
+there: a child in a session of its own, with the environment, the streams and the preparation that are asked for, and
+without the launcher's descriptors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+from shardfold.launch import workers
+from shardfold.launch.process import die_with_parent
+
+Work = Callable[[Mapping[str, str]], None]
+"""What a rank does, given its environment."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def keep_orphans() -> None:
+    """From now on what descendants of this process leave behind is a child of it."""
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+class Forked:
+    """As ``subprocess.Popen``, but for the program: the child does ``work``."""
+
+    work: Work
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int | None,
+        stdout: int | IO[bytes] | None,
+        stderr: int | IO[bytes] | None,
+        start_new_session: bool,
+        preexec_fn: Callable[[], None] | None,
+    ) -> None:
+        self.args, self.returncode = command, None
+        self.stdin = None
+        theirs: list[int] = []
+        ours: list[IO[bytes] | None] = []
+        for number, given in ((1, stdout), (2, stderr)):
+            reader = None
+            if given is None:
+                end = os.dup(number)
+            elif given == subprocess.PIPE:
+                there, end = os.pipe()
+                reader = os.fdopen(there, "rb")
+            elif given == subprocess.DEVNULL:
+                end = os.open(os.devnull, os.O_RDWR)
+            elif given == subprocess.STDOUT:
+                end = os.dup(theirs[0])
+            else:
+                assert not isinstance(given, int)
+                end = os.dup(given.fileno())
+            theirs.append(end)
+            ours.append(reader)
+        self.stdout, self.stderr = ours
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            if start_new_session:
+                os.setsid()
+            if preexec_fn is not None:
+                preexec_fn()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            _become(env, theirs, lambda: self.work(env))
+        for end in theirs:
+            os.close(end)
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            found, status = os.waitpid(self.pid, options)
+            if found:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def begin(launch: Callable[[], int], work: Work, environment: Mapping[str, str], out: Path, err: Path) -> int:
+    """Forks a launcher, which ends with what ``launch`` returns; its process.
+
+    Args:
+        work: of each of its ranks.
+        environment: of the launcher, and so of its ranks.
+        out, err: files for what is written.
+    """
+
+    def run() -> int:
+        Forked.work = staticmethod(work)
+        names: Any = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+        workers.subprocess = names
+        return launch()
+
+    streams = [os.open(each, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for each in (out, err)]
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        die_with_parent()
+        _become(environment, streams, run)
+    for each in streams:
+        os.close(each)
+    return pid
+
+
+def _become(environment: Mapping[str, str], streams: Sequence[int], work: Callable[[], int | None]) -> None:
+    """In a child: forgets its parent, does the work, and ends as Python ends."""
+    status, interrupted = 1, False
+    try:
+        os.dup2(streams[0], 1)
+        os.dup2(streams[1], 2)
+        os.closerange(3, 4096)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        atexit._clear()
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.environ.clear()
+        os.environ.update(environment)
+        status = work() or 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        interrupted = isinstance(error, KeyboardInterrupt)
+    finally:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(status)
