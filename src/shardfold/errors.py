@@ -122,6 +122,9 @@ class NonFiniteError(ShardfoldError, ArithmeticError):
 class CheckpointError(ShardfoldError, RuntimeError):
     """A checkpoint cannot be read, or could not be written.
 
+    Attributes:
+        follows: whether only other ranks had what went wrong; the launcher then names one of those.
+
     Examples:
         >>> try:
         ...     engine.load(f"{folder}/nowhere")
@@ -129,6 +132,8 @@ class CheckpointError(ShardfoldError, RuntimeError):
         ...     print("nowhere" in str(error))
         True
     """
+
+    follows: bool = False
 
 
 class StepError(ShardfoldError, RuntimeError):

@@ -1,6 +1,6 @@
 """What is run, what strikes it, and when: drawn by a number, or read from a line.
 
-python -m tests.chaos.case 17
+python -m tests.chaos.case 17 100..199 pairwise
 python -m tests.chaos.case "layout=zero3 ranks=3 fault=kill moment=backward part=0.5 victim=last"
 """
 
@@ -146,19 +146,31 @@ def kept() -> Iterator[Case]:
             yield Case.read(line)
 
 
+def named(word: str) -> Iterator[tuple[str, Case]]:
+    """What a word of the command line means: ``17``, ``0..99``, ``pairwise``, ``pairwise:40..79``, or a line."""
+    from tests.chaos.cover import pairwise  # which draws cases
+
+    what, _, numbers = word.rpartition(":")
+    first, _, last = numbers.partition("..")
+    if word == "pairwise":
+        yield from ((f"{word}:{number}", case) for number, case in enumerate(pairwise()))
+    elif first.isdigit() and what in ("", "pairwise"):
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{what}:{number}".lstrip(":"), pairwise()[number] if what else drawn(number)
+    else:
+        yield "", Case.read(word)
+
+
 def main(words: list[str]) -> int:
     from tests.chaos.judge import Judge  # which imports torch
 
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="chaos-") as place, Judge(Path(place)) as judge:
-        for word in words:
-            first, dots, last = word.partition("..")
-            numbers = range(int(first), int(last if dots else first) + 1) if first.isdigit() else [word]
-            for number in numbers:
-                case = drawn(number) if isinstance(number, int) else Case.read(number)
-                verdict = judge.run(case)
-                failed += bool(verdict.wrong)
-                print(f"{number} {verdict}" if number != word else verdict, flush=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as place:
+        judge = Judge(Path(place))
+        for name, case in [each for word in words for each in named(word)]:
+            verdict = judge.run(case)
+            failed += bool(verdict.wrong)
+            print(f"{name} {verdict}".strip(), flush=True)
     return int(failed > 0)
 
 

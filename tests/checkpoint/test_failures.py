@@ -24,6 +24,7 @@ from shardfold.checkpoint import draft as drafts
 from shardfold.checkpoint import folders, messages, opened, run_lock
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.run_lock import LOCK, Holder
+from shardfold.comm import launcher_notes
 from shardfold.errors import CheckpointError, CollectiveError, ConfigError, UsageError
 from shardfold.testing import Ranks, RanksFailed
 from tests.support.saving import Disk, die, engine, expect, failing, left_over, train, whole
@@ -127,6 +128,34 @@ def broken_saves(folder: str) -> dict[str, list[str]]:
     trained.save(root / "taken", wait=True)
     trained.close()
     return said
+
+
+def told_launcher(folder: str, bad: int, wait: bool) -> tuple[bool, bool]:
+    """Whether this rank leaves word that it would fail by another's fault: behind a save that failed on ``bad``, and
+    behind the step after it."""
+    root, rank = Path(folder), int(os.environ["RANK"])
+    note = root / f"note-{rank}"
+    note.touch()
+    os.environ[launcher_notes.FILE] = str(note)
+    trained = engine("zero1")
+    with failing(root / "run", "pwrite", 1, errno.EIO) if rank == bad else never(True):
+        saving = trained.save(root / "run" / "a", wait=False)
+        assert saving is not None
+        with pytest.raises(CheckpointError, match=f"rank {bad}: Input/output error"):
+            saving.wait() if wait else trained.save(root / "run" / "b", wait=True)
+    behind = note.read_bytes().startswith(b"1")
+    train(trained)
+    after = note.read_bytes().startswith(b"1")
+    trained.close()
+    os.close(launcher_notes._file.pop())
+    return behind, after
+
+
+@pytest.mark.parametrize(("bad", "wait"), [(0, True), (1, False), pytest.param(2, True, marks=pytest.mark.soak)])
+def test_the_launcher_is_told_whose_disk_failed(ranks: Ranks, tmp_path: Path, bad: int, wait: bool) -> None:
+    """So that it names that rank, and not the first one that ends; who goes on has not failed."""
+    told = ranks.run(told_launcher, str(tmp_path), bad, wait, world_size=3)
+    assert told == [(rank != bad, False) for rank in range(3)]
 
 
 SAID = {

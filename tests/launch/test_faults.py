@@ -18,6 +18,7 @@ import pytest
 from shardfold import launch
 from shardfold.errors import ConfigError
 from shardfold.launch import _rendezvous as rendezvous
+from shardfold.launch._agent import Notice, SignalException, signals
 from shardfold.launch.leftovers import MARK, Leftovers
 from shardfold.launch.namespaces import Namespaces, why_not
 from shardfold.launch.options import Options
@@ -232,6 +233,23 @@ def test_ranks_that_have_notice_leave_by_themselves(how: str, capfd: pytest.Capt
 def test_a_file_for_notice_needs_seconds() -> None:
     with pytest.raises(ConfigError, match="--notice S"):
         Options(notice_file="x")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_is_not_lost_where_nothing_can_be_raised() -> None:
+    """As while an object is collected: the next look at the ranks raises it."""
+
+    class Collected:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    notice = Notice(None, None)
+    with signals("SIGTERM", notice):
+        notice.look([])
+        Collected()
+        with pytest.raises(SignalException) as told:
+            notice.look([])
+    assert told.value.sigval == signal.SIGTERM
 
 
 # -- names and addresses

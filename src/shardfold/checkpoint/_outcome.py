@@ -15,7 +15,7 @@ is rank 0 that dies, the others see from each other's words whether it was decid
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from logging import getLogger
@@ -53,6 +53,7 @@ class Outcome:
         self._others = [other for host in hosts for other in host.ranks if other]
         self._owed: list[str] = ["written", "heard"] if rank else ["outcome"]  # words that others wait for
         self._decided = ""  # rank 0's word, when nothing can go wrong any more
+        self._problem = ""  # that this rank had
 
     @property
     def _alone(self) -> bool:
@@ -92,13 +93,14 @@ class Outcome:
             CheckpointError: there is none; what was there before is as it was.
         """
         lost: list[int] = []
+        self._problem = problem
         try:
             said = self._messages.hear("written", self._others)
             lost = [rank for rank in self._others if rank not in said]
             wrong = {0: problem} | {rank: text[1:] for rank, text in said.items() if text.startswith("!")}
             wrong |= dict.fromkeys(lost, self._unheard())
             if any(wrong.values()):
-                raise CheckpointError(by_rank(wrong | {rank: "" for rank in said if rank not in wrong}))
+                raise _told(wrong | {rank: "" for rank in said if rank not in wrong}, follows=not problem)
             index = self._merged(header, part, said)
             self._check_finite(index)
             data = index.to_bytes()
@@ -110,7 +112,8 @@ class Outcome:
         except Exception as error:
             self._draft.discard()
             self._messages_end(f"!{words(error)}", lost)
-            raise failure(self._draft, words(error)) from error
+            follows = isinstance(error, CheckpointError) and error.follows
+            raise failure(self._draft, words(error), follows=follows) from error
         gone = self._older()
         self._decided = "+" + json.dumps([index.nonfinite, gone])
         self._settle(gone)
@@ -167,7 +170,7 @@ class Outcome:
         self._messages.drop("place", 0, self._messages.told("place", [0])[0])
         wrong = {rank: text[1:] for rank, text in said.items() if text != "+"} | dict.fromkeys(lost, self._unheard())
         if wrong:
-            raise CheckpointError(by_rank(wrong | {0: ""}))
+            raise _told(wrong | {0: ""}, follows=True)
         return lost
 
     def _messages_end(self, text: str, lost: Sequence[int]) -> None:
@@ -193,6 +196,7 @@ class Outcome:
         """
         gone: CheckpointError | None = None
         text, why, take_back = None, self._unheard(), None
+        self._problem = problem
         try:
             self._say_written(part, problem)
             if self._rank == self._host.ranks[0]:
@@ -208,7 +212,7 @@ class Outcome:
             self._draft.discard()
             self._draft.sweep()
             self._heard()
-            raise failure(self._draft, text[1:])
+            raise failure(self._draft, text[1:], follows=not self._problem)
         nonfinite, gone_names = json.loads(text[1:])
         if self._rank == self._host.ranks[0]:
             self._settle(gone_names)
@@ -241,7 +245,8 @@ class Outcome:
             take_back = self._draft.pledge()
         except Exception as error:
             self._draft.discard()
-            answer = f"!{words(error)}"
+            self._problem = words(error)
+            answer = f"!{self._problem}"
         self._owed = ["heard"]
         self._messages.say("placed", answer)
         return take_back
@@ -265,7 +270,7 @@ class Outcome:
         if not decided:
             if not placed:
                 self._draft.discard()
-            raise failure(self._draft, f"rank 0, which completes it: {why}") from gone
+            raise failure(self._draft, f"rank 0, which completes it: {why}", follows=True) from gone
         if placed:
             self._settle([])
         LOG.warning("%s is complete, but rank 0 did not say so: %s", self._draft.target, why)
@@ -297,11 +302,19 @@ class Outcome:
         return f"it was not heard of for {self._messages.silence:.3g} s, so it has probably died"
 
 
-def failure(draft: Draft, problem: str) -> CheckpointError:
-    """The sentence of a save that failed."""
-    return CheckpointError(
+def failure(draft: Draft, problem: str, *, follows: bool = False) -> CheckpointError:
+    """The sentence of a save that failed, by what this rank had or by what ``follows`` from others' words."""
+    error = CheckpointError(
         f"{draft.target} was not written: {problem.rstrip('.')}. Checkpoints before it are as they were."
     )
+    error.follows = follows
+    return error
+
+
+def _told(wrong: Mapping[int, str], *, follows: bool) -> CheckpointError:
+    error = CheckpointError(by_rank(wrong))
+    error.follows = follows
+    return error
 
 
 def _refuse_damage(damage: Sequence[object]) -> None:

@@ -40,6 +40,7 @@ from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.rng import set_rng_state
 from shardfold.comm.coalesced import complete
+from shardfold.comm.launcher_notes import tell_launcher
 from shardfold.errors import CheckpointError, ShardfoldError, by_rank
 from shardfold.optim.schedules import renew_rates
 from shardfold.plan.formats import Format
@@ -190,6 +191,8 @@ class _Agreed:
         if everywhere and isinstance(error, ShardfoldError) and not isinstance(error, CheckpointError):
             raise error
         told = said[0] if everywhere else by_rank(said)
+        if error is None:
+            tell_launcher(told, follows=True)
         raise CheckpointError(f"{told.rstrip('.')}. {self.after}") from error
 
 

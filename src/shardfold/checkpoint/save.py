@@ -37,6 +37,7 @@ from shardfold.checkpoint.messages import SILENCE_AT_EXIT, Messages, ask, words
 from shardfold.checkpoint.run_lock import RunLock
 from shardfold.comm.agreement import Claim
 from shardfold.comm.coalesced import as_bytes
+from shardfold.comm.launcher_notes import tell_launcher
 from shardfold.errors import CheckpointError, ConfigError, UsageError, by_rank
 from shardfold.plan.checks import known_arguments
 from shardfold.plan.report import MemoryRow
@@ -120,17 +121,20 @@ class Saving:
         if not self._over.wait(timeout):
             raise TimeoutError(f"the save to {self.path} is not over after {timeout} s.")
         if self.error is not None:
-            self.told = True
-            raise self.error
+            raise self._tell(self.error)
         assert self.report is not None
         return self.report
 
     def _untold(self) -> BaseException | None:
         """Its failure, if no call has raised that; from now on one has."""
-        if self.error is None or self.told:
-            return None
+        return None if self.error is None or self.told else self._tell(self.error)
+
+    def _tell(self, error: BaseException) -> BaseException:
+        """It is raised now, and may end this rank: then the launcher is to know whether by others' fault."""
         self.told = True
-        return self.error
+        if isinstance(error, CheckpointError) and error.follows:
+            tell_launcher(str(error), follows=True)
+        return error
 
     def _log(self) -> None:
         """Logs a failure that no call has raised, once."""
@@ -349,6 +353,8 @@ class Saver:
             if job.error is not None and not isinstance(job.error, Exception):
                 raise job.error
             if any(said):
+                if job.error is None:
+                    tell_launcher(by_rank(said), follows=True)
                 raise job.failure(by_rank(said)) from job.error
             job.begin(self._hosts(job, token, shared))
         except BaseException as error:
@@ -451,6 +457,8 @@ class Saver:
         said = self._everyone(f"save/{token}/before", "" if failed is None else str(failed))
         if any(said):
             told = next(filter(None, said)).rstrip(".")
+            if failed is None:
+                tell_launcher(told, follows=True)
             raise CheckpointError(
                 f"engine.save() to {target} was not begun, as the save before it failed in the background: {told}. "
                 "Save again when that is mended."

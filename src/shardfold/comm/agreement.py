@@ -176,6 +176,7 @@ class Agreement:
         self.notified = False  # whether this rank was told that it shall leave
         self.leaving = False  # whether all ranks know that one was
         self._given_up: str | None = None  # the sentence with which this engine was given up
+        self._aborted = False  # whether that is this rank's
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
         self._process = os.getpid()
@@ -935,6 +936,7 @@ class Agreement:
         return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
 
     def _tell_abort(self, message: str) -> None:
+        self._aborted = True
         self.job._store.set("abort", message)
 
     @property
@@ -947,11 +949,11 @@ class Agreement:
         message = self.aborted()
         if message is not None:
             self._wake()
-            raise self._give_up(message)
+            raise self._give_up(message, follows=not self._aborted)
 
-    def _give_up(self, message: str) -> OrderError:
+    def _give_up(self, message: str, *, follows: bool = False) -> OrderError:
         self.job._end(message)
-        tell_launcher(message)
+        tell_launcher(message, follows=follows)
         self._mesh.end_kernels()
         return OrderError(f"{message}{self._here()}")
 

@@ -17,6 +17,7 @@ STEP, NOTICE = 4096, 5000
 """Where in the file the number of steps is, and what says that the rank shall leave; the reason stands in front."""
 
 _file: list[int] = []  # of this process, once it is open
+_told: list[str] = []  # what was told last, until an update
 
 
 def tell_launcher(why: str, *, follows: bool = False) -> None:
@@ -27,11 +28,15 @@ def tell_launcher(why: str, *, follows: bool = False) -> None:
         follows: another rank's end is why; the launcher names that one instead, if it failed.
     """
     text = f"{int(follows)}{' '.join(why.split())}".encode()[:MOST]
+    _told[:] = [why]
     _write(text + b"\0", 0)
 
 
 def note_step(steps: int) -> None:
-    """Leaves how many updates were done."""
+    """Leaves how many updates were done. Who goes on has not failed by what was told before."""
+    if _told:
+        _told.clear()
+        _write(b"0\0", 0)
     _write(b"%020d" % steps, STEP)
 
 

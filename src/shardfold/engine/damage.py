@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable
 
 from shardfold.comm.comm import Comm
+from shardfold.comm.launcher_notes import tell_launcher
 from shardfold.errors import StepError, by_rank
 from shardfold.plan.program import Op
 
@@ -101,3 +102,5 @@ class StepFailure:
             by_rank({rank: each[which] for rank, each in zip(ranks, said, strict=True)}).rstrip(".")
             for which in ("unfinished", "unwritten")
         )
+        if not self.happened:
+            tell_launcher(self.unfinished or self.unwritten, follows=True)

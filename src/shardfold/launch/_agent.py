@@ -52,11 +52,13 @@ class Notice:
 
     Attributes:
         number: of the signal that gave it, SIGTERM if a file did; None: nobody has.
+        stopped: the signal that was no notice; None: none came.
     """
 
     def __init__(self, seconds: float | None, file: str | None) -> None:
         self.seconds, self.file = seconds, file
         self.number: signal.Signals | None = None
+        self.stopped: signal.Signals | None = None
         self._until = 0.0
 
     def take(self, number: signal.Signals) -> bool:
@@ -70,8 +72,11 @@ class Notice:
         """Pass it on to ranks, also to those that were started since.
 
         Raises:
-            SignalException: they had their time.
+            SignalException: they had their time; or what the signal's handler raised was lost, as Python ignores what
+                is raised while an object is collected or a process forks.
         """
+        if self.stopped is not None:
+            raise SignalException(f"received signal {self.stopped}", self.stopped)
         if self.file is not None and self.number is None and os.path.exists(self.file):
             self.take(signal.SIGTERM)
         if self.number is not None:
@@ -420,7 +425,8 @@ def signals(names: str, notice: Notice) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         if number in (signal.SIGTERM, signal.SIGUSR1) and notice.take(signal.Signals(number)):
             return
-        raise SignalException(f"received signal {number}", signal.Signals(number))
+        notice.stopped = signal.Signals(number)
+        raise SignalException(f"received signal {number}", notice.stopped)
 
     before: Mapping[int, Any] = {}
     try:

@@ -175,6 +175,8 @@ class Worker:
 
     @property
     def _told(self) -> str:
+        if self.returncode == -signal.SIGKILL:  # whatever it has said before, by which it did not end
+            return ""
         told = b"" if self._sign is None else os.pread(self._sign, MOST_TOLD, 0)
         return told.partition(b"\0")[0].decode(errors="replace")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardfold.comm.launcher_notes import tell_launcher
 from shardfold.errors import ConfigError, by_rank
 from shardfold.plan.cost import regions_in
 from shardfold.plan.layout import Tier
@@ -59,6 +60,8 @@ def take_room(model: ShardedModel, units: Sequence[UnitSpec], num_moments: int, 
         said = agreement.exchange(WHAT, problem)
         ranks = by_rank(dict(zip(agreement.peers.ranks, said, strict=True))).rstrip(".")
         total = sum(map(sum, wanted.values()))
+        if not problem:
+            tell_launcher(ranks, follows=True)
         if any(each.startswith(NO_FILE) for each in said):
             raise ConfigError(f"{ranks[0].upper()}{ranks[1:]}, for the {total:,} bytes of states that rest on disk.")
         raise ConfigError(f"The {total:,} bytes of states that rest on disk on each rank have no room there: {ranks}.")
