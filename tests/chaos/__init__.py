@@ -2,6 +2,7 @@
 
 case    what is run, what strikes it and when: drawn by a number, written as one line
 cover   cases in which each pair of choices meets
+hosts   cases on several hosts, as network namespaces, of which one is struck
 judge   runs a case and says what is not as it has to be
 rank    what each rank does, and the strike
 warm    a launcher whose ranks are forked, with torch imported, and no programs that begin anew

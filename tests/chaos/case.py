@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-__all__ = ["CHOICES", "STEPS", "Case", "drawn"]
-
 STEPS = 6
 """Updates of a run."""
 LAYOUTS = {
@@ -127,16 +125,25 @@ class Case:
         return ""
 
 
-def drawn(number: int) -> Case:
-    """The case of a number."""
+def drawn(number: int, **fixed: object) -> Case | None:
+    """The case of a number, with what is fixed; None: a hundred draws have found none."""
     draw = random.Random(number)
-    while True:
+    for _ in range(100):
         given = {name: draw.choice(values) for name, values in CHOICES.items()}
-        if given["fault"] in DISKS:
+        if given["fault"] in DISKS or fixed.get("fault") in DISKS:
             given["moment"] = "saving"
-        case = Case(**given, part=draw.randrange(21) / 20, call=draw.randrange(30))  # pyright: ignore[reportArgumentType]
+        given |= {"part": draw.randrange(21) / 20, "call": draw.randrange(30), **fixed}
+        case = Case(**given)  # pyright: ignore[reportArgumentType]
         if not case.why_not():
             return case
+    return None
+
+
+def of_number(number: int) -> Case:
+    """The case of a number."""
+    case = drawn(number)
+    assert case is not None
+    return case
 
 
 def kept() -> Iterator[Case]:
@@ -156,7 +163,7 @@ def named(word: str) -> Iterator[tuple[str, Case]]:
         yield from ((f"{word}:{number}", case) for number, case in enumerate(pairwise()))
     elif first.isdigit() and what in ("", "pairwise"):
         for number in range(int(first), int(last or first) + 1):
-            yield f"{what}:{number}".lstrip(":"), pairwise()[number] if what else drawn(number)
+            yield f"{what}:{number}".lstrip(":"), pairwise()[number] if what else of_number(number)
     else:
         yield "", Case.read(word)
 

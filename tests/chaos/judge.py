@@ -110,13 +110,13 @@ class Judge:
             found = self._run(case, folder, case.ranks, strikes=True)
             wrong = [*Look(case, found, folder, room).wrong()]
             if not (folder / "weights").exists() and not wrong and (folder / "run" / "latest").exists():
-                wrong += self._resumed(case, folder, found, room)
+                wrong += self.resumed(case, folder, found, room)
         if not wrong:
             subprocess.run(["rm", "-rf", str(folder)], check=True)
         sentence = found.sentences[0] if found.sentences else found.err[-600:]
         return Verdict(case, wrong, found.behind, sentence, time.monotonic() - began)
 
-    def _resumed(self, case: Case, folder: Path, before: Run, room: bool) -> Iterator[str]:
+    def resumed(self, case: Case, folder: Path, before: Run, room: bool) -> Iterator[str]:
         """Another number of ranks goes on from what is there, to what a run without a fault comes to."""
         other = case.ranks - 1 or 3
         layout = case.layout if case.layout not in ("hsdp", "hpz") else "zero2"
@@ -138,25 +138,39 @@ class Judge:
         (folder / "disk").mkdir(exist_ok=True)
         (folder / "log").unlink(missing_ok=True)
         err = folder / ("err" if strikes else "err-again")
-        environment = {
-            **{name: value for name, value in os.environ.items() if name not in RANKS},
-            "GLOO_SOCKET_IFNAME": "lo",
-            PATIENCE: f"{case.patience}",
-            "OMP_NUM_THREADS": "1",
-        }
         given = partial(work, case.layout, case.saves, case if strikes else None, folder)
-        pid = begin(partial(_launch, case, ranks, folder), given, environment, folder / "out", err)
+        pid = begin(partial(_launch, case, ranks, folder), given, environment(case, "lo"), folder / "out", err)
         watched = Watched(pid, case if strikes else None, folder)
         status = watched.wait()
         ended = time.monotonic()
-        left = [*_left(), *(f"a file of a disk tier: {each.name}" for each in (folder / "disk").iterdir())]
-        log = watched.log()
+        left = [*left_over_by(busy()), *(f"a file of a disk tier: {each.name}" for each in (folder / "disk").iterdir())]
+        log = read_log(folder)
         struck = [each["at"] for each in log if each["what"] == "struck"]
         behind = ended - struck[0] if struck else None
         return Run(status, log, err.read_text(errors="replace"), behind, left)
 
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDFOLD_RUN", "SHARDFOLD_FOLLOWS")
+
+
+def environment(case: Case, interface: str) -> dict[str, str]:
+    """Of a launcher."""
+    given = {name: value for name, value in os.environ.items() if name not in RANKS}
+    return {**given, "GLOO_SOCKET_IFNAME": interface, PATIENCE: f"{case.patience}", "OMP_NUM_THREADS": "1"}
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """What ranks have said so far, by time."""
+    try:
+        text = (folder / "log").read_text()
+    except FileNotFoundError:
+        return []
+    return sorted((json.loads(line) for line in text.splitlines()), key=lambda each: each["at"])
+
+
+def struck_in(folder: Path) -> dict[str, Any] | None:
+    """What the rank that was struck has said of it."""
+    return next((each for each in read_log(folder) if each["what"] == "struck"), None)
 
 
 def _launch(case: Case, ranks: int, folder: Path) -> int:
@@ -177,13 +191,6 @@ class Watched:
         self._paused = 0
         self._seen = False
 
-    def log(self) -> list[dict[str, Any]]:
-        try:
-            text = (self.folder / "log").read_text()
-        except FileNotFoundError:
-            return []
-        return sorted((json.loads(line) for line in text.splitlines()), key=lambda each: each["at"])
-
     def wait(self) -> int | None:
         deadline = time.monotonic() + LIMIT
         with limited(self.case) as limit:
@@ -191,18 +198,15 @@ class Watched:
                 found, status = os.waitpid(self.pid, os.WNOHANG)
                 if found:
                     return os.waitstatus_to_exitcode(status)
-                if not self._seen and self.case is not None and (struck := self._struck()):
+                if not self._seen and self.case is not None and (struck := struck_in(self.folder)):
                     self._seen = True
                     self._act(struck, limit)
                 if time.monotonic() >= self._until:
                     os.kill(self._paused, signal.SIGCONT)
                     self._until = float("inf")
                 time.sleep(0.01)
-        _kill_descendants()
+        kill_descendants()
         return None
-
-    def _struck(self) -> dict[str, Any] | None:
-        return next((each for each in self.log() if each["what"] == "struck"), None)
 
     def _act(self, struck: Mapping[str, Any], limit: Path | None) -> None:
         assert self.case is not None
@@ -212,7 +216,7 @@ class Watched:
         if self.case.fault in ("slow", "oom"):
             if limit is not None:
                 (limit / "cgroup.procs").write_text(str(struck["pid"]))
-            (self.folder / "limited").touch()
+            (self.folder / "acted").touch()
 
 
 class Look:
@@ -419,28 +423,29 @@ def limited(case: Case | None) -> Iterator[Path | None]:
 # -- what is left
 
 
-def _children() -> list[int]:
+def children(of: int | str = "self") -> list[int]:
+    """Processes that a process has started and that are not reaped."""
     found: list[int] = []
     with suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
-            found += [int(pid) for pid in Path(f"/proc/self/task/{thread}/children").read_text().split()]
+        for thread in os.listdir(f"/proc/{of}/task"):
+            found += [int(pid) for pid in Path(f"/proc/{of}/task/{thread}/children").read_text().split()]
     return found
 
 
-def _left() -> list[str]:
-    """Processes that outlive the launcher by a second; all are children of this process."""
-    deadline = time.monotonic() + busy()
+def left_over_by(seconds: float) -> list[str]:
+    """Processes that outlive the launchers by so much; all are children of this process."""
+    deadline = time.monotonic() + seconds
     there: list[int] = []
     while True:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        there = _children()
+        there = children()
         if not there or time.monotonic() > deadline:
             break
         time.sleep(0.01)
     said = [f"process {pid} is left: {_words(pid)}" for pid in there]
-    _kill_descendants()
+    kill_descendants()
     return said
 
 
@@ -450,8 +455,8 @@ def _words(pid: int) -> str:
     return ""
 
 
-def _kill_descendants() -> None:
-    while there := _children():
+def kill_descendants() -> None:
+    while there := children():
         for pid in there:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

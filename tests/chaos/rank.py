@@ -110,13 +110,13 @@ class Rank:
             case "eio":
                 raise OSError(EIO, os.strerror(EIO))
             case "oom":
-                self._wait_for("limited")
+                self._wait_for("acted")
                 taken = [bytearray(1 << 20) for _ in range(1024)]
                 raise AssertionError(f"{len(taken)} MiB were there")
             case "stop" | "pause":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case "slow":
-                self._wait_for("limited")
+            case "slow" | "host dead" | "cut" | "one way" | "freeze" | "flap" | "loss" | "slow link":
+                self._wait_for("acted")
             case "launcher pause":
                 os.kill(os.getppid(), signal.SIGSTOP)
             case "launcher kill":

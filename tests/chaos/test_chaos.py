@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardfold.testing import Ranks
-from tests.chaos.case import Case, drawn, kept
+from tests.chaos.case import Case, kept, of_number
 from tests.chaos.cover import pairs, pairwise
 
 PART, MOST = 10, 240
@@ -52,15 +52,15 @@ def test_choices_that_meet_hold(ranks: Ranks, tmp_path: Path, first: int) -> Non
 def test_drawn_cases_hold(ranks: Ranks, tmp_path: Path, first: int) -> None:
     """Cases drawn by numbers; another two thousand on each day of ``SHARDFOLD_DAY``."""
     day = int(os.environ.get("SHARDFOLD_DAY", "0"))
-    hold(ranks, [drawn(2000 * day + first + number) for number in range(2 * PART)], tmp_path)
+    hold(ranks, [of_number(2000 * day + first + number) for number in range(2 * PART)], tmp_path)
 
 
 def test_a_line_is_the_case_that_it_was_written_from() -> None:
     for number in range(200):
-        assert Case.read(str(drawn(number))) == drawn(number)
+        assert Case.read(str(of_number(number))) == of_number(number)
 
 
 def test_each_choice_meets_each_other_one() -> None:
     """All pairs that drawn cases have."""
     assert len(pairwise()) <= MOST
-    assert set().union(*map(pairs, pairwise())) >= set().union(*(pairs(drawn(number)) for number in range(2000)))
+    assert set().union(*map(pairs, pairwise())) >= set().union(*(pairs(of_number(number)) for number in range(2000)))

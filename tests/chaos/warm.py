@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from shardfold.launch.process import die_with_parent
 Work = Callable[[Mapping[str, str]], None]
 """What a rank does, given its environment."""
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
 def keep_orphans() -> None:
@@ -97,13 +99,16 @@ class Forked:
         return self.returncode
 
 
-def begin(launch: Callable[[], int], work: Work, environment: Mapping[str, str], out: Path, err: Path) -> int:
+def begin(
+    launch: Callable[[], int], work: Work, environment: Mapping[str, str], out: Path, err: Path, host: str = ""
+) -> int:
     """Forks a launcher, which ends with what ``launch`` returns; its process.
 
     Args:
         work: of each of its ranks.
         environment: of the launcher, and so of its ranks.
         out, err: files for what is written.
+        host: a network namespace that it is in, which is its host's name, too; empty: this process's.
     """
 
     def run() -> int:
@@ -117,10 +122,20 @@ def begin(launch: Callable[[], int], work: Work, environment: Mapping[str, str],
     if not pid:
         os.setsid()
         die_with_parent()
+        if host:
+            _enter(host)
         _become(environment, streams, run)
     for each in streams:
         os.close(each)
     return pid
+
+
+def _enter(host: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{host}") as space:
+        if libc.setns(space.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"{host} cannot be entered")
+    socket.sethostname(host)
 
 
 def _become(environment: Mapping[str, str], streams: Sequence[int], work: Callable[[], int | None]) -> None:

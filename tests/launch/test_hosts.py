@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -381,27 +382,50 @@ def test_what_srun_and_mpirun_are_called_with():
     assert "--include=localhost:1,2" in one and "--standalone" in one and "--hostfile=/h" not in one
 
 
-def test_agents_agree_on_the_earliest_death_in_whatever_order_they_tell():
-    """The echo of a failure is told first, its cause later, one node has nothing to tell: all name the cause."""
-    nodes = [Attempts(None, f"host-{rank}", None, None, 60.0, Patience(30.0)) for rank in range(3)]  # pyright: ignore[reportArgumentType]
+def met(patience: float) -> list[Attempts]:
+    """Three nodes in an attempt."""
+    nodes = [Attempts(None, f"host-{rank}", None, None, 60.0, Patience(patience)) for rank in range(3)]  # pyright: ignore[reportArgumentType]
     for rank, node in enumerate(nodes):
         node.node_rank, node.num_nodes = rank, 3
         node.store = (
             open_store("127.0.0.1", 0) if rank == 0 else join_store("127.0.0.1", nodes[0].store.port, timeout=60.0)
         )
+        node.store.set(f"shardfold/beat/{rank}", f"host-{rank}:0")
+    return nodes
+
+
+def test_agents_agree_on_the_earliest_death_in_whatever_order_they_tell():
+    """The echo of a failure is told first, its cause later, one node has nothing to tell: all name the cause."""
+    nodes = met(30.0)
     echo, cause = death.Death(0, 6, "host-0", 1, at=12.5), death.Death(3, 6, "host-1", 7, at=12.25)
     assert [node.heard() for node in nodes] == [None] * 3
     nodes[0].tell(echo)
     nodes[0].tell_no_more()
     nodes[2].tell_no_more()
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(nodes[rank].first, 60.0) for rank in (0, 2)]
+        asked = [pool.submit(nodes[rank].first) for rank in (0, 2)]
         assert nodes[1].heard() == echo  # the first word is enough to end the ranks
         nodes[1].tell(cause)
         assert not any(each.done() for each in asked)
         nodes[1].tell_no_more()
         assert [each.result(60) for each in asked] == [cause, cause]
-    assert nodes[1].first(0.0) == cause
+    assert nodes[1].first() == cause
+
+
+def test_a_node_that_gives_no_sign_of_life_is_told_of_in_its_place_and_nobody_waits_for_it():
+    """Those whose ranks have failed for want of it name it, also where another node has found that it is lost."""
+    nodes = met(0.4)
+    for node in nodes[:2]:
+        node.tell(death.Death(node.node_rank, 6, node.host, 1, at=12.5, follows=True))
+        node.tell_no_more()
+    with ThreadPoolExecutor(2) as pool:
+        found = [each.result(60) for each in [pool.submit(node.first) for node in nodes[:2]]]
+    assert [(each.rank, each.host) for each in filter(None, found)] == [(-1, "host-2")] * 2
+    for node in nodes[:2]:
+        node.leave()
+    began = time.monotonic()
+    nodes[0].let_leave(30.0)
+    assert time.monotonic() - began < 30
 
 
 def test_a_death_in_words():

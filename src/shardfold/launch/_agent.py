@@ -267,9 +267,9 @@ class Agent(SimpleElasticAgent):
         self.meeting.tell_no_more()
         self._shutdown()
         # A rank fails because another is gone: the earliest death is the cause, and only together do agents know it.
-        self.death = self.meeting.first(LEAVE) or self.death
-        if self.death.follows and (silent := self.meeting.silent()) is not None:
-            self.death = silent
+        told = self.meeting.first()
+        if told is not None and (self.death.follows or not told.follows):
+            self.death = told
         ours = {place.global_rank for place in group.workers}
         self.mine = self.death.host != self.host if self.death.rank < 0 else self.death.rank in ours
         if self.death.rank < 0 and self.node.backend == "static":

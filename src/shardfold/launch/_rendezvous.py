@@ -66,7 +66,8 @@ class Attempts(RendezvousHandler):
         self.node_rank, self.num_nodes = 0, 1
         self.finished = False
         self._beaten = 0.0
-        self._beats: dict[str, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
+        self._beats: dict[int, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
+        self._lost: set[int] = set()  # nodes that have long given none
 
     def get_backend(self) -> str:
         return self.inner.get_backend()
@@ -77,8 +78,12 @@ class Attempts(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.store = None  # closes the dead attempt's
-        self.finished, self._beats = False, {}
-        met = self.inner.next_rendezvous()
+        self.finished, self._beats, self._lost = False, {}, set()
+        try:
+            met = self.inner.next_rendezvous()
+        except GONE as error:
+            said = str(error).splitlines()[0].rstrip(".")
+            raise RendezvousClosedError(f"the store where nodes meet does not answer ({said})") from error
         self.node_rank, self.num_nodes = met.rank, met.world_size
         if met.rank == 0:
             address = self.address or met.bootstrap_store_info.master_addr  # pyright: ignore[reportOptionalMemberAccess]
@@ -114,34 +119,45 @@ class Attempts(RendezvousHandler):
         """Tell the other agents of a death in this attempt."""
         with suppress(*GONE):
             if self.store is not None:
-                self.store.set(f"shardfold/death/{self.node_rank}", death.to_json())
-                if self.store.add("shardfold/deaths", 1) == 1:
-                    self.store.set("shardfold/death", death.to_json())
+                self._tell(self.node_rank, death)
+
+    def _tell(self, rank: int, death: Death) -> None:
+        self.store.set(f"shardfold/death/{rank}", death.to_json())
+        if self.store.add("shardfold/deaths", 1) == 1:
+            self.store.set("shardfold/death", death.to_json())
 
     def tell_no_more(self) -> None:
         """Note that this node tells of no other death in this attempt."""
         with suppress(*GONE):
             if self.store is not None:
-                self.store.add("shardfold/told", 1)
+                self._tell_no_more(self.node_rank)
 
-    def first(self, wait: float) -> Death | None:
-        """Return the earliest death of this attempt that none other caused, once all agents tell of no more.
+    def _tell_no_more(self, rank: int) -> None:
+        self.store.set(f"shardfold/told/{rank}", "")
+        self.store.add("shardfold/told", 1)
 
-        Args:
-            wait: seconds that agents have for it; one may be lost.
+    def first(self) -> Death | None:
+        """Return the earliest death of this attempt that none other caused, once all tell of no more or are lost.
+
+        That is no later than one of them would be.
         """
         earliest: Death | None = None
-        with suppress(*GONE):
-            if self.store is None:
-                return None
-            deadline = time.monotonic() + wait
+        if self.store is None:
+            return None
+        try:
+            deadline = time.monotonic() + self.patience.lost + 2 * self.patience.beat
             while self.store.add("shardfold/told", 0) < self.num_nodes and time.monotonic() < deadline:
+                if self.node_rank == 0:
+                    self._look_for_lost(time.monotonic())
                 time.sleep(POLL)
             for rank in range(self.num_nodes):
                 if self.store.check([f"shardfold/death/{rank}"]):
                     death = Death.from_json(self.store.get(f"shardfold/death/{rank}"))
                     if earliest is None or (death.follows, death.at) < (earliest.follows, earliest.at):
                         earliest = death
+        except GONE:
+            if earliest is None:
+                return Death(-1, 0, "of node 0", 0, at=time.time(), follows=True)
         return earliest
 
     def heard(self) -> Death | None:
@@ -165,37 +181,27 @@ class Attempts(RendezvousHandler):
         self._beaten = now
         with suppress(*GONE):
             self.store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
-            if self.node_rank:
-                return None
-            if (lost := self._without_beat(now)) is not None:
-                self.tell(lost)
-                return lost
+            if self.node_rank == 0:
+                return self._look_for_lost(now)
         return None
 
-    def silent(self) -> Death | None:
-        """The loss of a node that gives no sign of life any more and has told of nothing, which would be why the ranks
-        of this one failed; None: each of them gives signs, until one of them would be lost."""
-        deadline = time.monotonic() + self.patience.lost + self.patience.beat
-        with suppress(*GONE):
-            while self.num_nodes > 1 and self.store is not None and time.monotonic() < deadline:
-                if self.store.add("shardfold/told", 0) >= self.num_nodes:
-                    return None
-                if (lost := self._without_beat(time.monotonic())) is not None:
-                    return lost
-                time.sleep(POLL)
-            return None
-        return Death(-1, 0, "of node 0", 0, at=time.time())
+    def _look_for_lost(self, now: float) -> Death | None:
+        """The loss of a node whose last sign of life is too old, of which the others are told in its place.
 
-    def _without_beat(self, now: float) -> Death | None:
-        """The loss of a node whose last sign of life is too old. The clock of this node alone is asked."""
-        others = [rank for rank in range(self.num_nodes) if rank != self.node_rank]
+        The clock of this node alone is asked.
+        """
+        others = [rank for rank in range(1, self.num_nodes) if rank not in self._lost]
         keys = [f"shardfold/beat/{rank}" for rank in others]
-        for key, value in zip(keys, self.store.multi_get(keys), strict=True):
-            if self._beats.get(key, (b"", now))[0] != value:
-                self._beats[key] = (value, now)
-            elif now - self._beats[key][1] > self.patience.lost:
-                return Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
-        return None
+        lost: Death | None = None
+        for rank, value in zip(others, self.store.multi_get(keys) if keys else [], strict=True):
+            if self._beats.get(rank, (b"", now))[0] != value:
+                self._beats[rank] = (value, now)
+            elif now - self._beats[rank][1] > self.patience.lost and not self.store.check([f"shardfold/told/{rank}"]):
+                lost = Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
+                self._lost.add(rank)
+                self._tell(rank, lost)
+                self._tell_no_more(rank)
+        return lost
 
     def finish(self) -> bool:
         """Note that this node's ranks have ended well, and return whether all nodes' have."""
@@ -214,7 +220,7 @@ class Attempts(RendezvousHandler):
         with suppress(*GONE):
             deadline = time.monotonic() + wait
             while self.node_rank == 0 and self.store is not None and time.monotonic() < deadline:
-                if self.store.add("shardfold/left", 0) >= self.num_nodes:
+                if self.store.add("shardfold/left", 0) >= self.num_nodes - len(self._lost):
                     return
                 time.sleep(POLL)
 
@@ -351,8 +357,14 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
         run_id=name,
         min_nodes=node.nodes[0],
         max_nodes=node.nodes[1],
-        local_addr=node.address,
-        **{"join_timeout": str(int(timeout)), **_at_home(node), **conf},
+        local_addr=node.address or _towards(node.host),
+        **{
+            "join_timeout": str(int(timeout)),
+            "keep_alive_interval": str(patience.keep_alive),
+            "keep_alive_max_attempt": "3",
+            **_at_home(node),
+            **conf,
+        },
     )
     return Attempts(get_rendezvous_handler(parameters), host, None, None, timeout, patience)
 
@@ -367,6 +379,17 @@ def _at_home(node: Node) -> dict[str, str]:
     except OSError:
         return {}
     return {"is_host": str(any(map(_is_local, addresses)))}
+
+
+def _towards(host: str) -> str | None:
+    """This host's address on the way to another one: its name, which torch would take, is known to others only where
+    somebody has seen to that. None: there is no way."""
+    with suppress(OSError):
+        for family, kind, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # nothing is sent
+                return str(probe.getsockname()[0])
+    return None
 
 
 def _is_local(address: str | int) -> bool:
