@@ -13,7 +13,8 @@ import torch
 
 import shardfold as sf
 from shardfold.checkpoint import run_lock
-from shardfold.checkpoint.folders import listed
+from shardfold.checkpoint.draft import Draft
+from shardfold.checkpoint.folders import INDEX, listed
 from shardfold.checkpoint.run_lock import LOCK, Holder
 from shardfold.errors import CheckpointError
 from tests.support.saving import engine, failing, train
@@ -137,6 +138,59 @@ def test_a_restart_on_another_host_goes_on_and_the_old_one_is_refused(
     with pytest.raises(CheckpointError, match="step-2"):
         old.save(root / "step-2", wait=True)
     old.close()
+
+
+@pytest.mark.parametrize("done", ["begun", "placed"])
+def test_who_is_fenced_in_the_middle_of_a_save_changes_nothing(
+    done: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process is stopped behind its last look at whose the folder is; ranks that were started again elsewhere have
+    loaded when it goes on. The renames that are left to it find nothing, and what was placed stays."""
+    root, here = tmp_path / "run", run_lock._host()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setattr(run_lock, "_host", lambda: f"elsewhere {here}")
+    old = begun(root)
+    stopped = Draft(root / "step-2", "0" * 12, lock=old.saver.lock)
+    stopped.begin()
+    index = (root / "step-1" / INDEX).read_bytes()
+    if done == "placed":
+        stopped.place(index)
+    monkeypatch.setattr(run_lock, "_host", lambda: here)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    new = engine("ddp")
+    new.load(root)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(stopped, "_check_own", lambda: None)
+        with pytest.raises(OSError):
+            stopped.name() if done == "placed" else stopped.commit(index)
+    stopped.discard()
+    assert names(root) == ["step-1", "step-2"][: 1 + (done == "placed")] and (root / "latest").read_text() == "step-1"
+    assert {path.name for path in root.iterdir()} == {*names(root), "latest", LOCK}
+    train(new)
+    new.save(root / "step-2", wait=True)
+    assert (root / "latest").read_text() == "step-2"
+    old.close()
+    new.close()
+
+
+@pytest.mark.parametrize("job", ["", "none", "other"])
+def test_who_only_loads_takes_over_nothing(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But ranks of the same job that were started again."""
+    root, here = tmp_path / "run", run_lock._host()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job.replace("other", "job"))
+    monkeypatch.setattr(run_lock, "_host", lambda: f"elsewhere {here}")
+    old = begun(root)
+    monkeypatch.setattr(run_lock, "_host", lambda: here)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    reader = engine("ddp")
+    reader.load(root)
+    monkeypatch.setattr(run_lock, "_host", lambda: f"elsewhere {here}")
+    train(old)
+    old.save(root / "step-2", wait=True)
+    assert names(root) == ["step-1", "step-2"]
+    for each in (reader, old):
+        each.close()
 
 
 def test_a_claim_that_came_to_nothing_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -85,6 +85,90 @@ def test_a_stopped_rank_is_named_and_ended(
     assert "its process was stopped (SIGSTOP, state T) for " in error and "; so rank 1 o" in error
 
 
+LIVES = """
+import ctypes, os, signal, sys, threading, time
+from shardfold.comm import launcher_notes as notes
+def beats():  # as an engine does
+    while True:
+        notes.beat()
+        time.sleep(0.05)
+notes.offer_stack()
+threading.Thread(target=beats, daemon=True).start()
+def hangs():
+    if sys.argv[1] == "holds":
+        ctypes.PyDLL(None).sleep(600)  # which keeps the interpreter, till a signal comes
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        notes.refuse_without_lease("what it writes")
+        open("late", "w").close()
+    except notes.CollectiveError:
+        time.sleep(600)
+if os.environ["RANK"] == "1":
+    hangs()
+notes.note_awaited([1])
+while True: time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("how", ["holds", "stops"])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_rank_without_a_sign_of_life_is_ended_and_its_stack_told(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, train: bool, how: str
+) -> None:
+    """Its process lives, but no thread of its interpreter runs. One that is stopped goes on for its stack, and writes
+    nothing then."""
+    script = write("lives.py", LIVES)
+    if train:
+        monkeypatch.setenv(PATIENCE, "1")
+        status = launch.launch([sys.executable, script, how], 2)
+    else:
+        status = run("--nproc-per-node=2", "--patience=1", script, how)
+    assert status == 128 + signal.SIGKILL
+    error, said = capfd.readouterr().err, {"holds": "gave no sign of life for ", "stops": "stopped"}[how]
+    assert said in error and "; so rank 1 o" in error
+    assert ", at lives.py:" in error and " in hangs, called at lives.py:" in error and " in <module>, and was" in error
+    assert not Path("late").exists()
+
+
+def test_a_rank_that_nobody_waits_for_may_be_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    alone = (
+        LIVES.replace("awaited([1])", "awaited([])")
+        .replace("None).sleep(600)", "None).sleep(2)")
+        .replace("while True: time.sleep(0.05)", "")
+    )
+    assert run("--nproc-per-node=2", "--patience=0.5", write("alone.py", alone), "holds") == 0, capfd.readouterr().err
+
+
+def test_without_word_of_the_launcher_a_rank_writes_nothing() -> None:
+    """The launcher, this process, is stopped for longer than a lease lasts, and goes on. Then so does the rank."""
+    script = write(
+        "lease.py",
+        """
+        import os, signal, time
+        from shardfold.comm import launcher_notes as notes
+        from shardfold.errors import CollectiveError
+        def written():
+            try:
+                notes.refuse_without_lease("x")
+            except CollectiveError as error:
+                return str(error)
+        while notes._lease() is None:
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGSTOP)
+        while (refused := written()) is None:
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGCONT)
+        while written() is not None:
+            pass
+        with open("told", "w") as file:
+            file.write(refused)
+        """,
+    )
+    assert run("--nproc-per-node=1", "--patience=0.5", script) == 0
+    assert Path("told").read_text().startswith("x is not written: this process was stopped or cut off")
+
+
 def test_a_rank_that_goes_on_in_time_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     """Stopped twice, each time for less than the patience: the times are not added up."""
     script = write(

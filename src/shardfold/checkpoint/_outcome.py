@@ -25,7 +25,8 @@ from shardfold.checkpoint.folders import INDEX, older, remove
 from shardfold.checkpoint.index import Index
 from shardfold.checkpoint.messages import Messages, words
 from shardfold.checkpoint.verify import gaps, missing_files
-from shardfold.errors import CheckpointError, by_rank
+from shardfold.comm.launcher_notes import refuse_without_lease
+from shardfold.errors import CheckpointError, CollectiveError, by_rank
 
 __all__ = ["Outcome", "failure"]
 
@@ -294,8 +295,9 @@ class Outcome:
                 LOG.warning("%s was written, but is not named as the latest: %s", draft.target, words(error))
         draft.finish(alone=self._alone)
         try:
+            refuse_without_lease(f"what keep={self._keep} removes")
             remove(draft.target.parent, gone)
-        except OSError as error:
+        except (OSError, CollectiveError) as error:
             LOG.warning("%s was written, but keep=%s: %s", draft.target, self._keep, words(error))
 
     def _unheard(self) -> str:

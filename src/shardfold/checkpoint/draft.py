@@ -26,14 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardfold.checkpoint.folders import ASIDE, DRAFT, INDEX, LATEST, LEFT_OVER, sync_folder, write_synced
+from shardfold.checkpoint.folders import ASIDE, DRAFT, INDEX, LATEST, LEFT_OVER, OWNER, sync_folder, write_synced
 from shardfold.checkpoint.run_lock import Holder, RunLock
-from shardfold.errors import CheckpointError, by_rank
+from shardfold.comm.launcher_notes import refuse_without_lease
+from shardfold.errors import CheckpointError, CollectiveError, by_rank
 
 __all__ = ["Draft", "Host", "find_hosts", "hosts_said", "whose"]
 
 
-OWNER = "owner.json"
 HERE = "{}.here"  # what a rank writes to find out which others see the same folder
 DAY = 24 * 3600.0
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
@@ -139,14 +139,23 @@ class Draft:
         Raises:
             CheckpointError, OSError: it did not.
         """
-        if self.lock is not None:
-            self.lock.check(self.target.parent)
+        self._check_own()
         write_synced(self.path / INDEX, index)
         if self._latest:
             write_synced(self.path / LATEST, self.target.name.encode())
         sync_folder(self.path)
         self._undo = self._take_place()
         sync_folder(self.target.parent)
+
+    def _check_own(self) -> None:
+        """
+        Raises:
+            CheckpointError: another process saves here now.
+            CollectiveError: or may do so, for all that the launcher says.
+        """
+        if self.lock is not None:
+            self.lock.check(self.target.parent)
+        refuse_without_lease(str(self.target))
 
     def pledge(self) -> Callable[[], None]:
         """It stays in its place until it is known what became of it on the other hosts; what takes that back."""
@@ -166,7 +175,12 @@ class Draft:
     def name(self) -> None:
         """Is the latest from now on, if it is to be."""
         if self._latest:
-            os.replace(self.target / LATEST, self.target.parent / LATEST)
+            self._check_own()
+            try:
+                os.replace(self.target / LATEST, self.target.parent / LATEST)
+            except FileNotFoundError:
+                self._check_own()  # it was taken over in between
+                raise
 
     def finish(self, *, alone: bool = True) -> None:
         """Removes what it has replaced; ``alone``: no other host has a part of it."""
@@ -183,6 +197,11 @@ class Draft:
     def _take_back(self) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
+            try:
+                self._check_own()
+            except (CheckpointError, CollectiveError):  # it is a checkpoint of the run, which others have gone on with
+                self._ours = False
+                return
             undo()
 
     @property

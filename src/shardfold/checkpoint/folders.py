@@ -156,6 +156,7 @@ INDEX = "index.json"  # what makes a folder a checkpoint
 LATEST = "latest"
 IN_RUN = "checkpoints"  # the folder of checkpoints in the folder of a run of ours
 DRAFT = ".{}.writing-{}"  # of its name and the token of the save
+OWNER = "owner.json"  # in it: who writes it
 ASIDE = ".{}.shardfold-replaced"  # a checkpoint of this name, for the moment that its successor takes its place
 LEFT_OVER = re.compile(r"\.(.+)\.(?:(writing|removed)-[0-9a-f]{12}|shardfold-replaced)", re.DOTALL)
 

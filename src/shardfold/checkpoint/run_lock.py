@@ -12,12 +12,18 @@ the folder, until the engine is closed; whether that still lives is known on its
 
 So what a killed process leaves is in nobody's way, and of two that go on from the same checkpoint one saves. The name
 of the run, which its first save draws, is in the index of each checkpoint: ``keep=`` counts those of one run.
+
+Who takes over fences the other one, which may be stopped in the middle of a save: its draft, and the ``latest`` that a
+checkpoint carries until it is named, are gone from where they were, so that the renames with which it would go on find
+nothing. Ranks that a launcher has started again take over as soon as they load: what an earlier attempt of the same job
+still does must not come between what was loaded and what is saved next.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from shardfold.checkpoint.folders import INDEX, listed, origin, write_synced
+from shardfold.checkpoint.folders import INDEX, LATEST, LEFT_OVER, OWNER, listed, origin, write_synced
 from shardfold.errors import CheckpointError
 
 __all__ = ["LOCK", "Holder", "RunLock"]
@@ -111,6 +117,7 @@ class _LockFile:
 
     token: str  # of an engine
     holder: Holder
+    attempt: tuple[str, int] = ("", 0)  # of which job, the how manieth
 
     @property
     def alive(self) -> bool | None:
@@ -138,8 +145,12 @@ class RunLock:
         self._beside: set[Path] = set()  # folders of others in which this one has saved, too
         _open[self._token] = self
 
-    def adopt(self, checkpoint: Path) -> None:
-        """The engine goes on where this checkpoint was written."""
+    def adopt(self, checkpoint: Path, *, completes: bool = True) -> None:
+        """The engine goes on where this checkpoint was written; ``completes``: this rank is the one that saves."""
+        held, (job, number) = _read(checkpoint.parent), _attempt()
+        earlier = held if held is not None and held.attempt[0] == job and held.attempt[1] < number else None
+        if completes and job and earlier is not None and not earlier.alive and self._take(checkpoint.parent, earlier):
+            self._held.add(_real(checkpoint.parent))
         self._known[_real(checkpoint.parent)] = {_name(path) for path in listed(checkpoint.parent)}
         self.run = origin(checkpoint).run or self.run
         self._runs.add(self.run)
@@ -283,13 +294,35 @@ class RunLock:
                     os.rename(aside, path)
                 return False
             aside.unlink()
-        said = {"run": self.run, "token": self._token, **Holder.here().to_json()}
+        said = {"run": self.run, "token": self._token, "attempt": _attempt(), **Holder.here().to_json()}
         try:
             write_synced(path, json.dumps(said).encode(), new=True)
         except FileExistsError:
             return False
+        if held is not None:
+            _fence(folder, held.holder)
         held = _read(folder)
         return held is not None and held.token == self._token
+
+
+def _attempt() -> tuple[str, int]:
+    """Of the launcher's: the name of its job, "" if it has none, and how often its ranks were started again."""
+    name, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return ("", 0) if name == "none" else (name, int(count) if count.isdigit() else 0)
+
+
+def _fence(folder: Path, before: Holder) -> None:
+    """What the process that saved there has begun leads nowhere: no rename of its finds what it would move."""
+    for found in folder.iterdir():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if (match := LEFT_OVER.fullmatch(found.name)) is not None:
+                said = json.loads((found / OWNER).read_bytes())
+                if match[2] == "writing" and Holder.from_json(said) == before:
+                    aside = found.with_name(found.name.replace(".writing-", ".removed-"))
+                    os.rename(found, aside)  # at once, whatever is in it
+                    shutil.rmtree(aside, ignore_errors=True)
+            elif (found / INDEX).is_file():
+                (found / LATEST).unlink(missing_ok=True)
 
 
 def _name(checkpoint: Path) -> str:
@@ -309,6 +342,7 @@ def _parsed(path: Path) -> _LockFile | None:
     """None: it is not there, or says nothing, as after a process was killed that made it."""
     try:
         said = json.loads(path.read_bytes())
-        return _LockFile(str(said["token"]), Holder.from_json(said))
+        job, number = said.get("attempt", ("", 0))
+        return _LockFile(str(said["token"]), Holder.from_json(said), (str(job), int(number)))
     except (OSError, ValueError, KeyError, TypeError):
         return None

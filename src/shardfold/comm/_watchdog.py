@@ -8,6 +8,9 @@ another is late or will never come.
 
 A rank that is stuck in a collective of the user's own cannot read the sentence with which the others gave up; this
 thread reads it and has it raised there (as an asynchronous exception, when the broken collective returns).
+
+That this thread runs is the sign of life that the launcher looks at. A rank that gives none, as its process is stopped
+or a call holds the interpreter, while others wait for it, is dead to them: the launcher asks for its stack and ends it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any, Protocol, cast
 import torch.distributed as dist
 
 from shardfold.comm.answered import Answered
+from shardfold.comm.launcher_notes import beat, beat_no_more, note_awaited, offer_stack
 from shardfold.errors import OrderError
 from shardfold.tiers.collection import AtCollection
 from shardfold.tiers.limit import process_state
@@ -41,6 +45,7 @@ PROCESS = "shardfold/process"
 TICK = 1.0  # seconds between two looks
 STILL = 2  # looks without a move until a collective of the user's own is published
 BUSY = 5  # looks without a move until anything else is
+BLOCKED = 2  # looks in a wait until the launcher is told for whom
 HERE = str(Path(__file__).parent.parent)
 MODULES = str(Path(HERE, "nn"))  # their collectives are the model's, as if the user had written them
 LOG = getLogger("shardfold")
@@ -179,6 +184,7 @@ class Watchdog:
         self._nonce = 0
         self._said: str = ""  # the kind of what is published now
         self._waiting = False  # whether the main thread is in one of the engine's own waits
+        self._noted = False  # whether the launcher was told for whom this rank waits
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._unregister: Callable[[], None] = lambda: None
@@ -300,15 +306,39 @@ class Watchdog:
     # -- the thread
 
     def _run(self) -> None:
-        still, before = 0, -1
-        while not self._stop.wait(TICK) and not self._is_over():
-            moved = sum(self.issued().values())
-            still = still + 1 if moved == before and not self._waiting else 0
-            before = moved
-            try:
-                self._look(still)
-            except RuntimeError:  # of the store (some kinds raise no DistError): its rank is gone, and with it the run
-                return
+        still, blocked, before = 0, 0, -1
+        offer_stack()
+        try:
+            beat()
+            while not self._stop.wait(TICK) and not self._is_over():
+                beat()
+                moved = sum(self.issued().values())
+                still = still + 1 if moved == before and not self._waiting else 0
+                blocked = blocked + 1 if moved == before and self._waits_for_others() else 0
+                before = moved
+                try:
+                    self._look(still)
+                    self._note_awaited(blocked)
+                except (
+                    RuntimeError
+                ):  # of the store (some kinds raise no DistError): its rank is gone, and so is the run
+                    return
+        finally:
+            beat_no_more()
+
+    def _waits_for_others(self) -> bool:
+        """Whether this rank is where it goes on only with others: the main thread, or on streams the device."""
+        return self._waiting or self._said == "user" or any(not each.is_passed for _, each in self._present())
+
+    def _note_awaited(self, blocked: int) -> None:
+        """The launcher learns which ranks say nothing while this one has waited for some looks: it ends those of them
+        that give no sign of life."""
+        if blocked >= BLOCKED:
+            note_awaited(rank for rank, text in enumerate(self._entries.read()) if rank != self.rank and not text)
+            self._noted = True
+        elif self._noted:
+            note_awaited(())
+            self._noted = False
 
     def _is_over(self) -> bool:
         """Whether the process group is no longer the one that this thread was started for."""

@@ -52,6 +52,7 @@ from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
 from shardfold.plan.axes import Axes
+from shardfold.plan.patience import CONTRADICTIONS, Patience
 
 __all__ = ["ALIKE", "Agreement", "Claim", "Meeting", "MessageCount"]
 
@@ -205,6 +206,12 @@ class Agreement:
         """This engine is given up, here."""
         self._given_up = message
         self._mesh.give_up()
+
+    def waits_told(self) -> list[str]:
+        """How long ranks and launchers wait, in lines: the engine's own limits, and what the launcher's follow from."""
+        launchers = Patience.of_environment().limits()
+        limits = {**launchers, CONTRADICTIONS: self._patience, "a collective": self.timeout}
+        return ["seconds that anybody waits:", *(f"  {what:<52}{each:>10g}" for what, each in limits.items())]
 
     def give_notice(self) -> None:
         """This rank shall leave; the others hear of it with its next message."""

@@ -1,23 +1,62 @@
 """What a rank leaves for its launcher: why it fails, and how far it came, which is read when it has ended, however it
-ended; and what the launcher leaves for it: that it shall leave.
+ended; that it lives, for whom it waits, and its stack when it is asked. And what the launcher leaves for it: that it
+shall leave, and until when it may write for others.
 
-The launcher has opened a file of three parts for it. A rank that was started by another launcher has none.
+The launcher has opened a file of these parts for it. A rank that was started by another launcher has none.
+
+``[Note: who may write]`` A process that was stopped, and goes on when the run has long gone on without it, could write
+an old checkpoint over a newer one. So a launcher gives each of its ranks a lease, again and again while it knows that
+the run is still theirs, and a rank whose lease is over writes nothing: it waits for the next one, which comes at once
+where launcher and rank were stopped together, and never where the other hosts have given this one up.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["is_given_notice", "note_step", "tell_launcher"]
+from shardfold.errors import CollectiveError
+from shardfold.plan.patience import Patience
+
+__all__ = [
+    "AWAITED",
+    "BEAT",
+    "DIGITS",
+    "FILE",
+    "LEASE",
+    "MOST",
+    "NOTICE",
+    "REVOKED",
+    "STACK",
+    "STACKS",
+    "STEP",
+    "beat",
+    "beat_no_more",
+    "is_given_notice",
+    "note_awaited",
+    "note_step",
+    "offer_stack",
+    "refuse_without_lease",
+    "tell_launcher",
+]
 
 FILE = "SHARDFOLD_FOLLOWS"
-MOST = 4000
-STEP, NOTICE = 4096, 5000
-"""Where in the file the number of steps is, and what says that the rank shall leave; the reason stands in front."""
+MOST, DIGITS = 4000, 20
+STEP, NOTICE, BEAT, LEASE, AWAITED, STACKS = 4096, 5000, 5008, 5032, 5056, 16384
+"""Where in the file the number of steps is, and what says that the rank shall leave; when it last gave a sign of life,
+until when it may write, for which ranks it waits, and its stack; the reason stands in front."""
+NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
+STACK = getattr(signal, "SIGRTMIN", 0) + 9
+"""The signal that asks a rank for its stack; one that programs have no other use for."""
+LOOK = 0.02
 
 _file: list[int] = []  # of this process, once it is open
 _told: list[str] = []  # what was told last, until an update
+_stacks: list[int] = []  # where its stack goes
 
 
 def tell_launcher(why: str, *, follows: bool = False) -> None:
@@ -45,6 +84,56 @@ def is_given_notice() -> bool:
     with suppress(OSError):
         return _opened() is not None and os.pread(_file[0], 1, NOTICE) == b"1"
     return False
+
+
+def offer_stack() -> None:
+    """From now on this process writes where its threads are when it gets :data:`STACK`, whatever it does: the signal's
+    handler is not Python's."""
+    if _stacks or _opened() is None or not hasattr(faulthandler, "register"):
+        return
+    with suppress(OSError, RuntimeError, ValueError):
+        _stacks.append(os.open(os.environ[FILE], os.O_RDWR))
+        os.lseek(_stacks[0], STACKS, os.SEEK_SET)
+        faulthandler.register(STACK, _stacks[0], all_threads=True)
+
+
+def beat() -> None:
+    """Leaves that this process lives; once begun it is done each second, by a thread that needs no other."""
+    _write(b"%020d" % time.monotonic_ns(), BEAT)
+
+
+def beat_no_more() -> None:
+    """Leaves that no sign of life is to be expected."""
+    _write(NEVER, BEAT)
+
+
+def note_awaited(ranks: Iterable[int]) -> None:
+    """Leaves which ranks, that say nothing, this one waits for; none: it does not wait."""
+    _write(",".join(map(str, ranks)).encode()[:MOST] + b"\0", AWAITED)
+
+
+def refuse_without_lease(what: str) -> None:
+    """To be called in front of what would change something that outlives the run.
+
+    Raises:
+        CollectiveError: the launcher has not said for ``Patience.lost`` seconds that the run is still this rank's.
+    """
+    deadline = time.monotonic() + Patience.of_environment().lost
+    while (until := _lease()) is not None and time.monotonic_ns() >= until:
+        if until == int(REVOKED) or time.monotonic() > deadline:
+            raise CollectiveError(
+                f"{what} is not written: this process was stopped or cut off, its launcher has not confirmed since "
+                "that the run is still its own, and others may have gone on with it; end this one."
+            )
+        time.sleep(LOOK)
+
+
+def _lease() -> int | None:
+    """Until when this rank may write, by the monotonic clock in nanoseconds; None: nobody limits it."""
+    with suppress(OSError):
+        if _opened() is not None and (text := os.pread(_file[0], DIGITS, LEASE)).isdigit():
+            return int(text)
+    return None
 
 
 def _write(text: bytes, at: int) -> None:

@@ -218,6 +218,7 @@ class DataMesh:
         data_ranks: how many these are.
         sample_rank: this rank's number among those that read other samples, and not other parts of the same.
         sample_ranks: how many these are.
+        per_host: ranks of each host; None: unknown, or not the same on all.
         device: of the tensors that collectives carry.
         name: of this mesh among those of the process, equal on all ranks.
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
@@ -317,7 +318,8 @@ class DataMesh:
             CollectiveError: a rank did not come.
         """
         try:
-            sizes = resolve_mesh(self.world, mesh, self._agreed_local(timeout), rare, meets)
+            self.per_host = self._agreed_local(timeout)
+            sizes = resolve_mesh(self.world, mesh, self.per_host, rare, meets)
             if (store := self.asked) is None:
                 return sizes
             mine = [[axis.name, axis.size, _role_text(axis, sizes)] for axis in sizes.axes]

@@ -157,6 +157,8 @@ class Reports:
             behaviour=Behaviour(accelerator.has_streams(model.device), model.comm.transport.kind),
             own_step=updater is not None and not updater.fused,
             one_pass=updater is not None and updater.compiled,
+            per_host=model.comm.mesh.per_host,
+            waits=model.comm.agreement.waits_told() if sizes.size > 1 else (),
         )
 
     def described(self) -> str:

@@ -1011,7 +1011,7 @@ class Engine:
             number=self._loads, rows=rows,
         )  # fmt: skip
         if not weights_only:
-            self.saver.lock.adopt(report.path)
+            self.saver.lock.adopt(report.path, completes=self.sharded.comm.mesh.rank == 0)
         if self._freeze is not None:
             self._freeze.forget()
             self._freeze.follow()

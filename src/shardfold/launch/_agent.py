@@ -34,7 +34,7 @@ from shardfold.launch.decision import Node, script_command
 from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.options import Options, streams
 from shardfold.launch.process import SAID, exit_status, num_cores
-from shardfold.launch.workers import Outlet, Worker, caused, end_all, watch
+from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, watch
 from shardfold.plan.patience import PATIENCE, Patience
 from shardfold.tiers.limit import memory_limit
 
@@ -129,9 +129,13 @@ class Agent(SimpleElasticAgent):
         self.meeting.let_leave(LEAVE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        asked = time.monotonic()
         self.notice.look(self.workers)
         for worker in self.workers:
             worker.look(self.patience.lost)
+        by_rank = {place.global_rank: self.workers[place.local_rank] for place in worker_group.workers}
+        awaited = set[int]().union(*(worker.awaits for worker in self.workers))
+        end_hung(by_rank, awaited | self.meeting.awaited(awaited), self.patience.lost)
         failed = [worker for worker in self.workers if worker.returncode]
         failed.sort(key=lambda worker: worker.ended or 0.0)
         running = any(worker.returncode is None for worker in self.workers)
@@ -141,6 +145,8 @@ class Agent(SimpleElasticAgent):
             self.death = self._heard() or self.meeting.beat()
         if self.death is not None:
             return self._failed(worker_group, failed)
+        for worker in self.workers:  # the run was this node's when it was asked
+            worker.lease(asked + self.patience.lease - time.monotonic())
         if all(worker.returncode == 0 for worker in self.workers):
             for worker in self.workers:
                 worker.drain()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -68,6 +69,8 @@ class Attempts(RendezvousHandler):
         self._beaten = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
         self._lost: set[int] = set()  # nodes that have long given none
+        self._awaits: set[int] = set()  # which ranks those of this node wait for, as others were told
+        self._awaited: tuple[float, set[int]] = 0.0, set()  # and those of others; behind which sign of life
 
     def get_backend(self) -> str:
         return self.inner.get_backend()
@@ -79,6 +82,7 @@ class Attempts(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.store = None  # closes the dead attempt's
         self.finished, self._beats, self._lost = False, {}, set()
+        self._awaits, self._awaited = set(), (0.0, set())
         try:
             met = self.inner.next_rendezvous()
         except GONE as error:
@@ -91,6 +95,7 @@ class Attempts(RendezvousHandler):
             port = self.store.port
             for rank in range(met.world_size):
                 self.store.set(f"shardfold/beat/{rank}", f"of node {rank}:0")
+                self.store.set(f"shardfold/awaits/{rank}", "[]")
             met.store.set("shardfold/store", json.dumps([address, port]))
         else:
             asked = Answered(met.store, self.patience.lost)
@@ -184,6 +189,20 @@ class Attempts(RendezvousHandler):
             if self.node_rank == 0:
                 return self._look_for_lost(now)
         return None
+
+    def awaited(self, ours: Collection[int]) -> set[int]:
+        """The ranks that those of all nodes wait for and that say nothing; other nodes are told of ``ours``. Asked as
+        often as signs of life are given."""
+        if self.num_nodes == 1 or self._beaten == self._awaited[0]:
+            return self._awaited[1]
+        with suppress(*GONE):
+            if self._awaits != ours:
+                self.store.set(f"shardfold/awaits/{self.node_rank}", json.dumps(sorted(ours)))
+                self._awaits = set(ours)
+            keys = [f"shardfold/awaits/{rank}" for rank in range(self.num_nodes)]
+            told = self.store.multi_get(keys)
+            self._awaited = self._beaten, {rank for text in told for rank in json.loads(text)}
+        return self._awaited[1]
 
     def _look_for_lost(self, now: float) -> Death | None:
         """The loss of a node whose last sign of life is too old, of which the others are told in its place.

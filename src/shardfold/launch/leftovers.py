@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from shardfold.tiers.limit import is_doomed
+
 __all__ = ["MARK", "Leftovers"]
 
 MARK = "SHARDFOLD_RUN"
@@ -94,9 +96,10 @@ class Leftovers:
             self._watcher = None
 
     def found(self) -> list[int]:
-        """The numbers of the processes that carry the mark; not of those that have ended and were not awaited."""
+        """The numbers of the processes that carry the mark; not of those that have ended and were not awaited, or that
+        are frozen and end when they go on."""
         name, begins = self._name.encode(), f"{MARK}=".encode()
-        return [pid for pid in _processes() if name in _variable(pid, begins).split(b":")]
+        return [pid for pid in _processes() if name in _variable(pid, begins).split(b":") and not is_doomed(pid)]
 
 
 def _processes() -> Iterable[int]:

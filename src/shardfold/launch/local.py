@@ -22,7 +22,7 @@ from types import FrameType
 from shardfold.launch.death import because
 from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores, python_module
-from shardfold.launch.workers import Outlet, Worker, caused, end_all, watch
+from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, watch
 from shardfold.plan.patience import Patience
 
 __all__ = ["GRACE_AFTER_SIGTERM", "launch", "launch_local", "rank_environment"]
@@ -145,7 +145,7 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
         end_all(ranks, signal.SIGKILL, 0.0)
         leftovers.end(GRACE)
         leftovers.close()
-    returncode = failed.process.returncode
+    returncode = failed.returncode or 0
     if interrupts.received and returncode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
         if time.monotonic() >= interrupts.until:
             given = f"{GRACE_AFTER_SIGTERM:g} s"
@@ -165,7 +165,7 @@ def first_failure(ended: queue.SimpleQueue[Worker], num_procs: int, interrupts: 
         rank = next_end(ended, interrupts, (failed[0].ended or 0.0) + echo if failed else float("inf"))
         if rank is None:
             break
-        if rank.process.returncode not in (0, INTERRUPTED):
+        if rank.returncode not in (0, INTERRUPTED):
             failed.append(rank)
         if failed and caused(failed, left > 0, echo) is not None:
             break
@@ -184,8 +184,15 @@ def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: fl
             for rank in interrupts.ranks:
                 rank.send(signal.SIGKILL)
             return ended.get()
+        patience = Patience.of_environment().lost
         for rank in interrupts.ranks:
-            rank.look(Patience.of_environment().lost)
+            rank.look(patience)
+        awaited = set[int]().union(*(rank.awaits for rank in interrupts.ranks))
+        end_hung({rank.local_rank: rank for rank in interrupts.ranks}, awaited, patience)
+        if (
+            frozen := next((r for r in interrupts.ranks if r.ended and r.process.returncode is None), None)
+        ) is not None:
+            return frozen
         try:
             # Signals are handled between two looks: one may have set a time.
             return ended.get(timeout=min(left, LOOK))
@@ -196,7 +203,7 @@ def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: fl
 def report(failed: LocalRank, ranks: Sequence[LocalRank]) -> None:
     """Say on standard error which rank failed and how, then its last words unless they are on the screen."""
     lines = list(failed.tail)
-    returncode = failed.process.returncode
+    returncode = failed.returncode or 0
     if returncode == SAID and lines:
         # All ranks find the same fault in the same input; rank 0 may have said so already.
         if lines[-1] not in ranks[0].tail:

@@ -15,28 +15,34 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
+from shardfold.comm.launcher_notes import AWAITED, BEAT, DIGITS, FILE, LEASE, MOST, NOTICE, REVOKED, STACK, STACKS, STEP
 from shardfold.launch.death import resident
 from shardfold.launch.leftovers import MARK
 from shardfold.launch.process import die_with_parent
 from shardfold.tiers.limit import process_state, switched
 
-__all__ = ["Outlet", "Worker", "caused", "end_all", "watch"]
+__all__ = ["Outlet", "Worker", "caused", "end_all", "end_hung", "watch"]
 
-FOLLOWS = "SHARDFOLD_FOLLOWS"  # read by shardfold.comm.launcher_notes, which does not know of launchers
-MOST_TOLD, STEP, DIGITS, NOTICE = (
-    2000,
-    4096,
-    20,
-    5000,
-)  # bytes: of a reason; where and how long steps are; where notice is
 UNSEEN = 1.0
 """Seconds between two looks at a rank, from which on this process itself may have been stopped meanwhile."""
+ANSWER, POLL = 1.0, 0.02
+"""Seconds that a rank has to write its stack, and between two looks at whether it has."""
+FRAME = re.compile(r'  File "(.*)", line (\S+) in (.+)')
+FRAMES = 3
+"""Of a stack that are told: the innermost, and those around it that are neither Python's nor of a package."""
+STATES = {
+    "D": "D: in the kernel, or frozen",
+    "T": "T: stopped",
+    "t": "t: traced",
+    "R": "R: computing",
+    "S": "S: asleep",
+}
 
 _Failed = TypeVar("_Failed", bound="Worker")
 
@@ -64,6 +70,7 @@ class Worker:
     Attributes:
         ended: time (of the monotonic clock) at which it ended; None while it runs.
         resident: bytes of memory that it held when last looked at.
+        silent: seconds without a sign of life, of a rank that has given one and lives.
         follows: whether its engine has said that another rank's end made it fail.
         why: what its engine has said made it fail, or that it was stopped; "" if nothing.
 
@@ -89,14 +96,16 @@ class Worker:
         self.local_rank = local_rank
         self.ended: float | None = None
         self.resident = 0
-        self._looked, self._stopped, self._switches, self._ended_for = 0.0, 0.0, 0, ""
+        self.silent = 0.0
+        self._looked, self._stopped, self._switches, self._ended_for, self._beat = 0.0, 0.0, 0, "", ""
+        self._killed = 0.0
         self._muted = False
         self._showing = threading.Lock()
         self._gone = False  # its number may soon be another process's
         self._over = threading.Event()
         self._pumps: list[threading.Thread] = []
         self._sign = _sign(self)
-        environment = {**environment, FOLLOWS: f"/proc/{os.getpid()}/fd/{self._sign}" if self._sign else ""}
+        environment = {**environment, FILE: f"/proc/{os.getpid()}/fd/{self._sign}" if self._sign else ""}
         if mark:
             environment[MARK] = mark
         opened = [self._target(outlet) for outlet in outlets]
@@ -155,7 +164,9 @@ class Worker:
 
     @property
     def returncode(self) -> int | None:
-        return self.process.returncode if self.ended is not None else None
+        if self.ended is None:
+            return None
+        return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
 
     @property
     def follows(self) -> bool:
@@ -170,15 +181,31 @@ class Worker:
     @property
     def steps(self) -> int | None:
         """Updates that its engine had done; None: it had none, or did not begin where another left off."""
-        noted = b"" if self._sign is None else os.pread(self._sign, DIGITS, STEP)
+        noted = self._noted(DIGITS, STEP)
         return int(noted) if noted.isdigit() else None
+
+    @property
+    def awaits(self) -> set[int]:
+        """The ranks that say nothing, and for which this one waits."""
+        return (
+            set() if self.ended is not None else {int(rank) for rank in self._noted(MOST, AWAITED).split(",") if rank}
+        )
 
     @property
     def _told(self) -> str:
         if self.returncode == -signal.SIGKILL:  # whatever it has said before, by which it did not end
             return ""
-        told = b"" if self._sign is None else os.pread(self._sign, MOST_TOLD, 0)
-        return told.partition(b"\0")[0].decode(errors="replace")
+        return self._noted(MOST, 0)
+
+    def _noted(self, length: int, at: int) -> str:
+        """What it has left at this place."""
+        noted = b"" if self._sign is None else os.pread(self._sign, length, at)
+        return noted.partition(b"\0")[0].decode(errors="replace")
+
+    def lease(self, seconds: float) -> None:
+        """Let it write for so long what outlives the run."""
+        if self._sign is not None:
+            os.pwrite(self._sign, b"%020d" % int((time.monotonic() + seconds) * 1e9), LEASE)
 
     def give_notice(self) -> None:
         """Tell its engine that the run shall end soon; without one it does not hear it."""
@@ -198,17 +225,50 @@ class Worker:
         """
         if self.ended is not None:
             return
+        if self._ended_for:  # what is frozen ends when it goes on, and does nothing more: it counts as gone
+            if time.monotonic() > self._killed + ANSWER:
+                self.ended = time.monotonic()
+                self._over.set()
+            return
         self.resident = resident(self.process.pid) or self.resident
-        now, switches = time.monotonic(), switched(self.process.pid)
+        now, switches, beat = time.monotonic(), switched(self.process.pid), self._noted(DIGITS, BEAT)
+        passed = now - self._looked if self._looked and now - self._looked < UNSEEN + patience / 10 else 0.0
+        self.silent = self.silent + passed if beat.strip("0") and beat == self._beat else 0.0
         # Whoever ran between two looks, and be it for a moment, was switched from.
         if process_state(self.process.pid) == "T" and switches == self._switches:
-            self._stopped += now - self._looked if self._looked and now - self._looked < UNSEEN + patience / 10 else 0.0
+            self._stopped += passed
             if self._stopped > patience:
-                self._ended_for = f"its process was stopped (SIGSTOP, state T) for {self._stopped:.0f} s, and was ended"
-                self.send(signal.SIGKILL)
+                self.end_for(f"its process was stopped (SIGSTOP, state T) for {self._stopped:.0f} s")
         else:
             self._stopped = 0.0
-        self._looked, self._switches = now, switches
+        self._looked, self._switches, self._beat = now, switches, beat
+
+    def end_for(self, why: str) -> None:
+        """End it, with where it was."""
+        if self._ended_for:
+            return
+        stack = self._stack()
+        self._ended_for = f"{why}{stack and ', '}{stack}, and was ended"
+        self._killed = time.monotonic()
+        self.send(signal.SIGKILL)
+
+    def _stack(self) -> str:
+        """Where its main thread is, in a few frames, as it says itself by the handler of a signal; "" if it does not.
+
+        A stopped process gets it when it goes on: what it may do in the moment until it is ended, it does without a
+        lease."""
+        if self._sign is None or not self._beat.strip("0"):
+            return ""
+        os.pwrite(self._sign, REVOKED, LEASE)
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, STACK)
+            if process_state(self.process.pid) == "T":
+                os.kill(self.process.pid, signal.SIGCONT)
+        deadline, size, before = time.monotonic() + ANSWER, 0, -1
+        while time.monotonic() < deadline and not size == before > STACKS:
+            time.sleep(POLL)
+            before, size = size, os.fstat(self._sign).st_size
+        return _frames(os.pread(self._sign, max(size - STACKS, 0), STACKS).decode(errors="replace"))
 
     def send(self, number: int) -> None:
         """Send a signal to the rank and to what it has started."""
@@ -270,6 +330,36 @@ def caused(failed: Sequence[_Failed], running: bool, echo: float) -> _Failed | N
     if cause is None and running and time.monotonic() < (failed[0].ended or 0.0) + echo:
         return None
     return cause or failed[0]
+
+
+def end_hung(workers: Mapping[int, Worker], awaited: Collection[int], patience: float) -> None:
+    """End those that have given no sign of life for so many seconds while others wait for them.
+
+    Args:
+        workers: of this node, by rank.
+        awaited: ranks that say nothing, and for which others wait, of this node or another.
+        patience: seconds.
+    """
+    for rank in awaited:
+        worker = workers.get(rank)
+        if worker is not None and worker.ended is None and worker.silent > patience:
+            state = process_state(worker.process.pid)
+            worker.end_for(
+                f"its process gave no sign of life for {worker.silent:.0f} s while others waited for it "
+                f"(state {STATES.get(state, state)})"
+            )
+
+
+def _frames(dumped: str) -> str:
+    """The innermost frames of the last thread that faulthandler has written, which is the main one."""
+    main = dumped.rpartition("(most recent call first):\n")[2]
+    frames = FRAME.findall(main)
+    told = [
+        f"{Path(file).name}:{line} in {name}"
+        for number, (file, line, name) in enumerate(frames)
+        if number == 0 or not ("-packages" in file or file.startswith(("<", sys.base_prefix)))
+    ]
+    return f"at {', called at '.join(told[:FRAMES])}" if told else ""
 
 
 def watch(workers: Sequence[Worker], told: Callable[[Worker], None] = lambda worker: None) -> None:

@@ -9,6 +9,7 @@
     explain          a layout in words: the table, the units, what they cost and the program that will run
     format           WHAT is on the link: how values become the bytes of a payload, and values again
     formats          all formats by name: those of a dtype, and families of blocks, whose names have parameters
+    holders          what would be lost with a rank and with a host: how many hold an element of each state
     layout           WHAT rests where: the table of states that every member of the ZeRO family is a value of
     lifetimes        how long bytes live: what each operation of a program holds, and what it gives back
     offload          which states of a table rest in a slower tier, and of which units

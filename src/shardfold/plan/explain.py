@@ -22,6 +22,7 @@ from shardfold.plan.cost import (
     traffic,
 )
 from shardfold.plan.format import typed
+from shardfold.plan.holders import holders, holders_told, usual_hosts
 from shardfold.plan.layout import Layout, Precision, Sizes, Tier
 from shardfold.plan.lifetimes import ALONE, Behaviour, peak_bytes
 from shardfold.plan.offload import with_staying
@@ -50,6 +51,8 @@ def explain(
     instead: str = "",
     own_step: bool = False,
     one_pass: bool = False,
+    per_host: int | None = None,
+    waits: Sequence[str] = (),
 ) -> str:
     """The table, the units, what they cost and the program, as text.
 
@@ -58,7 +61,7 @@ def explain(
     and what they send, in lines, ``moved`` what travels between tiers, ``behaviour`` how the device and
     its transport use memory. ``instead`` stands where the program would, of many units; those that are alike then have
     one line. ``own_step``: the optimizer updates all units at once; ``one_pass``: an update is one compiled
-    pass.
+    pass. ``per_host``: ranks of each host; None: not the same on all. ``waits``: how long anybody waits, in lines.
     """
     layout, units, mesh, program = bound.layout, bound.units, bound.mesh, bound.program
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
@@ -92,6 +95,8 @@ def explain(
         lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier is Tier.DEVICE else f'  ({tier})'}")
     besides = peak_bytes(bound, behaviour, rest=0)
     lines += [f"temporary bytes in a step, at most, without activations:{besides:>18,.0f}"]
+    lines += ["", *holders_told(holders(layout, mesh, per_host or mesh.size, units), mesh, per_host)]
+    lines += ["", *waits] if waits else []
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]
     every = {**traffic(program, layout, units, mesh, micro_batches=micro_batches), **(update or {})}
@@ -184,7 +189,7 @@ def explain_preset(
         instead = f"the program, of 2 of the {count} blocks:\n{bind(layout, units[:3], mesh, clip=True).whole}"
     held = resting_bytes(layout, units, mesh, padded=True)
     moved = moves(bound.program, layout, units, mesh, step_of(1, bound.program))
-    text = explain(table, bound, held, moved=moved, instead=instead)
+    text = explain(table, bound, held, moved=moved, instead=instead, per_host=usual_hosts(mesh))
     why = "as many as decoders of that size have; --blocks says another number" if blocks is None else "as given"
     cut = f"{count} block{'s' if count > 1 else ''} ({why})"
     return f"{params:,} parameters: {root:,} in the root, the others in {cut}\n{text}"

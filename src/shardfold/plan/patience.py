@@ -6,12 +6,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["MOST", "PATIENCE", "USUAL", "Patience", "usual_patience"]
+__all__ = ["CONTRADICTIONS", "MOST", "PATIENCE", "USUAL", "Patience", "usual_patience"]
 
 PATIENCE = "SHARDFOLD_PATIENCE"
 """The variable by which a launcher tells its ranks the number."""
 USUAL = 10.0
 MOST = 1e9
+CONTRADICTIONS = "ranks that contradict each other"
+"""The limit of which an engine may be given another one (``Runtime.patience``)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Patience:
         return self.seconds
 
     @property
+    def lease(self) -> float:
+        """That a rank may write from when its launcher has last heard that the run is still its own: less than what the
+        others wait before they go on without it, even if its last sign of life was an old one."""
+        return 0.8 * self.seconds
+
+    @property
     def echo(self) -> float:
         """That a rank which failed because of another one is held back, for that one to end by itself."""
         return self.seconds / 2
@@ -57,8 +65,10 @@ class Patience:
     def limits(self) -> dict[str, float]:
         """Each limit that follows, in seconds, by what waits so long."""
         return {
-            "ranks that contradict each other": self.seconds,
+            CONTRADICTIONS: self.seconds,
             "a process that is stopped": self.lost,
+            "a rank without a sign of life that others wait for": self.lost,
+            "writing without word of the launcher": self.lost,
             "a launcher that gives no sign of life": self.lost,
             "an answer of the launchers' store": self.lost,
             "a rank that failed because of another one": self.echo,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
-__all__ = ["control_groups", "memory_limit", "number_in", "process_state", "switched"]
+__all__ = ["control_groups", "is_doomed", "memory_limit", "number_in", "process_state", "switched"]
 
 UNLIMITED = 2**60  # control groups write their lack of a limit as a number above this
 
@@ -59,6 +60,18 @@ def process_state(pid: int, proc: Path = Path("/proc")) -> str:
         return (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def is_doomed(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a process does not move, as one in a frozen container, and ends by a SIGKILL as soon as it does."""
+    if process_state(pid, proc) != "D":
+        return False
+    try:
+        status = (proc / str(pid) / "status").read_text()
+    except OSError:
+        return False
+    waiting = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in waiting)
 
 
 def switched(pid: int, proc: Path = Path("/proc")) -> int:

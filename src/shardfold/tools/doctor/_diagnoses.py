@@ -20,7 +20,11 @@ import torch.distributed as dist
 from shardfold import accelerator
 from shardfold.comm.backend import device_backend
 from shardfold.errors import ConfigError
+from shardfold.plan.axes import Mesh
+from shardfold.plan.holders import holders
+from shardfold.plan.layout import PRECISIONS
 from shardfold.plan.patience import Patience
+from shardfold.plan.presets import PRESETS
 from shardfold.plan.version import __version__
 from shardfold.tiers.limit import memory_limit
 from shardfold.tools.extras import EXTRAS, MODULES
@@ -138,10 +142,23 @@ def _processes() -> Iterator[Check]:
     patience = Patience.of_environment()
     limits = ", ".join(f"{what} {seconds:g} s" for what, seconds in patience.limits().items())
     yield Check("ok", "patience", f"{patience.seconds:g} s without a sign of life (shardfold run --patience): {limits}")
+    yield Check("ok", "one rank's loss", _lost(max(2, accelerator.count(accelerator.found()))))
     limit = memory_limit()
     yield Check(
         "ok", "host memory", f"{format_bytes(limit)} for all ranks of this host" if limit else "no limit is known"
     )
+
+
+def _lost(ranks: int) -> str:
+    """What each preset loses with a rank of this host, and with this host."""
+    mesh, said = Mesh.of({"inter": 1, "intra": ranks}), dict[str, list[str]]()
+    for name, table in PRESETS.items():
+        on = Mesh(mesh.axes, table.rare)
+        found = holders(table.bind(PRECISIONS["bf16"], on), on, ranks)
+        lost = ", ".join(state for state, each in found.items() if each.ranks == 1) or "nothing"
+        said.setdefault(lost, []).append(name)
+    each = "; ".join(f"{lost} under {', '.join(names)}" for lost, names in said.items())
+    return f"of {ranks} in bf16 takes with it {each}. With a host that is alone all goes but checkpoints elsewhere"
 
 
 def _folders() -> Iterator[Check]:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from shardfold.comm.launcher_notes import refuse_without_lease
+
 __all__ = ["MetricsWriter", "StepMetrics"]
 
 OPTIONAL = ("bits_per_byte", "held_out_loss")  # of other recipes: the lines of those that lack them do not name them
@@ -54,6 +56,11 @@ class MetricsWriter:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
+        """
+        Raises:
+            CollectiveError: this process was stopped or cut off, and others may have gone on with the run.
+        """
+        refuse_without_lease("a line of metrics")
         # JSON has no nan or inf: a value that is not finite is written as null.
         found = {**asdict(metrics), **metrics.figures}
         del found["figures"]

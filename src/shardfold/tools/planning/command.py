@@ -71,7 +71,7 @@ def print_plan(
         with _traced(planned) as tick:
             found = rank(planned.subject, where, divisions, tick=tick, **searched)
         found = replace(found, refused=[replace(r, why=_by_command(r.why, planned)) for r in found.refused])
-        return _print_found(found, where, precision, name, price)
+        return _print_found(found, where, precision, name, price, show.lost(tables, where.mesh, precision))
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
     planned = make(division)
@@ -80,7 +80,7 @@ def print_plan(
     if micro_batch is None:
         with _traced(planned) as tick:
             found = rank(planned.subject, where, tick=tick, **searched)
-        return _print_found(found, where, precision, name, price)
+        return _print_found(found, where, precision, name, price, show.lost(tables, mesh, precision))
     on = PlannedRank.on(where, division, precision=precision, micro_batches=accumulate, host=room)
     size = micro_batch if isinstance(micro_batch, int) else None
     with _traced(planned) as tick:
@@ -95,14 +95,16 @@ def print_plan(
     print(show.detail(best))
     if not fitting:
         print(f"Nothing fits: {best.why}")
+    _print_notes(show.lost(tables, mesh, precision))
     _print_notes(show.notes((one.plan.zeros for one in each), (one.loss for one in each), where, precision))
     return bool(fitting)
 
 
-def _print_found(found: Ranking, where: Cluster, precision: str, model: str, price: float | None) -> bool:
-    """Prints what a search found; returns whether anything fits."""
+def _print_found(found: Ranking, where: Cluster, precision: str, model: str, price: float | None, lost: str) -> bool:
+    """Prints what a search found, and what of it is ``lost`` with a rank; returns whether anything fits."""
     print(show.ranking(found, where, precision, model if model in SIZES else "", price))
     ways = found.found
+    _print_notes(lost)
     _print_notes(show.notes((one.zeros for one in ways), (one.loss for one in ways), where, precision))
     return bool(found.found)
 

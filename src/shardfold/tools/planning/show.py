@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from shlex import quote
 
 from shardfold.parallel.pipeline.simulate import timeline
@@ -11,7 +11,8 @@ from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.checks import human
-from shardfold.plan.layout import Precision, Tier
+from shardfold.plan.holders import holders, lost_told, usual_hosts
+from shardfold.plan.layout import Layout, Precision, Sizes, Tier
 from shardfold.planner.candidate import STAGES, Candidate, FittingCandidate
 from shardfold.planner.choice import Option
 from shardfold.planner.division import Division
@@ -25,6 +26,7 @@ __all__ = [
     "detail",
     "generation",
     "head",
+    "lost",
     "notes",
     "ranking",
     "served_by",
@@ -141,6 +143,19 @@ def table(options: Sequence[Option]) -> str:
 def _step(option: Option) -> str:
     """How long a step takes."""
     return "-" if option.seconds is None else f"{option.seconds.step:.3g} s"
+
+
+def lost(tables: Mapping[str, Layout], sizes: Sizes, precision: str) -> str:
+    """What of each layout's states is lost with a rank and with a host; those that lose alike have one line."""
+    mesh = Mesh.of(sizes)
+    if mesh.size == 1:
+        return ""
+    policy, said = Precision.named(precision), dict[str, list[str]]()
+    for name, table in tables.items():
+        on = Mesh(mesh.axes, table.rare)
+        found = holders(table.bind(policy, on), on, usual_hosts(on))
+        said.setdefault(lost_told(found, by_host=mesh.get("inter", 1) > 1), []).append(name)
+    return "\n".join(f"{', '.join(names)}: {what}" for what, names in said.items())
 
 
 def _whose(options: Sequence[Option]) -> str:

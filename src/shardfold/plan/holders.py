@@ -1,0 +1,120 @@
+"""What would be lost: how many ranks, and how many hosts, hold an element of each state.
+
+Who differs on axes only on which values are alike, and over which a state is not split, holds the same of it. An
+element of ``params`` can be had from ``master`` too, of which it is a cast; one of ``master`` from ``params`` where
+both are in one dtype. With one holder it is lost with that rank or host, and comes back from a checkpoint only; what a
+step's gradients would have been comes again with the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import lcm
+from typing import NamedTuple
+
+from shardfold.plan.axes import Axes, Mesh
+from shardfold.plan.layout import Layout
+from shardfold.plan.placement import SegmentSpec, UnitSpec, shard_index
+
+__all__ = ["Holders", "holders", "holders_told", "lost_told", "usual_hosts"]
+
+
+class Holders(NamedTuple):
+    """Of an element of a state, the fewest.
+
+    Attributes:
+        ranks: that hold it.
+        hosts: that these are on.
+    """
+
+    ranks: int
+    hosts: int
+
+    def fewer(self, other: Holders) -> Holders:
+        return Holders(min(self.ranks, other.ranks), min(self.hosts, other.hosts))
+
+
+def usual_hosts(mesh: Mesh) -> int:
+    """Ranks of a host where nothing else is known: those that differ on other axes than ``inter``."""
+    return mesh.size // mesh.get("inter", 1)
+
+
+def holders(layout: Layout, mesh: Mesh, per_host: int, units: Iterable[UnitSpec] | None = None) -> dict[str, Holders]:
+    """By state, in table order.
+
+    Args:
+        layout: a bound table.
+        mesh: of all ranks, of which so many neighbours are on a host each.
+        per_host: how many.
+        units: of a model; None: of one whose parameters are all trained, in the dtypes of the table.
+    """
+    segments = [SegmentSpec((), 0, "")] if units is None else [s for unit in units for s in unit.segments]
+    found: dict[str, Holders] = {}
+    known: dict[tuple[Axes, tuple[Axes, ...]], Holders] = {}
+    for segment in segments:
+        table = segment.table_or(layout)
+        alike = (*mesh.replicas(segment.distinct), *(axis for axis in mesh.alike if axis not in segment.distinct))
+        for state, copies in _copies(table, segment).items():
+            key = alike, copies
+            if key not in known:
+                known[key] = _fewest(mesh, alike, copies, per_host)
+            found[state] = found.get(state, known[key]).fewer(known[key])
+    return found
+
+
+def _copies(table: Layout, segment: SegmentSpec) -> dict[str, tuple[Axes, ...]]:
+    """By state the axes over which each copy of its values is split."""
+    rest, master = table.rest.over, table.master.over
+    if not segment.trainable:
+        return {"params": (rest,)}
+    equal = table.params is not None and (segment.own or table.params.dtype == table.master.dtype)
+    copies = {
+        "params": (rest, master),
+        "grads": (table.grads.over,),
+        "master": (master, rest) if equal else (master,),
+        "moments": (table.moments.over,),
+    }
+    if table.outer is not None:
+        copies["momentum"] = ((*master, table.outer.axis),)
+    return copies
+
+
+def _fewest(mesh: Mesh, alike: Axes, copies: Sequence[Axes], per_host: int) -> Holders:
+    """Over all elements: a flat has as many parts as make shards of each copy come out even."""
+    parts = [mesh.parts(over) for over in copies]
+    pieces = lcm(*parts)
+    where: dict[tuple[tuple[int, ...], int, int], set[int]] = {}
+    groups: set[tuple[int, ...]] = set()
+    for rank in range(mesh.size):
+        coords = mesh.coords(rank)
+        group = tuple(coords[axis] for axis in mesh if axis not in alike)
+        groups.add(group)
+        for copy, over in enumerate(copies):
+            where.setdefault((group, copy, shard_index(over, mesh, coords)), set()).add(rank)
+    fewest: Holders | None = None
+    for group in groups:
+        for piece in range(pieces):
+            ranks = set[int]().union(
+                *(where.get((group, copy, piece * count // pieces), set()) for copy, count in enumerate(parts))
+            )
+            one = Holders(len(ranks), len({rank // per_host for rank in ranks}))
+            fewest = one if fewest is None else fewest.fewer(one)
+    assert fewest is not None
+    return fewest
+
+
+def holders_told(found: Mapping[str, Holders], mesh: Mesh, per_host: int | None) -> list[str]:
+    """In lines; ``per_host`` None: it is not the same on all."""
+    hosts = f", on hosts of {per_host} rank{'s' * (per_host > 1)}" if per_host else ""
+    lines = [f"holders of an element, of {mesh.size} rank{'s' * (mesh.size > 1)}{hosts}, at least:"]
+    for state, (ranks, count) in found.items():
+        on = f"{count:>6} host{'s' * (count > 1)}" if per_host else ""
+        lines.append(f"  {state:<9}{ranks:>6} rank{'s' * (ranks > 1):<1}{on}")
+    return [*lines, f"  {lost_told(found, by_host=per_host is not None)}"]
+
+
+def lost_told(found: Mapping[str, Holders], *, by_host: bool = True) -> str:
+    """What goes with a rank and with a host."""
+    rank = ", ".join(state for state, each in found.items() if each.ranks == 1) or "nothing"
+    host = ", ".join(state for state, each in found.items() if each.hosts == 1) or "nothing"
+    return f"lost with any one rank: {rank}" + (f"; with any one host: {host}" if by_host else "")
