@@ -131,6 +131,7 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         asked = time.monotonic()
         self.notice.look(self.workers)
+        self.leftovers.reap(worker.process.pid for worker in self.workers)
         for worker in self.workers:
             worker.look(self.patience.lost)
         by_rank = {place.global_rank: self.workers[place.local_rank] for place in worker_group.workers}

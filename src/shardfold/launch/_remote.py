@@ -178,10 +178,6 @@ def run_hosts(plan: Hosts, options: Options, command: list[str]) -> int:
     source = str(Path(shardfold.__file__).parents[1])
     paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), source]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    names = list(plan.slots)
-    script = None if options.module or options.no_python else command[0]
-    checked = names[:1] if options.no_ssh_check else names
-    address, port = check_hosts(checked, options, folder, environment, script, agree=not options.no_ssh_check)
     there = replace(
         options,
         hostfile=None,
@@ -198,6 +194,37 @@ def run_hosts(plan: Hosts, options: Options, command: list[str]) -> int:
         standalone=False,
         node_rank=None,
     )
+    restart, total = 0, options.max_restarts
+    while True:
+        # How often agents start ranks again is counted there; a host that is lost ends its agent, and counts here.
+        there = replace(there, max_restarts=total - restart)
+        status, lost = start_hosts(plan, options, there, command, (folder, environment))
+        if not lost or restart == total:
+            return status
+        restart += 1
+        print(f"shardfold run: all hosts are started again (restart {restart} of {total}).", file=sys.stderr)
+
+
+def start_hosts(
+    plan: Hosts, options: Options, there: Options, command: list[str], setting: tuple[str, dict[str, str]]
+) -> tuple[int, bool]:
+    """Look at the hosts, run an agent on each and return the exit status of the first that failed, or 0, and whether
+    one was lost.
+
+    Args:
+        plan: the hosts.
+        options: as given.
+        there: those of the agents.
+        command: the script and its arguments.
+        setting: folder and variables on each host.
+
+    Raises:
+        ConfigError: a host is not fit.
+    """
+    names = list(plan.slots)
+    script = None if options.module or options.no_python else command[0]
+    checked = names[:1] if options.no_ssh_check else names
+    address, port = check_hosts(checked, options, *setting, script, agree=not options.no_ssh_check)
     started: list[RemoteAgent] = []
     ended: queue.Queue[RemoteAgent] = queue.Queue()
     with forwarded(started) as received:
@@ -205,14 +232,20 @@ def run_hosts(plan: Hosts, options: Options, command: list[str]) -> int:
             for rank, (name, slots) in enumerate(plan.slots.items()):
                 count = len(names)
                 node = Node(str(len(slots)), tuple(slots), (count, count), rank, "static", address, port, name)
-                header = json.dumps([folder, environment, python_module("shardfold.launch.remote_agent")[1:]])
+                header = json.dumps([*setting, python_module("shardfold.launch.remote_agent")[1:]])
                 started.append(RemoteAgent(name, options, (header, instructions(node, there, command))))
             for host in started:
                 host.carry(ended)
-            return see_to_end(started, ended, received)
+            status = see_to_end(started, ended, received)
+            return status, not received and any(is_lost(host) for host in started)
         finally:
             for host in started:
                 host.kill()
+
+
+def is_lost(host: RemoteAgent) -> bool:
+    """Whether ssh, which has ended, says so, or was given up. It says 255 also if the agent was killed."""
+    return host.process.returncode == UNREACHABLE or host.process.returncode < 0
 
 
 def instructions(node: Node, options: Options, command: list[str]) -> str:
@@ -242,7 +275,7 @@ def see_to_end(hosts: list[RemoteAgent], ended: queue.Queue[RemoteAgent], receiv
         returncode = host.process.returncode
         if returncode and not status:
             status = exit_status(returncode)
-            lost = returncode == UNREACHABLE or returncode < 0  # ssh says 255 also if the agent was killed
+            lost = is_lost(host)
             if lost and not received:
                 print(
                     f"Error: host {host.name} is lost, or the launcher there was killed; the other hosts are ended.",

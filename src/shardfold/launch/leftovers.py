@@ -4,6 +4,9 @@ A process that gives itself a session of its own (``setsid``, a daemon, a server
 signal would reach, and if its rank is killed nobody knows it. But it has its rank's environment, and there the
 launcher's mark. Should the launcher itself be killed, a small process that waits for its end does the same. What shall
 outlive a run is started without the variable ``SHARDFOLD_RUN``. On systems without ``/proc`` nothing is found.
+
+Where the launcher is process 1 of a container, what ranks have left are its children when they end, and it waits for
+them: else they would stay as zombies, until the container has no number for a process.
 """
 
 from __future__ import annotations
@@ -86,6 +89,17 @@ class Leftovers:
             left = self.found()
         return there
 
+    def reap(self, ranks: Iterable[int]) -> None:
+        """As process 1, waits for children that have ended and are neither of these ranks nor of this session, which
+        this process has started itself."""
+        if os.getpid() != 1:
+            return
+        own = {*ranks, self._watcher.pid if self._watcher is not None else 0}
+        for pid in set(_children()) - own:
+            with suppress(OSError):
+                if os.getsid(pid) != os.getsid(0):
+                    os.waitpid(pid, os.WNOHANG)
+
     def close(self) -> None:
         """The launcher ends by itself: nobody has to wait for that."""
         if self._watcher is not None and self._watcher.stdin is not None:
@@ -107,6 +121,12 @@ def _processes() -> Iterable[int]:
         for each in os.listdir("/proc"):
             if each.isdigit():
                 yield int(each)
+
+
+def _children() -> Iterable[int]:
+    with suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            yield from map(int, Path(f"/proc/self/task/{thread}/children").read_text().split())
 
 
 def _variable(pid: int, begins: bytes) -> bytes:

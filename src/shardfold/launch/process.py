@@ -71,6 +71,14 @@ def die_with_parent() -> None:
             PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def end_at_signals() -> None:
+    """In process 1 of a container, lets signals end it as they end any other one, until ranks are there: Linux passes
+    over those that process 1 does not handle, and a SIGTERM while torch is imported would be lost."""
+    if os.getpid() == 1:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, lambda number, _: sys.exit(exit_status(-number)))
+
+
 def exit_status(returncode: int) -> int:
     """Return the shell's way to write an end: 128 + signal number for a signal."""
     return 128 - returncode if returncode < 0 else returncode

@@ -52,4 +52,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # the thread that listens holds standard input
+    # 255 is ssh's own word for a host that is lost. The thread that listens holds standard input.
+    os._exit(1 if status == 255 else status)

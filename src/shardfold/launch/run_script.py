@@ -10,6 +10,7 @@ from pathlib import Path
 from shardfold.errors import ConfigError
 from shardfold.launch.decision import Hosts, Node, Rank, decide, script_command
 from shardfold.launch.options import Options
+from shardfold.launch.process import end_at_signals
 
 __all__ = ["become_deepspeed", "quietly_imported", "run"]
 
@@ -33,6 +34,7 @@ def run(options: Options, script: str, arguments: list[str]) -> int:
         command = script_command(options, script, arguments, plan.local_rank)
         sys.stdout.flush()
         os.execvpe(command[0], command, {**os.environ, **plan.environment})
+    end_at_signals()
     run_node = quietly_imported()
     return run_node(plan, options, [script, *arguments])
 
