@@ -299,6 +299,8 @@ def test_ranks_that_have_notice_leave_by_themselves(how: str, capfd: pytest.Capt
             if how == "file":
                 open("leave", "w").close()
             else:
+                if how == "SIGUSR1":  # Slurm sends it to all processes of a step
+                    os.kill(os.getpid(), signal.SIGUSR1)
                 os.kill(os.getppid(), getattr(signal, how, signal.SIGTERM))
         note = os.open(os.environ["SHARDFOLD_FOLLOWS"], os.O_RDWR)
         while how == "not heard" or os.pread(note, 1, 5000) != b"1":  # as an engine does

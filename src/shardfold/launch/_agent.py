@@ -170,7 +170,8 @@ class Agent(SimpleElasticAgent):
         outlets = self._outlets(local_rank, place.global_rank)
         reads = local_rank == 0 and not self.labelled
         try:
-            return Worker(local_rank, command, environment, outlets, cores, reads, self.leftovers.mark)
+            mark, notice = self.leftovers.mark, self.notice.seconds is not None
+            return Worker(local_rank, command, environment, outlets, cores, reads, mark, notice)
         except OSError as error:
             raise ConfigError(f"{command[0]!r} cannot be run: {error.strerror}.") from None
 

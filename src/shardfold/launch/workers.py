@@ -81,6 +81,8 @@ class Worker:
         cores: that it may use; None: all.
         reads_terminal: whether it has this process's standard input.
         mark: by which processes that it starts are found (see ``leftovers``).
+        notice: whether SIGUSR1 is notice to the launcher. Slurm sends it to all processes of a step: a rank passes over
+            it unless its script does something with it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Worker:
         cores: list[int] | None = None,
         reads_terminal: bool = False,
         mark: str = "",
+        notice: bool = False,
     ) -> None:
         self.local_rank = local_rank
         self.ended: float | None = None
@@ -112,6 +115,8 @@ class Worker:
 
         def prepare() -> None:  # runs in the child: system calls only, as the launcher may have threads
             die_with_parent()
+            if notice:
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             if cores:
                 os.sched_setaffinity(0, cores)
 
