@@ -137,7 +137,7 @@ def waited(there: Callable[[], object], what: str, seconds: float = READY) -> No
     deadline = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < deadline, f"{what} within {seconds:g} s"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 class Sshd(Cluster):

@@ -24,6 +24,7 @@ FOR_AGENTS = (
     "nnodes",
     "num_nodes",
     "max_restarts",
+    "notice",
     "redirects",
     "tee",
     "local_ranks_filter",
