@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -283,8 +284,9 @@ def test_mpirun_starts_agents_on_hosts(tmp_path: Path) -> None:
         reach = "\n".join(
             f"{name}) space={space};;" for name, space in zip(cluster.names, cluster.spaces.spaces, strict=True)
         )
-        away = write("away.sh", f'#!/bin/sh\nhost=$1; shift\ncase $host in\n{reach}\nesac\n'
-                     'exec ip netns exec "$space" unshare -u sh -c "hostname $host; $*"\n', program=True)  # fmt: skip
+        begin = 'exec ip netns exec "$space" unshare -u sh -c "hostname $host; $*"'
+        words = f"#!/bin/sh\nhost=$1; shift\ncase $host in\n{reach}\nesac\n{begin}\n"
+        away = write("away.sh", words, program=True)
         ways = ["--mca", "plm_rsh_agent", away, "--mca", "oob_tcp_if_include", "eth0", "--host", "sf0:1,sf1:1"]
         own = [f"--master-addr={Namespaces.address(0)}", "--nproc-per-node=1", "--max-restarts=1"]
         words = ["mpirun", "--allow-run-as-root", *ways, "-np", "2", "-x", "GLOO_SOCKET_IFNAME", *command(*own, script)]
@@ -449,10 +451,17 @@ def test_ray_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     script = write(
         "trains.py", RAY.replace("MARK", repr(str(tmp_path / "killed"))) + block.replace("/shared/run", str(tmp_path))
     )
-    done = subprocess.run(
-        [sys.executable, script], env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    variables |= {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}  # else a busy machine starves its workers
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:  # names of sockets are
+        done = subprocess.run(
+            [sys.executable, script],
+            env={**os.environ, **variables, "RAY_TMPDIR": short},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
     assert done.returncode == 0 and (tmp_path / "killed").exists(), done.stdout + done.stderr
     assert "{'step': 20}" in done.stdout.replace('"', "'"), done.stdout
     steps = [

@@ -89,10 +89,10 @@ class Cluster:
     def daemon(self, host: int, *words: str) -> subprocess.Popen[str]:
         """As :meth:`begin`, and what it writes goes into a file."""
         with open(self.folder / f"{Path(words[0]).name}-{host}.log", "w") as log:
+            own = self.words(host, *words)
             begun = subprocess.Popen(
-                self.words(host, *words), stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
-                start_new_session=True,
-            )  # fmt: skip
+                own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, start_new_session=True
+            )
         self._started.append(begun)
         return begun
 
