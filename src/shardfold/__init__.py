@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from shardfold.sharding.slices import mark_slice
     from shardfold.sharding.whole import whole
 
-    serving: Any  # of tools, which nothing below may import, through this package neither
+    observe: Any  # of tools, which nothing below may import, through this package neither
+    serving: Any
 
 
 __all__ = [
@@ -153,6 +154,8 @@ def __getattr__(name: str) -> Any:
 
     if name in ("checkpoint", "compat", "nn", "numerics", "optim", "parallel"):
         return importlib.import_module(f"shardfold.{name}")
+    if name == "observe":
+        return importlib.import_module("shardfold.tools.observe")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'shardfold' has no attribute {name!r}")

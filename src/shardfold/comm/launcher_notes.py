@@ -1,5 +1,5 @@
-"""What a rank leaves for its launcher: why it fails, and how far it came, which is read when it has ended, however it
-ended; that it lives, for whom it waits, and its stack when it is asked. And what the launcher leaves for it: that it
+"""What a rank leaves for its launcher: why it fails, how far it came, and in which run folder, which is read when it
+has ended, however it ended; that it lives, for whom it waits, and its stack when it is asked. And what the launcher leaves for it: that it
 shall leave, and until when it may write for others.
 
 The launcher has opened a file of these parts for it. A rank that was started by another launcher has none.
@@ -27,6 +27,7 @@ __all__ = [
     "BEAT",
     "DIGITS",
     "FILE",
+    "FOLDER",
     "LEASE",
     "MOST",
     "NOTICE",
@@ -36,8 +37,10 @@ __all__ = [
     "STEP",
     "beat",
     "beat_no_more",
+    "has_followed",
     "is_given_notice",
     "note_awaited",
+    "note_folder",
     "note_step",
     "offer_stack",
     "refuse_without_lease",
@@ -46,9 +49,9 @@ __all__ = [
 
 FILE = "SHARDFOLD_FOLLOWS"
 MOST, DIGITS = 4000, 20
-STEP, NOTICE, BEAT, LEASE, AWAITED, STACKS = 4096, 5000, 5008, 5032, 5056, 16384
+STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, STACKS = 4096, 5000, 5008, 5032, 5056, 10240, 16384
 """Where in the file the number of steps is, and what says that the rank shall leave; when it last gave a sign of life,
-until when it may write, for which ranks it waits, and its stack; the reason stands in front."""
+until when it may write, for which ranks it waits, the run folder, and its stack; the reason stands in front."""
 NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
 """The signal that asks a rank for its stack; one that programs have no other use for."""
@@ -56,6 +59,7 @@ LOOK = 0.02
 
 _file: list[int] = []  # of this process, once it is open
 _told: list[str] = []  # what was told last, until an update
+_follows: list[bool] = []  # whether that was another rank's fault
 _stacks: list[int] = []  # where its stack goes
 
 
@@ -66,15 +70,28 @@ def tell_launcher(why: str, *, follows: bool = False) -> None:
         why: a sentence or more, each of which ends with a full stop.
         follows: another rank's end is why; the launcher names that one instead, if it failed.
     """
+    _follows[:] = [follows]
     text = f"{int(follows)}{' '.join(why.split())}".encode()[:MOST]
     _told[:] = [why]
     _write(text + b"\0", 0)
+
+
+def has_followed() -> bool:
+    """Whether what this rank has told last was that another rank's end made it fail."""
+    return any(_follows)
+
+
+def note_folder(folder: str) -> None:
+    """Leaves in which folder this rank's run is, for the launcher to say there how it ended."""
+    if len(name := os.fsencode(folder)) < MOST:
+        _write(name + b"\0", FOLDER)
 
 
 def note_step(steps: int) -> None:
     """Leaves how many updates were done. Who goes on has not failed by what was told before."""
     if _told:
         _told.clear()
+        _follows.clear()
         _write(b"0\0", 0)
     _write(b"%020d" % steps, STEP)
 

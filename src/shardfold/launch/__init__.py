@@ -9,6 +9,7 @@ namespaces    nodes on this machine, as network namespaces
 options       the options of ``shardfold run``
 process       ports, cores, signals, and how an end is told
 remote_agent  the agent on one of several hosts, as a program
+run_records   what each process of a run is at, in one file of the run folder
 run_script    ``shardfold run``: decides what to do and does it
 scheduler     what Slurm and MPI say of the job that this process is part of
 workers       the ranks of one node as processes

@@ -269,9 +269,15 @@ class Agent(SimpleElasticAgent):
             "the batch or the checkpoint of that step"
         )
 
+    def _note_end(self, death: Death) -> None:
+        """Say in the run's folder, if it has one, how it ended."""
+        for worker in self.workers[:1]:
+            worker.note_end("failed", death.rank, death.sentence("").removeprefix("Error: ").removesuffix("."))
+
     def _failed(self, group: WorkerGroup, failed: list[Worker]) -> RunResult:
         """End the other ranks, say what happened and let torch's agent start all again or give up."""
         assert self.death is not None
+        self._note_end(self.death)  # first of all: who looks now finds that, and not that all are gone
         self.meeting.tell_no_more()
         self._shutdown()
         # A rank fails because another is gone: the earliest death is the cause, and only together do agents know it.
@@ -305,6 +311,7 @@ class Agent(SimpleElasticAgent):
             then += "; --no-local-rank leaves out the --local_rank=N that DeepSpeed's launcher gives to scripts"
         if self.mine or not self.labelled:
             say(self.death.sentence(then))
+            self._note_end(self.death)
         failures = {
             group.workers[worker.local_rank].global_rank: ProcessFailure(
                 local_rank=worker.local_rank,

@@ -96,6 +96,10 @@ class Interrupts:
                 self._told.add(rank)
                 rank.send(self._first)
 
+    def ended(self, rank: Worker) -> bool:
+        """Whether a rank that has ended did so because of them."""
+        return self.received > 0 and rank.process.returncode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         # Python handles signals in its main thread only; elsewhere the caller's own handling stays.
@@ -137,6 +141,7 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
             failed = first_failure(ended, num_procs, interrupts)
             if failed is None:
                 return max(rank.process.returncode for rank in ranks)
+            note_end(failed, interrupts)  # first of all: who looks now finds that, and not that all are gone
             failed.drain()
             for rank in ranks:
                 rank.mute()  # what they would say now is the echo of the failure, not its cause
@@ -146,7 +151,7 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
         leftovers.end(GRACE)
         leftovers.close()
     returncode = failed.returncode or 0
-    if interrupts.received and returncode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
+    if interrupts.ended(failed):
         if time.monotonic() >= interrupts.until:
             given = f"{GRACE_AFTER_SIGTERM:g} s"
             print(f"Error: the ranks did not end within {given} of the signal and were killed.", file=sys.stderr)
@@ -198,6 +203,14 @@ def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: fl
             return ended.get(timeout=min(left, LOOK))
         except queue.Empty:
             continue
+
+
+def note_end(failed: Worker, interrupts: Interrupts) -> None:
+    """Say in the run's folder, if it has one, how it ended."""
+    if interrupts.ended(failed):
+        failed.note_end("stopped", failed.local_rank, "it was interrupted before it could end by itself")
+    else:
+        failed.note_end("failed", failed.local_rank, f"{because(failed.why)}it {how(failed.process.returncode)}")
 
 
 def report(failed: LocalRank, ranks: Sequence[LocalRank]) -> None:

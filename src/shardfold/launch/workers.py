@@ -21,10 +21,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from shardfold.comm.launcher_notes import AWAITED, BEAT, DIGITS, FILE, LEASE, MOST, NOTICE, REVOKED, STACK, STACKS, STEP
+from shardfold.comm.launcher_notes import (
+    AWAITED,
+    BEAT,
+    DIGITS,
+    FILE,
+    FOLDER,
+    LEASE,
+    MOST,
+    NOTICE,
+    REVOKED,
+    STACK,
+    STACKS,
+    STEP,
+)
 from shardfold.launch.death import resident
 from shardfold.launch.leftovers import MARK
 from shardfold.launch.process import die_with_parent
+from shardfold.launch.run_records import note_end
 from shardfold.tiers.limit import process_state, switched
 
 __all__ = ["Outlet", "Worker", "caused", "end_all", "end_hung", "watch"]
@@ -155,7 +169,7 @@ class Worker:
         for thread in self._pumps:
             thread.start()
 
-    def note_end(self) -> None:
+    def await_end(self) -> None:
         """Wait for its end, and end what it has started if it failed."""
         # Before the end is reaped, its number still is that of its group: what it has started can be found by it.
         with suppress(ChildProcessError):
@@ -188,6 +202,12 @@ class Worker:
         """Updates that its engine had done; None: it had none, or did not begin where another left off."""
         noted = self._noted(DIGITS, STEP)
         return int(noted) if noted.isdigit() else None
+
+    def note_end(self, phase: str, rank: int, words: str) -> None:
+        """Say in the folder of its run, if it has one, how that ended."""
+        noted = b"" if self._sign is None else os.pread(self._sign, MOST, FOLDER).partition(b"\0")[0]
+        if noted:
+            note_end(Path(os.fsdecode(noted)), phase, rank, words)
 
     @property
     def awaits(self) -> set[int]:
@@ -381,7 +401,7 @@ def watch(workers: Sequence[Worker], told: Callable[[Worker], None] = lambda wor
         descriptors = {os.pidfd_open(worker.process.pid): worker for worker in workers}
     except (AttributeError, OSError):  # another system, or an old one: one thread waits for each
         for worker in workers:
-            threading.Thread(target=lambda worker=worker: (worker.note_end(), told(worker)), daemon=True).start()
+            threading.Thread(target=lambda worker=worker: (worker.await_end(), told(worker)), daemon=True).start()
         return
     threading.Thread(target=_note_ends, args=(descriptors, told), daemon=True).start()
 
@@ -395,7 +415,7 @@ def _note_ends(descriptors: dict[int, Worker], told: Callable[[Worker], None]) -
                 ends.unregister(descriptor)
                 os.close(descriptor)
                 worker = descriptors.pop(descriptor)
-                worker.note_end()
+                worker.await_end()
                 told(worker)
 
 

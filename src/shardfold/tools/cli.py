@@ -60,6 +60,7 @@ shardfold tune sft --help           fine-tune a model of transformers, whole or 
 shardfold chat runs/sft             talk with what was trained; shardfold generate answers a file of prompts
 shardfold serve runs/sft            answer over HTTP as OpenAI's API does, with a page to chat at
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
+shardfold runs                      which runs there are and what each is at, also those that died
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
 shardfold doctor                    what is wrong with this installation, what costs speed, what this machine can do
 shardfold plan --gpus 8xA100-40G    what fits on GPUs that you need not have, and what would be fastest there
@@ -94,6 +95,32 @@ def report(
     from shardfold.tools.observe.run_page import write_page
 
     print(f"Written: {write_page(run)}")
+
+
+@app.command(epilog="For example: shardfold runs --json")
+def runs(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Runs, or folders that have some; else runs/.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run and line.")] = False,
+) -> None:
+    """List runs and what each is at: also those whose processes are gone, stopped, or wait in vain."""
+    from shardfold.tools.observe.console import lenient_console
+    from shardfold.tools.observe.run_status import RunStatus, runs_in
+    from shardfold.tools.observe.tables import print_whole, runs_table
+
+    roots = folders or [Path("runs")]
+    for root in roots:
+        if folders and not root.is_dir():
+            raise ConfigError(f"there is no folder {str(root)!r}: give the folder of a run, or one that has runs.")
+    found = [RunStatus.of(folder) for folder in runs_in(roots)]
+    if as_json:
+        for each in found:
+            print(each.to_json())
+    elif found:
+        print_whole(lenient_console(), runs_table(found))
+    else:
+        print(f"There are no runs in {', '.join(map(str, roots))}.")
 
 
 @app.command(epilog="For example: shardfold doctor --measure my-machine.json")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-from shardfold.comm.launcher_notes import refuse_without_lease
-
-__all__ = ["MetricsWriter", "StepMetrics"]
+__all__ = ["StepMetrics"]
 
 OPTIONAL = ("bits_per_byte", "held_out_loss")  # of other recipes: the lines of those that lack them do not name them
 
@@ -47,38 +42,8 @@ class StepMetrics:
     skipped: int = 0
     """Steps so far, this one included, that were left out because gradients overflowed."""
 
-
-class MetricsWriter:
-    """Appends a line per step to a file."""
-
-    def __init__(self, path: Path) -> None:
-        # Line-buffered: who follows the file, or reads it after a crash, sees every finished step.
-        self._file = path.open("a", buffering=1, encoding="utf-8")
-
-    def write(self, metrics: StepMetrics) -> None:
-        """
-        Raises:
-            CollectiveError: this process was stopped or cut off, and others may have gone on with the run.
-        """
-        refuse_without_lease("a line of metrics")
-        # JSON has no nan or inf: a value that is not finite is written as null.
-        found = {**asdict(metrics), **metrics.figures}
+    def row(self) -> dict[str, Any]:
+        """A line of ``metrics.jsonl``."""
+        found = {**asdict(self), **self.figures}
         del found["figures"]
-        absent = {name for name in OPTIONAL if found[name] is None}
-        row = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in found.items()
-            if name not in absent
-        }
-        self._file.write(json.dumps(row) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        return {name: value for name, value in found.items() if value is not None or name not in OPTIONAL}

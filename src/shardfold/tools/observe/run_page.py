@@ -15,6 +15,7 @@ from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.page_parts import page, scroll, table, tiles
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
+from shardfold.tools.observe.run_status import RunStatus
 
 __all__ = ["PAGE", "page_of_run", "series", "smooth", "step_rows", "write_page"]
 
@@ -50,13 +51,23 @@ def page_of_run(folder: Path) -> str:
     title = f"{what}, {config.get('layout', '')} on {ranks} rank{'s' if ranks != 1 else ''}"
     sections = [
         f"<h1>{html.escape(title)}</h1>",
-        f'<p class="muted">{html.escape(str(folder.name))}{"" if summary else ": under way, or ended early"}</p>',
+        f'<p class="muted">{html.escape(str(folder.name))}{_standing(folder, bool(summary))}</p>',
         _tiles(config, summary, steps),
         *_charts(summary, steps),
         *_tables(summary),
         *_texts(folder, config),
     ]
     return page(title, sections)
+
+
+def _standing(folder: Path, is_whole: bool) -> str:
+    """What the run is at, unless all is written that it leaves."""
+    if is_whole:
+        return ""
+    status = RunStatus.of(folder)
+    if status.state == "unknown":
+        return ": under way, or ended early"
+    return html.escape(printable(f": {status.state}{f', {status.words}' * bool(status.words)}", lines=False))
 
 
 def _object(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from shardfold.plan.report import MemoryRow, MovedRow, TrafficRow
 from shardfold.tools.observe.printable import printable
-from shardfold.tools.observe.readable import format_bytes
+from shardfold.tools.observe.readable import format_bytes, format_duration
+from shardfold.tools.observe.run_status import RunStatus
 
 __all__ = [
     "memory_table",
@@ -21,6 +22,7 @@ __all__ = [
     "print_whole",
     "printable",
     "quality_table",
+    "runs_table",
     "traffic_table",
 ]
 
@@ -137,3 +139,33 @@ def traffic_table(rows: Sequence[TrafficRow], control: float) -> Group:
     table.add_row("total", "", "", calls, format_bytes(program), exact(program, sent), format_bytes(sent), style="bold")
     table.add_row("control", "", "", "", "", "", format_bytes(control), style="dim")
     return headed("Bytes sent per rank and step", table)
+
+
+STYLES = {"failed": "red", "lost": "red", "stalled": "yellow", "stopped": "yellow", "done": "green", "unknown": "dim"}
+
+
+def runs_table(runs: Sequence[RunStatus]) -> Group:
+    """Show what runs are at, and the last loss of each."""
+    table = new_table()
+    for name, justify in (
+        ("run", "left"),
+        ("state", "left"),
+        ("step", "right"),
+        ("loss", "right"),
+        ("last word", "right"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True)  # pyright: ignore[reportArgumentType]
+    table.add_column("", no_wrap=True)
+    for run in runs:
+        words, loss = run.words, run.last_figures.get("loss")
+        if run.state == "failed" and run.rank is not None and run.rank >= 0 and not words.startswith("rank"):
+            words = f"rank {run.rank}: {words}"
+        table.add_row(
+            Text(printable(str(run.folder), lines=False)),
+            Text(run.state, style=STYLES.get(run.state, "cyan")),
+            f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
+            f"{loss:.4g}" if isinstance(loss, int | float) else "",
+            "" if run.age is None else f"{format_duration(run.age)} ago",
+            Text(printable(words.partition("\n")[0], lines=False), style="dim"),
+        )
+    return Group(FullWidthTable(table))

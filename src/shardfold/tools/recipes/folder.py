@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from shardfold.errors import ConfigError
+from shardfold.launch.run_records import LAUNCHER, STATUS, OwnRecord
 
 __all__ = ["CLAIM", "claimed", "claimed_by_launcher"]
 
@@ -25,7 +26,8 @@ FIRST = "config.json"  # the first file of a run, and the mark of its claim unti
 def claimed(out: Path | None) -> Iterator[Path]:
     """Give this run a folder of its own: `out`, new or empty, or without it the next free `runs/<time>`.
 
-    What was made here is removed at the end, unless the run has begun to write by then.
+    What was made here is removed at the end, unless the run has begun to write by then. Inside, `run.status` says that
+    the run starts.
 
     Raises:
         ConfigError: the folder is not empty, another run has just claimed it, or it cannot be made.
@@ -35,6 +37,8 @@ def claimed(out: Path | None) -> Iterator[Path]:
     try:
         folder = new_folder(made) if out is None else given_folder(out, made)
         mark(folder, token)
+        record = OwnRecord(folder, LAUNCHER, 0)
+        record.write(phase="starting")
     except OSError as error:
         remove(made)
         place = "a run folder" if out is None else f"the run folder {str(out)!r}"
@@ -52,8 +56,10 @@ def claimed(out: Path | None) -> Iterator[Path]:
         else:
             os.environ[CLAIM] = before
         if token_in(folder) == token:
-            (folder / FIRST).unlink()
+            for name in (FIRST, STATUS):
+                (folder / name).unlink(missing_ok=True)
             remove(made)
+        record.close()
 
 
 def claimed_by_launcher(out: Path | None) -> bool:

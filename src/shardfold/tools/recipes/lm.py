@@ -38,9 +38,10 @@ from shardfold.tiers.limit import memory_limit
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
-from shardfold.tools.observe.metrics import MetricsWriter, StepMetrics
+from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
+from shardfold.tools.observe.run import Run
 from shardfold.tools.observe.run_page import write_page
 from shardfold.tools.recipes._corpus import Corpus, Windows, baselines, held_out_windows, load_corpus
 from shardfold.tools.recipes._needed_memory import check_memory
@@ -112,7 +113,7 @@ def _optimizer(config: TrainConfig, model: torch.nn.Module) -> Any:
     return sf.optim.Muon(groups, weight_decay=config.weight_decay)
 
 
-class Run:
+class LanguageRun:
     """One training: the engine, the text and the run folder.
 
     Besides the engine, what a run is at is `done`, its optimizer steps, and the position of `sampler`: a checkpoint
@@ -309,8 +310,9 @@ class Run:
         everyone = self.engine.mean(self.evaluated(mine.split(EVAL_BATCH))) * mesh.data_ranks
         return everyone / (len(self.windows) * self.shape.context) / LN2
 
-    def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
-        """Step until the end, or until some rank was asked to stop; checkpoints go to `out`."""
+    def train(self, progress: Progress, written: Run) -> None:
+        """Step until the end, or until some rank was asked to stop; checkpoints go to the run folder."""
+        out = written.folder
         self.began = time.perf_counter()
         with self.stop as stop:
             batches = self.batches()
@@ -319,14 +321,15 @@ class Run:
                     metrics = self.step(batches)
                 every = self.config.eval_every
                 if every and self.done % every == 0 and self.done < self.config.steps:
-                    bits = self.evaluate()
+                    with written.during("evaluating"):
+                        bits = self.evaluate()
                     metrics = StepMetrics(**{**vars(metrics), "held_out_bits_per_byte": bits})
                 self.history.append(metrics)
                 progress.update(metrics)
-                if writer:
-                    writer.write(metrics)
+                written.write(metrics.row())
                 if self.config.save_every and self.done % self.config.save_every == 0 and self.done < self.config.steps:
-                    self.save(out)
+                    with written.during("saving"):
+                        self.save(out)
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
                 if self.engine.max_over_ranks([float(stop.received)])[0] > 0:
                     self.interrupted = True
@@ -334,7 +337,8 @@ class Run:
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
         if self.config.save_every:
-            self.save(out, wait=True)
+            with written.during("saving"):
+                self.save(out, wait=True)
 
     def sample(self) -> bytes:
         """Return generated text, on rank 0; stages generate none."""
@@ -377,15 +381,14 @@ def train(config: TrainConfig) -> Result:
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
         check_device(config)
-        run = Run(config, load_corpus(config.data), lenient_console())
+        run = LanguageRun(config, load_corpus(config.data), lenient_console())
         run.check_corpus()
         out = run.folder_of_all(folder)
         resumed = run.resume(config.resume) if config.resume is not None else None
-        if not run.leads:
-            return run_and_report(run, out, None, resumed)
-        (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
-        with MetricsWriter(out / "metrics.jsonl") as writer:
-            return run_and_report(run, out, writer, resumed)
+        if run.leads:
+            (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
+        with Run(out, steps=config.steps, rank=run.engine.rank, ranks=run.engine.world_size) as written:
+            return run_and_report(run, written, resumed)
 
 
 def check_device(config: TrainConfig) -> None:
@@ -402,23 +405,26 @@ def check_device(config: TrainConfig) -> None:
     check_memory(config, ranks=ranks, sharing=here, available=memory_limit(), where="this machine", tiers=of_host)
 
 
-def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: str | None) -> Result:
+def run_and_report(run: LanguageRun, written: Run, resumed: str | None) -> Result:
     """Train, evaluate, write what came of it, and only then sample and print: a run is not lost at its last line."""
     with Progress(run.config.steps, console=run.console, enabled=run.leads) as progress:
         progress.note(run.introduce())
         if resumed:
             progress.note(resumed)
-        run.train(progress, out, writer)
-    bits = {f"GPT {run.config.size}": run.evaluate(), **baselines(run.corpus.train, run.windows)}
-    seconds = time.perf_counter() - run.began
-    said = write_results(run, out, bits, seconds) if run.leads else []
-    sample = run.sample()
+        run.train(progress, written)
+    out = written.folder
+    with written.during("evaluating"):
+        bits = {f"GPT {run.config.size}": run.evaluate(), **baselines(run.corpus.train, run.windows)}
+        seconds = time.perf_counter() - run.began
+        said = write_results(run, out, bits, seconds) if run.leads else []
+        sample = run.sample()
     if run.leads:
         (out / "sample.txt").write_bytes(sample)
         write_page(out)
         show(run, out, bits, seconds, sample, said)
     run.engine.close()
     run.stop.release()
+    written.close("stopped" if run.interrupted else "done")
     model, *counted = bits.items()
     return Result(
         steps=run.done,
@@ -440,11 +446,11 @@ def elsewhere(layout: sf.Layout) -> str:
     return "".join(f"; {', '.join(states[tier])} {place}" for tier, place in places.items() if tier in states)
 
 
-def ranks(run: Run) -> str:
+def ranks(run: LanguageRun) -> str:
     return f"{run.engine.world_size} rank{'s' if run.engine.world_size > 1 else ''}"
 
 
-def resolved(run: Run) -> dict[str, Any]:
+def resolved(run: LanguageRun) -> dict[str, Any]:
     """Return the settings with nothing left to choose: a config file for the same run, and what it came to."""
     settings = run.config.model_dump(
         mode="json", exclude={"out", "data", "resume", *run.config.idle()}, exclude_none=True
@@ -466,7 +472,7 @@ def resolved(run: Run) -> dict[str, Any]:
     return settings
 
 
-def write_results(run: Run, out: Path, bits: Mapping[str, float], seconds: float) -> list[str]:
+def write_results(run: LanguageRun, out: Path, bits: Mapping[str, float], seconds: float) -> list[str]:
     """Write summary.json and loss.png; return what there is to say of it."""
     memory, traffic = run.engine.memory(), run.engine.traffic()
     (name, model), *counted = bits.items()
@@ -510,7 +516,9 @@ def write_results(run: Run, out: Path, bits: Mapping[str, float], seconds: float
     return []
 
 
-def show(run: Run, out: Path, bits: Mapping[str, float], seconds: float, sample: bytes, said: list[str]) -> None:
+def show(
+    run: LanguageRun, out: Path, bits: Mapping[str, float], seconds: float, sample: bytes, said: list[str]
+) -> None:
     """Print the final report."""
     console = run.console
     memory, traffic = run.engine.memory(), run.engine.traffic()

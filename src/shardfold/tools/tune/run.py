@@ -31,7 +31,7 @@ from shardfold.tools.tune.config import Kind, Source, TuneConfig
 from shardfold.tools.tune.models import ModelPlace, hollow_model
 
 if TYPE_CHECKING:
-    from shardfold.tools.observe.metrics import MetricsWriter
+    from shardfold.tools.observe.run import Run
     from shardfold.tools.tune.data.batches import Batch, Batches, Window
     from shardfold.tools.tune.data.prepared import Prepared
 
@@ -459,9 +459,9 @@ class TuneRun:
         self.model.train()
         return totals.means(self.engine)
 
-    def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
-        """Step until the end, or until some rank was asked to stop; checkpoints go to ``out``."""
-        config = self.config
+    def train(self, progress: Progress, written: Run) -> None:
+        """Step until the end, or until some rank was asked to stop; checkpoints go to the run folder."""
+        config, out = self.config, written.folder
         self.began, self.out = time.perf_counter(), out
         with self.stop as stop:
             windows = iter(self.batches)
@@ -469,20 +469,22 @@ class TuneRun:
                 metrics = self.step(windows)
                 last = self.done == self.total
                 if self.held_out is not None and config.eval_every and self.done % config.eval_every == 0 and not last:
-                    metrics = replace(metrics, held_out_loss=self.evaluate()["loss"])
+                    with written.during("evaluating"):
+                        metrics = replace(metrics, held_out_loss=self.evaluate()["loss"])
                 self.history.append(metrics)
                 progress.update(metrics)
-                if writer:
-                    writer.write(metrics)
+                written.write(metrics.row())
                 if config.save_every and self.done % config.save_every == 0 and not last:
-                    self.save(out)
+                    with written.during("saving"):
+                        self.save(out)
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
                 if self.engine.max_over_ranks([float(stop.received)])[0] > 0:
                     self.interrupted = True
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
         if config.save_every:
-            self.save(out, wait=True)
+            with written.during("saving"):
+                self.save(out, wait=True)
 
     # -- checkpoints
 

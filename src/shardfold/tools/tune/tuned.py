@@ -14,9 +14,9 @@ from shardfold.errors import ConfigError
 from shardfold.launch import INTERRUPTED
 from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
-from shardfold.tools.observe.metrics import MetricsWriter
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.readable import format_count, format_duration
+from shardfold.tools.observe.run import Run
 from shardfold.tools.observe.run_page import write_page
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.tune._written import write_model
@@ -76,12 +76,11 @@ def tune(config: TuneConfig) -> TuneResult:
         assert out is not None  # a run of one rank has claimed a folder
         resumed = run.resume(config.resume) if config.resume is not None else None
         run.recipe.begin(run)
-        if not run.leads:
-            return _whole(run, out, None, resumed)
-        (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
-        (out / "data.json").write_text(json.dumps(_facts(run), indent=2) + "\n", encoding="utf-8")
-        with MetricsWriter(out / "metrics.jsonl") as writer:
-            return _whole(run, out, writer, resumed)
+        if run.leads:
+            (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
+            (out / "data.json").write_text(json.dumps(_facts(run), indent=2) + "\n", encoding="utf-8")
+        with Run(out, steps=run.total, rank=run.engine.rank, ranks=run.engine.world_size) as written:
+            return _whole(run, written, resumed)
 
 
 def resolved(run: TuneRun) -> dict[str, Any]:
@@ -114,23 +113,26 @@ def _facts(run: TuneRun) -> dict[str, Any]:
     return found
 
 
-def _whole(run: TuneRun, out: Path, writer: MetricsWriter | None, resumed: str | None) -> TuneResult:
+def _whole(run: TuneRun, written: Run, resumed: str | None) -> TuneResult:
     """Train, write what was trained, evaluate, and only then print."""
     with Progress(run.total, console=run.console, enabled=run.leads) as progress:
         progress.note(introduction(run))
         if resumed:
             progress.note(resumed)
-        run.train(progress, out, writer)
-    last = run.history[-1]
-    written = write_model(run, out)
-    held_out = run.evaluate() if run.held_out is not None else {}
+        run.train(progress, written)
+    last, out = run.history[-1], written.folder
+    with written.during("saving"):
+        model = write_model(run, out)
+    with written.during("evaluating"):
+        held_out = run.evaluate() if run.held_out is not None else {}
     if run.leads:
         _write_summary(run, out, held_out)
         write_page(out)
-        _show(run, out, held_out, written)
+        _show(run, out, held_out, model)
     run.recipe.close()
     run.engine.close()
     run.stop.release()
+    written.close("stopped" if run.interrupted else "done")
     return TuneResult(
         steps=run.done,
         losses=[each.loss for each in run.history],

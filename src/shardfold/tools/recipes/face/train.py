@@ -31,6 +31,7 @@ from shardfold.launch import INTERRUPTED
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
+from shardfold.tools.observe.run import Run
 from shardfold.tools.recipes.face._matcher import fit, scores_of
 from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.face_config import FaceConfig
@@ -230,17 +231,25 @@ def train(config: FaceConfig) -> FaceResult:
             settings["procs"] = run.engine.world_size
             (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             introduce(run, console, notes)
+        with Run(out, steps=config.steps, rank=run.engine.rank, ranks=run.engine.world_size) as written:
+            return whole(run, written, console)
+
+
+def whole(run: FaceRun, written: Run, console: Console) -> FaceResult:
+    """Verify, train, verify again, and write and print what came of it."""
+    out = written.folder
+    with written.during("evaluating"):
         before = run.verify()
-        interrupted = steps(run, out, console)
+    interrupted = steps(run, written, console)
+    with written.during("evaluating"):
         found = run.verify(BOOTSTRAP)
         held = run.embeddings(run.held_out)
-        seen = run.embeddings(run.images, MATCHED) if config.matcher else None
-        result = FaceResult(
-            steps=run.done, images_per_s=run.images_per_s(), found=found, interrupted=interrupted, out=out
-        )
-        if run.leads:
-            report(run, out, console, before, found, held, seen)
-        run.engine.close()
+        seen = run.embeddings(run.images, MATCHED) if run.config.matcher else None
+    result = FaceResult(steps=run.done, images_per_s=run.images_per_s(), found=found, interrupted=interrupted, out=out)
+    if run.leads:
+        report(run, out, console, before, found, held, seen)
+    run.engine.close()
+    written.close("stopped" if interrupted else "done")
     return result
 
 
@@ -267,30 +276,27 @@ def introduce(run: FaceRun, console: Console, notes: list[str]) -> None:
         console.print(note, highlight=False, markup=False)
 
 
-def steps(run: FaceRun, out: Path, console: Console) -> bool:
+def steps(run: FaceRun, written: Run, console: Console) -> bool:
     """Train until the end, or until some rank was asked to stop; return whether it was."""
-    config, batches = run.config, run.batches()
-    with (
-        (run.leads and (out / "metrics.jsonl").open("a", encoding="utf-8")) or nullcontext() as metrics,
-        StopSignal() as stop,
-    ):
+    config, batches, out = run.config, run.batches(), written.folder
+    with StopSignal() as stop:
         while run.done < config.steps:
             said = run.step(batches)
-            if metrics:
-                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in said.items()}
-                metrics.write(json.dumps(finite) + "\n")
+            written.write(said)
             if run.leads and (run.done % max(config.steps // 10, 1) == 0 or run.done == config.steps):
                 console.print(
                     f"step {run.done:>5}  loss {said['loss']:.3f}  {run.images_per_s():.0f} images/s", highlight=False
                 )
             if config.save_every and run.done % config.save_every == 0 and run.done < config.steps:
-                run.save(out)
+                with written.during("saving"):
+                    run.save(out)
             if run.engine.max_over_ranks([float(stop.received)])[0] > 0:
                 if run.leads:
                     console.print(f"Stopping after step {run.done} of {config.steps}; {stop.then}.", highlight=False)
                 break
     if config.save_every:
-        run.save(out, wait=True)
+        with written.during("saving"):
+            run.save(out, wait=True)
     return run.done < config.steps
 
 

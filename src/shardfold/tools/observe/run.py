@@ -1,0 +1,190 @@
+"""A run folder and what a loop writes into it: figures of its steps, and what the run is at."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shardfold.comm.launcher_notes import has_followed, note_folder, refuse_without_lease
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.launch.run_records import PHASES, OwnRecord
+
+__all__ = ["Run"]
+
+LEAST_PROMISE, SLOWER, REMEMBERED = 3.0, 4.0, 20
+"""A step comes within four times the slowest of the last twenty, or three seconds: else the run is called stalled."""
+
+
+class Run:
+    """The folder of a run, for a loop of your own: ``shardfold runs`` and ``shardfold report`` then know it.
+
+        run = sf.observe.Run("runs/mine", config={"lr": 3e-4}, steps=1000)
+        for step, batch in enumerate(loader, 1):
+            ...
+            run.log(step, loss=loss.item())
+        run.close()
+
+    On several ranks each makes one: rank 0 writes ``config.json`` and ``metrics.jsonl``, all say that they live and how
+    far they are, in ``run.status``. As a context manager, or when an exception ends the process, the run is said to
+    have failed, with the exception's words; what ends a process from outside is told by its lock, and its launcher.
+
+    Args:
+        folder: of the run; made if it is not there. One that has figures is gone on with.
+        config: settings, written as ``config.json``; None: none are written.
+        steps: optimizer steps of the whole run; 0: not known.
+        rank, ranks: this process's number and how many there are; None: as the launcher says (``RANK``,
+            ``WORLD_SIZE``), else one.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to, or another process is writing it.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        steps: int = 0,
+        rank: int | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
+        self._began = self._last = time.perf_counter()
+        self._took: deque[float] = deque(maxlen=REMEMBERED)
+        self._step, self._phase, self._promise = 0, "starting", 0.0
+        self._record = self._metrics = None
+        try:
+            if self.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self._record = OwnRecord(self.folder, self.rank, ranks)
+            self._record.write(phase=self._phase, steps=steps)
+            if self.rank == 0:
+                if config is not None:
+                    text = json.dumps(dict(config), indent=2, default=str)
+                    (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
+                # Line-buffered: who follows the file, or reads it after a crash, sees every finished step.
+                self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            if self.rank == 0 or isinstance(error, BlockingIOError):
+                self._release()
+                raise ConfigError(
+                    f"the run folder {str(self.folder)!r} cannot be written to: {error.strerror}; give another one."
+                ) from None
+            # else another host's disk, where the folder is not: this rank is known by its launcher alone
+        note_folder(os.path.abspath(self.folder))
+        self._hook = sys.excepthook
+        sys.excepthook = self._excepted
+        atexit.register(self.close)
+
+    def log(self, step: int, **figures: float | None) -> None:
+        """Say that a step is done, on every rank; rank 0 writes its figures, a line of ``metrics.jsonl``.
+
+        Args:
+            step: how many are done.
+            figures: numbers by name, such as ``loss=``; what is not finite is written as null.
+        """
+        now = time.perf_counter()
+        self.write({"step": step, "seconds": round(now - self._began, 3), **figures})
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """The same of a whole line, which has ``step``.
+
+        Raises:
+            CollectiveError: this process was stopped or cut off, and others may have gone on with the run.
+        """
+        refuse_without_lease("a line of metrics")
+        now = time.perf_counter()
+        self._took.append(now - self._last)
+        self._last, self._step, self._phase = now, row["step"], "training"
+        self._promise = max(LEAST_PROMISE, SLOWER * max(self._took))
+        if self._record is not None:
+            self._record.write(phase=self._phase, step=self._step, promise=self._promise)
+        if self._metrics is not None:
+            self._metrics.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, the run is at something else than steps, which may take long: ``"saving"``, ``"evaluating"``.
+
+        Raises:
+            ConfigError: there is no such phase.
+        """
+        if phase not in PHASES:
+            raise ConfigError(f"a run has no phase {phase!r}.{did_you_mean(phase, PHASES)}")
+        before = self._phase, self._promise
+        self._say(phase, 0.0)
+        try:
+            yield
+        finally:
+            self._last = time.perf_counter()
+            if self._record is not None and self._phase == phase:
+                self._say(*before)
+
+    def _say(self, phase: str, promise: float) -> None:
+        self._phase, self._promise = phase, promise
+        if self._record is not None:
+            self._record.write(phase=phase, promise=promise)
+
+    def close(self, state: str = "done") -> None:
+        """The run is over; a second call does nothing.
+
+        Args:
+            state: ``"done"``, or ``"stopped"`` if somebody asked it to end before.
+        """
+        if self._record is not None:
+            self._record.write(phase=state, promise=0.0)
+        self._release()
+
+    def fail(self, error: BaseException) -> None:
+        """The run is over because of an exception."""
+        if self._record is not None:
+            if isinstance(error, KeyboardInterrupt):
+                self._record.write(phase="stopped", promise=0.0, words="it was interrupted")
+            else:
+                kind = "" if type(error).__module__.startswith("shardfold") else f"{type(error).__name__}: "
+                self._record.write(phase="failed", promise=0.0, words=f"{kind}{error}", follows=has_followed())
+        self._release()
+
+    def _release(self) -> None:
+        if self._record is not None:
+            self._record.close()
+        if self._metrics is not None:
+            with suppress(OSError):  # a full disk
+                self._metrics.close()
+        self._record = self._metrics = None
+        atexit.unregister(self.close)
+        if getattr(sys.excepthook, "__self__", None) is self:
+            sys.excepthook = self._hook
+
+    def _excepted(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        hook = self._hook
+        self.fail(error)
+        hook(kind, error, trace)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan or inf."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,164 @@
+"""What a run is at, as its folder says and as is true: also when its processes are gone, stopped, or wait in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardfold.launch.run_records import LAUNCHER, STATUS, Record, boot_of_this_machine, read_records
+from shardfold.tiers.limit import process_state
+
+__all__ = ["OVER", "RunStatus", "runs_in"]
+
+OVER = ("done", "stopped", "failed", "lost")
+"""States in which nothing of a run goes on."""
+DEEP = 3  # levels of folders that runs are looked for in
+TAIL = 64 * 1024  # bytes of figures that are read for the last ones
+SLACK = 30.0  # seconds that a word from another machine may take, where the file system tells nothing of locks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """What a run is at.
+
+    Attributes:
+        folder: of the run.
+        state: ``"starting"``, ``"training"``, ``"saving"``, ``"evaluating"``; ``"stalled"``: its processes live, and no
+            step comes; ``"done"``, ``"stopped"`` (somebody asked it to end, and it did in good order), ``"failed"``,
+            ``"lost"``: its processes are gone and none said why; ``"unknown"``: the folder does not tell.
+        step, steps: optimizer steps done, and of the whole run; 0: none, not known.
+        age: seconds since its first rank said something; None: never.
+        rank: which rank failed, or makes the others wait; None: none, or not known.
+        words: why it is at that, for people; "" if there is nothing to say.
+        ranks: records of its ranks.
+    """
+
+    folder: Path
+    state: str
+    step: int = 0
+    steps: int = 0
+    age: float | None = None
+    rank: int | None = None
+    words: str = ""
+    ranks: Sequence[Record] = ()
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def last_figures(self) -> dict[str, Any]:
+        """The last whole line of ``metrics.jsonl``; empty if there is none."""
+        with suppress(OSError):
+            file = os.open(self.folder / "metrics.jsonl", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                found = os.fstat(file)
+                lines = os.pread(file, TAIL, max(0, found.st_size - TAIL)) if stat.S_ISREG(found.st_mode) else b""
+            finally:
+                os.close(file)
+            for line in reversed(lines.split(b"\n")[:-1]):
+                with suppress(ValueError):
+                    row = json.loads(line)
+                    if isinstance(row, dict):
+                        return row
+        return {}
+
+    def to_json(self) -> str:
+        """One line: what it is at, its last figures, and what each of its ranks has said."""
+        said = {**asdict(self), "folder": str(self.folder), "figures": self.last_figures}
+        return json.dumps(said)
+
+    @classmethod
+    def of(cls, folder: Path) -> RunStatus:
+        """Read what the folder says, and ask the system what of it still holds."""
+        records, changed = read_records(folder)
+        ranks = [each for each in records if each.rank != LAUNCHER]
+        launcher = next((each for each in records if each.rank == LAUNCHER), None)
+        if not ranks or ranks[0].rank != 0:
+            return cls._without_ranks(folder, launcher)
+        lead, age = ranks[0], ranks[0].age(changed)
+        found = _judge(ranks, launcher, age, changed)
+        return cls(folder=folder, step=lead.step, steps=lead.steps, age=age, ranks=ranks, **found)
+
+    @classmethod
+    def _without_ranks(cls, folder: Path, launcher: Record | None) -> RunStatus:
+        if launcher is not None:
+            lives = launcher.lives is not False
+            words = "" if lives else "its launcher ended before its ranks had begun"
+            return cls(folder=folder, state="starting" if lives else "lost", words=launcher.words or words)
+        with suppress(OSError, ValueError):
+            summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+            if isinstance(summary, dict):
+                steps = summary.get("steps") if isinstance(summary.get("steps"), int) else 0
+                return cls(folder=folder, state="stopped" if summary.get("interrupted") else "done", step=steps or 0)
+        return cls(folder=folder, state="unknown", words=f"it has no {STATUS}")
+
+
+def _judge(ranks: Sequence[Record], launcher: Record | None, age: float, changed: float) -> dict[str, Any]:
+    """The state, the rank that is to blame, and the words."""
+    lead = ranks[0]
+    if lead.phase in ("done", "stopped"):
+        return {"state": lead.phase}
+    if launcher is not None and launcher.phase in OVER:
+        own = next((each.words for each in ranks if each.rank == launcher.about), "")
+        return {"state": launcher.phase, "rank": launcher.about, "words": own or launcher.words}
+    failed = sorted((each for each in ranks if each.phase == "failed"), key=lambda each: (each.follows, each.clock))
+    gone = [each for each in ranks if each.phase not in OVER and not _lives(each, changed)]
+    if failed and not (gone and failed[0].follows):
+        return {"state": "failed", "rank": failed[0].rank, "words": failed[0].words}
+    if len(gone) == len(ranks):
+        return {"state": "lost", "words": _how_lost(lead)}
+    if gone:
+        where = f"process {gone[0].pid} on host {gone[0].host}"
+        return {"state": "failed", "rank": gone[0].rank, "words": f"its {where} is gone and has not said why"}
+    if lead.promise and age > lead.promise:
+        return {"state": "stalled", **_why_stalled(ranks, age)}
+    return {"state": lead.phase}
+
+
+def _lives(record: Record, changed: float) -> bool:
+    if record.lives or record.lives is None:
+        return True
+    # A lock of another machine may not be seen here: then whoever wrote of late lives.
+    return record.host != socket.gethostname() and record.age(changed) < max(record.promise, SLACK)
+
+
+def _how_lost(lead: Record) -> str:
+    if lead.host == socket.gethostname() and lead.boot not in ("", boot_of_this_machine()):
+        return f"the machine was restarted while it was {lead.phase}"
+    return f"all of its processes are gone, and none has said why; the last word was {lead.phase}, step {lead.step}"
+
+
+def _why_stalled(ranks: Sequence[Record], age: float) -> dict[str, Any]:
+    for each in ranks:
+        if each.host == socket.gethostname() and process_state(each.pid) == "T":
+            return {"rank": each.rank, "words": f"rank {each.rank} is stopped (SIGSTOP), process {each.pid}"}
+    behind = min(ranks, key=lambda each: (each.step, each.at))
+    ahead = max(each.step for each in ranks)
+    if behind.step < ahead:
+        return {"rank": behind.rank, "words": f"rank {behind.rank} is at step {behind.step}, others at {ahead}"}
+    return {"rank": None, "words": f"no step for {age:.0f} s"}
+
+
+def runs_in(roots: Sequence[Path]) -> Iterator[Path]:
+    """The run folders in these folders, at most three levels down, and these folders if they are runs; links are not
+    followed."""
+
+    def below(folder: Path, depth: int) -> Iterator[Path]:
+        if (folder / STATUS).is_file() or all((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
+            yield folder
+        elif depth:
+            with suppress(OSError):
+                for each in sorted(folder.iterdir()):
+                    if each.is_dir() and not each.is_symlink():
+                        yield from below(each, depth - 1)
+
+    for root in roots:
+        yield from below(root, DEEP)
