@@ -237,11 +237,13 @@ def test_a_child_that_outlives_its_rank_does_not_hold_its_lock(tmp_path: Path) -
     """As a worker of a data loader does for a while, which is forked off."""
     own = OwnRecord(tmp_path, 0, 1)
     own.write(phase="training")
-    read, write = os.pipe()
+    (read, write), (hears, says) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
+        os.write(says, b".")
         os.read(read, 1)
         os._exit(0)
     try:
+        os.read(hears, 1)
         assert RunStatus.of(tmp_path).state == "training"
         own.close()
         assert RunStatus.of(tmp_path).state == "lost"

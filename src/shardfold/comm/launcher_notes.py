@@ -1,6 +1,6 @@
 """What a rank leaves for its launcher: why it fails, how far it came, and in which run folder, which is read when it
-has ended, however it ended; that it lives, for whom it waits, and its stack when it is asked. And what the launcher leaves for it: that it
-shall leave, and until when it may write for others.
+has ended, however it ended; that it lives, for whom it waits, and its stack when it is asked. And what the launcher
+leaves for it: that it shall leave, and until when it may write for others.
 
 The launcher has opened a file of these parts for it. A rank that was started by another launcher has none.
 
