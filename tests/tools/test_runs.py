@@ -28,7 +28,7 @@ LIMIT = 5.0  # seconds within which a state is to be right
 PATIENCE = "2"
 SCRIPT = """
 import os, sys, time
-from shardfold.tools.observe.run import Run
+from shardfold.tools.observe.run_folder import Run
 folder, moment, dies = sys.argv[1:]
 rank = int(os.environ["RANK"])
 while rank and not os.path.exists(folder):

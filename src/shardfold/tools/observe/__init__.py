@@ -9,7 +9,7 @@ pictures    pictures of a run
 printable   what comes from files, hosts and models, on its way to a terminal
 progress    live progress: two lines redrawn in place on a terminal, a plain line every few seconds anywhere else
 readable    numbers as people read them: bytes, counts, durations, a curve as one line of bars
-run         a run folder and what a loop writes into it: figures of its steps, and what the run is at
+run_folder  a run folder and what a loop writes into it: figures of its steps, and what the run is at
 run_page    the page of a run: what its folder says, as one HTML file that needs nothing else
 run_status  what a run is at, as its folder says and as is true
 tables      the tables that a run ends with: what it learned, what it held, what it sent
@@ -17,7 +17,11 @@ tables      the tables that a run ends with: what it learned, what it held, what
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardfold.tools.observe.run_folder import Run
+    from shardfold.tools.observe.run_status import RunStatus
 
 __all__ = ["Run", "RunStatus"]
 
@@ -26,7 +30,7 @@ def __getattr__(name: str) -> Any:
     """What ``sf.observe`` has for scripts; imported when it is first asked for."""
     import importlib
 
-    modules = {"Run": "run", "RunStatus": "run_status"}
+    modules = {"Run": "run_folder", "RunStatus": "run_status"}
     if name in modules:
         return getattr(importlib.import_module(f"{__name__}.{modules[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

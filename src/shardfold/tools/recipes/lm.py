@@ -41,7 +41,7 @@ from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
-from shardfold.tools.observe.run import Run
+from shardfold.tools.observe.run_folder import Run
 from shardfold.tools.observe.run_page import write_page
 from shardfold.tools.recipes._corpus import Corpus, Windows, baselines, held_out_windows, load_corpus
 from shardfold.tools.recipes._needed_memory import check_memory

@@ -31,7 +31,7 @@ from shardfold.tools.tune.config import Kind, Source, TuneConfig
 from shardfold.tools.tune.models import ModelPlace, hollow_model
 
 if TYPE_CHECKING:
-    from shardfold.tools.observe.run import Run
+    from shardfold.tools.observe.run_folder import Run
     from shardfold.tools.tune.data.batches import Batch, Batches, Window
     from shardfold.tools.tune.data.prepared import Prepared
 

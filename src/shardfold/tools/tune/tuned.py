@@ -16,7 +16,7 @@ from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.readable import format_count, format_duration
-from shardfold.tools.observe.run import Run
+from shardfold.tools.observe.run_folder import Run
 from shardfold.tools.observe.run_page import write_page
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.tune._written import write_model

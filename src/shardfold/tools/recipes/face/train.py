@@ -31,7 +31,7 @@ from shardfold.launch import INTERRUPTED
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
-from shardfold.tools.observe.run import Run
+from shardfold.tools.observe.run_folder import Run
 from shardfold.tools.recipes.face._matcher import fit, scores_of
 from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.face_config import FaceConfig
