@@ -3,14 +3,17 @@
 python benchmarks/small_memory.py                                      # a table
 python benchmarks/small_memory.py --picture small-memory.png           # and a picture, and figures in small-memory.json
 python benchmarks/small_memory.py --folder /mnt/nvme --states 8 16 --limit 2048
+python benchmarks/small_memory.py --base nf4/64 --states 2 --limit 512 --rate 200
 
 For each size a process is put into a control group (v1 or v2) whose memory the kernel limits, and trains a stack of
 linear layers, built under ``meta_init``: one rank, bf16, AdamW, ``layout="infinity"``, ``offload="disk"``. The group's
 own count is of all that its processes have and of every page of files that was read or written for them: a page cache
 that held the states would be in it. ``resident`` is the process's largest resident set. The last row is the largest
 model with its states in host memory under the same limit, which the kernel should end. With ``--base nf4/64`` layers
-are frozen, an adapter of rank 8 is beside each, and the states are the codes that the layers rest as. Needs root, and a
-folder on a drive with room for the states.
+(4096 x 4096) are frozen, an adapter of rank 8 is beside each, and the states are the codes that the layers rest as.
+``--rate`` has the kernel slow reads to so many MB a second; a step is then put beside what it should take: the larger
+of its computation, measured without limits with states in host memory, and of the bytes that it reads by that rate.
+Needs root, and a folder on a drive with room for the states.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from typing import Any
 
 from control_group import Group
 
-WIDTH, STATES = 1024, 18  # bytes per parameter: 2 of it, 4 of its gradient, 12 of master and moments
-MIB, GIB = 2**20, 2**30
+STATES = 18  # bytes per parameter: 2 of it, 4 of its gradient, 12 of master and moments
+MB, MIB, GIB = 10**6, 2**20, 2**30
+UNLIMITED = 2**40
 COLOR, LIMIT, INK, MUTED, GRID = "#2171b5", "#c2410c", "#22252b", "#6b7480", "#e7e9ec"
 
 
@@ -38,6 +42,7 @@ COLOR, LIMIT, INK, MUTED, GRID = "#2171b5", "#c2410c", "#22252b", "#6b7480", "#e
 
 def work(tier: str, folder: str, layers: int, steps: int, base: str) -> None:
     """Trains, and prints what it took."""
+    width = width_of(base)
     tempfile.tempdir = folder
     import torch
     from torch import nn
@@ -49,8 +54,8 @@ def work(tier: str, folder: str, layers: int, steps: int, base: str) -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-            self.down, self.up = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+            self.layer = nn.Linear(width, width, bias=False).requires_grad_(False)
+            self.down, self.up = nn.Linear(width, 8, bias=False), nn.Linear(8, width, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) + self.up(self.down(x))
@@ -58,7 +63,7 @@ def work(tier: str, folder: str, layers: int, steps: int, base: str) -> None:
     torch.set_num_threads(1)
     libraries = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with sf.meta_init():
-        model = nn.Sequential(*[Adapted() if base else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+        model = nn.Sequential(*[Adapted() if base else nn.Linear(width, width, bias=False) for _ in range(layers)])
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     layout = sf.PRESETS["infinity"].replace(base=base or None)
     units = [Adapted] if base else [nn.Linear]
@@ -67,7 +72,7 @@ def work(tier: str, folder: str, layers: int, steps: int, base: str) -> None:
     )
     seconds: list[float] = []
     losses: list[float] = []
-    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(16, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     for _ in range(steps):
         begun = perf_counter()
         loss = engine(x).float().square().mean()
@@ -75,7 +80,7 @@ def work(tier: str, folder: str, layers: int, steps: int, base: str) -> None:
         engine.step()
         seconds.append(perf_counter() - begun)
         losses.append(loss.item())
-    moved = sum(row.moved for row in engine.traffic().moved if row.tier == tier)
+    moved = {row.op: row.moved for row in engine.traffic().moved if row.tier == tier}
     states = engine.memory().tiers[tier]
     engine.close()
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -88,22 +93,29 @@ def work(tier: str, folder: str, layers: int, steps: int, base: str) -> None:
 # -- around it
 
 
-def coded(base: str) -> float:
-    """Bytes per parameter of codes."""
+def width_of(base: str) -> int:
+    """Of a layer: those of a large base are large."""
+    return 4096 if base else 1024
+
+
+def of_parameter(base: str) -> float:
+    """Bytes of a parameter's states, or of its codes."""
+    if not base:
+        return STATES
     from shardfold.plan.formats import FORMATS, format_named
 
     form = FORMATS[format_named(base, "base")]
     return form.nbytes(form.block) / form.block
 
 
-def measure(tier: str, folder: str, states: int, limit: int, steps: int, base: str) -> dict[str, Any]:
-    """One training in a group of that limit."""
-    layers = round(states / (coded(base) if base else STATES) / WIDTH**2)
-    group = Group("bench", limit)
+def measure(tier: str, given: argparse.Namespace, states: int, limit: int, rate: int = 0) -> dict[str, Any]:
+    """One training in a group of that limit of bytes, and of bytes that it reads a second; 0: any."""
+    layers = round(states / of_parameter(given.base) / width_of(given.base) ** 2)
+    group = Group("bench", limit, rate, given.folder)
     try:
-        words = [sys.executable, __file__, "--work", tier, "--folder", folder, "--layers", str(layers)]
-        words += ["--base", base]
-        done = group.start([*words, "--steps", str(steps)], stdout=subprocess.PIPE, text=True)
+        words = [sys.executable, __file__, "--work", tier, "--folder", given.folder, "--layers", str(layers)]
+        words += ["--base", given.base, "--steps", str(given.steps)]
+        done = group.start(words, stdout=subprocess.PIPE, text=True)
         told, _ = done.communicate()
         found: dict[str, Any] = {"tier": tier, "states": states, "limit": limit, "layers": layers}
         if done.returncode:
@@ -113,13 +125,16 @@ def measure(tier: str, folder: str, states: int, limit: int, steps: int, base: s
         group.close()
 
 
-def row(found: dict[str, Any]) -> str:
+def row(found: dict[str, Any], computing: float, rate: int) -> str:
+    """Of a table; ``computing``: seconds of a step's computation."""
     states, limit = found["states"] / GIB, found["limit"] / GIB
     begin = f"| {states:.2f} | {found['tier']} | {limit:.2f} "
     if "ended" in found:
-        return f"{begin}| ended by signal {-found['ended']} | | | |"
-    seconds, moved = min(found["seconds"][1:]), found["moved"] / 1e9
-    return f"{begin}| {found['peak'] / MIB:.0f} | {found['resident'] / MIB:.0f} | {seconds:.1f} | {moved:.2f} |"
+        return f"{begin}| ended by signal {-found['ended']} | | | | |"
+    seconds, moved = min(found["seconds"][1:]), found["moved"]
+    should = f"{computing:.1f}, {moved['FETCH'] / rate:.1f}" if rate else ""
+    numbers = f"| {found['peak'] / MIB:.0f} | {found['resident'] / MIB:.0f} | {seconds:.1f} "
+    return f"{begin}{numbers}| {sum(moved.values()) / 1e9:.2f} | {should} |"
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -169,6 +184,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1024, help="MiB")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--base", default="", help="a format: layers are frozen and rest as its codes, adapters train")
+    parser.add_argument("--rate", type=float, default=0, help="MB a second that the drive gives at most; 0: all it has")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
@@ -176,20 +192,24 @@ def main() -> None:
     if given.work:
         work(given.work, given.folder, given.layers, given.steps, given.base)
         return
-    limit, sizes = int(given.limit * MIB), [int(size * GIB) for size in given.states]
+    limit, rate = int(given.limit * MIB), int(given.rate * MB)
     try:
         Group("bench", limit).close()
     except OSError as error:
         print(f"No control group can be made here, which needs root: {error}: skipped.")
         return
-    print("| states, GiB | rest on | limit, GiB | most in use, MiB | resident, MiB | a step, s | moved in it, GB |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| states, GiB | rest on | limit, GiB | most in use, MiB | resident, MiB | a step, s | moved in it, GB "
+        "| computing, reading at that rate, s |\n" + "|---" * 8 + "|"
+    )
     rows: list[dict[str, Any]] = []
-    for size in sizes:
-        rows.append(measure("disk", given.folder, size, limit, given.steps, given.base))
-        print(row(rows[-1]), flush=True)
-    rows.append(measure("host", given.folder, sizes[-1], limit, given.steps, given.base))
-    print(row(rows[-1]))
+    for size in given.states:
+        states = int(size * GIB)
+        computing = min(measure("host", given, states, UNLIMITED)["seconds"][1:]) if rate else 0.0
+        rows.append(measure("disk", given, states, limit, rate))
+        print(row(rows[-1], computing, rate), flush=True)
+    rows.append(measure("host", given, int(given.states[-1] * GIB), limit))
+    print(row(rows[-1], 0.0, 0))
     if given.picture:
         draw(given.picture, [found for found in rows if "peak" in found])
         given.picture.with_suffix(".json").write_text(json.dumps(rows, indent=1))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,28 @@ def test_a_part_of_a_large_matrix_is_read_some_rows_at_a_time(tmp_path: Path, mo
         assert torch.equal(into, part)
     with pytest.raises(ModelError, match=r"weights give 'weight' the shape \(12, 8\), but the model's is \(12, 4\)"):
         weights.fill("weight", torch.empty(12, 4), (12, 4), None)
+
+
+class Walked(nn.Sequential):
+    """Counts how often all of its modules are walked through."""
+
+    walks = 0
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        self.walks += 1
+        return super().named_modules(*args, **kwargs)
+
+
+def test_a_model_of_many_units_is_not_walked_through_for_each() -> None:
+    """Else thousands of units, made one after the other, take the square of their number."""
+
+    def walks(units: int) -> int:
+        with sf.meta_init():
+            model = Walked(*[Frozen(8) for _ in range(units)])
+        sf.Engine(model, layout="zero3", init=sf.Init(units=[Frozen])).close()
+        return model.walks
+
+    assert walks(9) == walks(3)
 
 
 @pytest.mark.soak

@@ -189,6 +189,18 @@ class GaLore(AdamW8bit):
             return 0
         return super().kept_bytes(group, tensor, place)
 
+    def planned_bytes(self, parts: Sequence[tuple[dict[str, Any], int, ShardPlacement]]) -> list[int]:
+        found = super().planned_bytes(parts)
+        whole = [i for i, (group, _, _) in enumerate(parts) if group["rank"] is not None]
+        owners = balanced([found[i] for i in whole], max((len(parts[i][2].shares) for i in whole), default=1))
+        load: dict[int, int] = {}
+        for i, owner in zip(whole, owners, strict=True):
+            load[owner] = load.get(owner, 0) + found[i]
+        most = max(load, key=lambda owner: load[owner], default=0)
+        for i, owner in zip(whole, owners, strict=True):
+            found[i] *= owner == most
+        return found
+
     def owned(self, tensor: Tensor) -> dict[str, Tensor]:
         state = self.state.get(tensor, {})
         return {name: state[name] for name in KEPT_WHOLE if name in state}

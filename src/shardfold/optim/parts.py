@@ -168,6 +168,11 @@ class PartOptimizer(Optimizer):
         """Of :meth:`state_bytes`, what this rank keeps."""
         return self.state_bytes(group, place, tensor.itemsize)
 
+    def planned_bytes(self, parts: Sequence[tuple[dict[str, Any], int, ShardPlacement]]) -> list[int]:
+        """What the rank that keeps the most will keep of each part, by its group, the bytes of an element and its
+        place; nothing needs to be made yet."""
+        return [self.state_bytes(group, place, itemsize) for group, itemsize, place in parts]
+
     def traffic(self) -> dict[Sent, tuple[int, int]]:
         """Collectives, and bytes that this rank sends in them, in a step that uses all parameters, by kind; sums are
         not counted here, as they are control messages."""

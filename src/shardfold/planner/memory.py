@@ -12,7 +12,7 @@ and the operation, or the part of the model, at which it is reached is known wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from shardfold.plan.bind import Bound
 from shardfold.plan.cost import regions_in, resting_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.lifetimes import CPU, Behaviour, Lifetimes, room_bytes
+from shardfold.plan.placement import SegmentSpec
 from shardfold.plan.program import BESIDE, ROUND, Op
 from shardfold.plan.walk import Part, Walk, of_part
 from shardfold.planner.live import coding_bytes
@@ -40,12 +41,14 @@ class Setting:
         bound: the table, the units, the mesh and the program.
         micro_batches: of a step.
         clip: the norm of the gradients is taken.
+        kept: bytes that the optimizer keeps of a segment, where it is no number of moments of each element.
     """
 
     bound: Bound
     micro_batches: int = 1
     clip: bool = False
     behaviour: Behaviour = CPU
+    kept: Callable[[SegmentSpec], float] | None = None
 
     @property
     def adopts(self) -> bool:
@@ -56,7 +59,8 @@ class Setting:
         """Bytes at rest by state and tier; gradients that are adopted are not at rest. ``slabs``: what is pinned
         besides states in host memory, as slabs of it are powers of 2."""
         bound = self.bound
-        found = dict(resting_bytes(bound.layout, bound.units, bound.mesh, num_moments=bound.num_moments, padded=True))
+        moments, kept = bound.num_moments, self.kept
+        found = dict(resting_bytes(bound.layout, bound.units, bound.mesh, num_moments=moments, padded=True, kept=kept))
         if self.adopts:
             for unit in bound.units:
                 if not unit.table_or(bound.layout).buffered:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError, ModelError
+from shardfold.optim.parts import PartOptimizer, ShardPlacement
 from shardfold.parallel.pipeline.parts import parts_of
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan import presets
@@ -24,6 +26,7 @@ from shardfold.plan.bind import RunOrders, bind
 from shardfold.plan.cost import resting_bytes, tier_bytes
 from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
 from shardfold.plan.lifetimes import CPU, GPU, Behaviour
+from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.rewrites import Overlap
 from shardfold.plan.rules import Rules
 from shardfold.plan.walk import Part
@@ -76,6 +79,8 @@ class Subject:
         units: as of the engine.
         real: see :func:`~shardfold.planner.tracing.trace_model`.
         division: how ranks share the model, besides its states.
+        optimizer: makes that of the model, of which nothing but its groups and what it keeps is asked; None: one of
+            moments of each element.
     """
 
     model: nn.Module
@@ -84,6 +89,7 @@ class Subject:
     units: Sequence[str | type[nn.Module]] | None = None
     real: bool | None = None
     division: Division = UNDIVIDED
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
 
     def __post_init__(self) -> None:
         check_given(self.model, self.batch)
@@ -93,6 +99,7 @@ class Subject:
         self._stages = stages_of(self.hollow, self.division, _META) if self.division.pipeline > 1 else None
         if self.division.axes:
             self.division.cut(self.hollow, self.mesh)
+        self._made = self.optimizer(self.hollow) if self.optimizer is not None else None
         self._traces: dict[tuple[Precision, str, int, float], Trace] = {}
         self._smallest: float = SMALLEST  # bytes of the smallest tensor that is moved
         self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
@@ -157,6 +164,9 @@ class Subject:
         if key not in self._cuts:
             rules = Rules(precision, table, mesh)
             groups = {id(p): 0 for p in self.hollow.parameters() if p.requires_grad}
+            if self._made is not None:
+                every = enumerate(self._made.param_groups)
+                groups |= {id(p): number for number, group in every for p in group["params"]}
             self._cuts[key] = rules, cut(self.hollow, self.units, groups, rules, mesh, bucket=bucket)
         return self._cuts[key]
 
@@ -357,7 +367,29 @@ class Subject:
             clip=clip,
             unplaced={spec.name for spec in specs} - set(back),
         )
-        return Setting(bound=bound, micro_batches=micro_batches, clip=clip, behaviour=behaviour)
+        kept = _kept(self._made, layout, specs, sizes) if isinstance(self._made, PartOptimizer) else None
+        return Setting(bound=bound, micro_batches=micro_batches, clip=clip, behaviour=behaviour, kept=kept)
+
+
+def _kept(
+    optimizer: PartOptimizer, layout: Layout, units: Sequence[UnitSpec], mesh: Mesh
+) -> Callable[[SegmentSpec], float]:
+    """What an optimizer keeps of a segment."""
+    parts: list[tuple[dict[str, Any], int, ShardPlacement]] = []
+    segments: list[SegmentSpec] = []
+    for segment in (each for unit in units for each in unit.segments if each.trainable):
+        size = segment.length // segment.table_or(layout).master.parts(mesh)
+        for slot in segment.slots:
+            bounds = [(low - slot.offset, low + size - slot.offset) for low in range(0, segment.length, size)]
+            shares = [(max(a, 0), min(b, slot.numel)) for a, b in bounds]
+            place = ShardPlacement(slot.shape, tuple((a, b) if a < b else (0, 0) for a, b in shares))
+            itemsize = ITEMSIZE[segment.dtype_for("moments", layout)]
+            parts.append((optimizer.param_groups[segment.group], itemsize, place))
+            segments.append(segment)
+    kept: dict[SegmentSpec, float] = {}
+    for segment, nbytes in zip(segments, optimizer.planned_bytes(parts), strict=True):
+        kept[segment] = kept.get(segment, 0.0) + nbytes
+    return lambda segment: kept.get(segment, 0.0)
 
 
 # -- the rank

@@ -18,6 +18,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,7 +41,7 @@ from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.replicas import differing_in
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
-from shardfold.sharding.slices import slices_on
+from shardfold.sharding.slices import Slice, slices_on
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.pages import let_go, spare
 from shardfold.tiers.tiers import Tiers
@@ -132,7 +133,7 @@ def make_units(
     The root stays gathered (the caller releases it): modules of other units may be tied to it.
     """
     units: list[Unit] = []
-    mesh = comm.mesh
+    mesh, owners = comm.mesh, _Owners(model, comm)
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:  # they keep weak references to their weights, and such tensors cannot be made real
         module._flat_weight_refs = []
@@ -144,7 +145,7 @@ def make_units(
                 for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
             ]
             unit = Unit(c.spec, segments, comm.memory, c.modules)
-            _give_values(unit, model, comm, tiers, weights, seed)
+            _give_values(unit, owners, comm, tiers, weights, seed)
             if unit.trainable and not c.spec.table_or(layout).buffered:
                 unit.gradients.rest(adopt=mesh.world == 1 and not accelerator.has_streams(comm.memory.device))
             if unit.split and not c.spec.root:
@@ -157,14 +158,49 @@ def make_units(
     return units
 
 
-def _give_values(unit: Unit, model: nn.Module, comm: Comm, tiers: Tiers, weights: Weights | None, seed: int) -> None:
+class _Owners:
+    """Which modules have a parameter, and which slice it is: asked of the model once for all units, of which there may
+    be thousands.
+
+    Args:
+        model: whose parameters stay the same objects meanwhile.
+        comm: to the other ranks.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm) -> None:
+        self.model, self._mesh = model, comm.mesh
+
+    def of(self, wanted: Iterable[int]) -> list[tuple[str, nn.Module]]:
+        """Modules that have a parameter whose ``id`` is ``wanted``, and their paths, in the model's order."""
+        places = {place for key in wanted for place in self._places[key]}
+        return [self._modules[place] for place in sorted(places)]
+
+    @cached_property
+    def slices(self) -> dict[int, Slice]:
+        """What each marked parameter is on this rank, by its ``id``."""
+        return slices_on(self.model, self._mesh.sizes, self._mesh.coords)
+
+    @cached_property
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        return list(self.model.named_modules())
+
+    @cached_property
+    def _places(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for place, (_, module) in enumerate(self._modules):
+            for parameter in module._parameters.values():
+                found.setdefault(id(parameter), []).append(place)
+        return found
+
+
+def _give_values(unit: Unit, owners: _Owners, comm: Comm, tiers: Tiers, weights: Weights | None, seed: int) -> None:
     """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
     would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
     hand_over(parameter for _, parameter in unit.parameters())
     exact = [segment.exact_flat(comm.memory) for segment in unit.segments]
     empty = _bind_parameters(unit, exact)
     if empty or weights is not None:
-        _initialize(unit, model, empty, weights, seed, comm)
+        _initialize(unit, owners, empty, weights, seed, comm)
     for segment, flat in zip(unit.segments, exact, strict=True):
         same = comm.mesh.sizes.summed(segment.spec.distinct)  # as DDP does: there rank 0's values are everyone's
         for axes in (same, comm.mesh.sizes.rare):  # and of all groups
@@ -259,7 +295,7 @@ def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
     return empty
 
 
-def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int, comm: Comm) -> None:
+def _initialize(unit: Unit, owners: _Owners, empty: set[str], weights: Weights | None, seed: int, comm: Comm) -> None:
     """Gives values to the parameters of a (gathered) unit that have none.
 
     Raises:
@@ -277,16 +313,15 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
             empty = set()
         if empty:
             wanted = {id(values[name]) for name in empty}
-            slices = slices_on(model, comm.mesh.sizes, comm.mesh.coords)
-            apart = {key: found.axes for key, found in slices.items()}
+            apart = {key: owners.slices[key].axes for key in wanted if key in owners.slices}
             ours = {id(values[name]): (whole, box) for name, (whole, box) in boxes.items() if name in empty and box}
             apart = {key: axes for key, axes in apart.items() if key not in ours}
-            _reset(model, wanted, f"{seed}", comm.memory.device, ours)
+            _reset(owners, wanted, f"{seed}", comm.memory.device, ours)
             for axes in dict.fromkeys(apart[key] for key in wanted if key in apart):  # each rank has others of these
                 place = "".join(f"/{axis}={comm.mesh.coords[axis]}" for axis in axes)
                 of_axes = {key for key in wanted if apart.get(key) == axes}
                 rest = {name: p.clone() for name, p in values.items() if id(p) not in of_axes}
-                _reset(model, of_axes, f"{seed}{place}", comm.memory.device)
+                _reset(owners, of_axes, f"{seed}{place}", comm.memory.device)
                 for name, value in rest.items():
                     values[name].copy_(value)
         left = [name for name in sorted(empty) if values[name].is_floating_point() and values[name].isnan().any()]
@@ -301,11 +336,9 @@ _Boxes = Mapping[int, tuple[tuple[int, ...], Box]]
 """By the ``id`` of a parameter the shape of the whole, and which box of it is here."""
 
 
-def _reset(model: nn.Module, wanted: set[int], seed: str, device: torch.device, boxes: _Boxes | None = None) -> None:
-    of_model = getattr(model, "_init_weights", None)
-    for path, module in model.named_modules():
-        if not any(id(p) in wanted for p in module._parameters.values() if p is not None):
-            continue
+def _reset(owners: _Owners, wanted: set[int], seed: str, device: torch.device, boxes: _Boxes | None = None) -> None:
+    of_model = getattr(owners.model, "_init_weights", None)
+    for path, module in owners.of(wanted):
         own = getattr(module, "reset_parameters", None)
         with (
             accelerator.seeded(device, zlib.crc32(f"{seed}/{path}".encode())),

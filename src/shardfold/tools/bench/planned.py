@@ -49,22 +49,22 @@ class Comparison(NamedTuple):
 
 
 class WatchedBytes(LiveBytes):
-    """With what lives between steps, and flats, whose memory comes and goes; ``apart``: tensors that do not count."""
+    """With what lives between steps, and flats, whose memory comes and goes; ``apart``: tensors that do not count;
+    ``others``: engines whose states count too."""
 
-    def __init__(self, engine: Engine, batch: Any, apart: Iterable[Tensor] = ()) -> None:
-        self._flats = {
-            storage_key(s.flat.untyped_storage()): s.flat for unit in engine.units for s in unit.segments if s.split
-        }
-        resting = [r.resting for s in engine.sharded.segments() for r in s.regions.values() if r.resting is not None]
-        if isinstance(engine.sharded.updater, ShardedOptimizer):
-            resting += [r.resting for r in engine.sharded.updater.regions() if r.resting is not None]
-        room: Tensor | None = getattr(engine.sharded.comm.transport, "room", None)
-        if room is not None:  # a thread of the transport's may have made it, whose operations are not seen
-            resting.append(room)
-        self._still = _unique([*resting, *engine.module.buffers(), *tree_iter(batch)], self._flats)
-        self._rest = sum(self._still.values()) - _vacated(engine)
+    def __init__(
+        self, engine: Engine, batch: Any, apart: Iterable[Tensor] = (), *, others: Iterable[Engine] = ()
+    ) -> None:
+        engines = [engine, *others]
+        segments = [s for each in engines for unit in each.units for s in unit.segments]
+        self._flats = {storage_key(s.flat.untyped_storage()): s.flat for s in segments if s.split}
+        resting = [tensor for each in engines for tensor in _resting(each)]
+        buffers = [buffer for each in engines for buffer in each.module.buffers()]
+        self._still = _unique([*resting, *buffers, *tree_iter(batch)], self._flats)
+        self._rest = sum(self._still.values()) - sum(map(_vacated, engines))
         with no_subclass_functions():
-            beside = [*apart, *resting, *self._flats.values(), *engine.module.buffers(), *engine.module.parameters()]
+            parameters = [parameter for each in engines for parameter in each.module.parameters()]
+            beside = [*apart, *resting, *self._flats.values(), *buffers, *parameters]
             super().__init__([*beside, *(v for v in tree_iter(batch) if isinstance(v, Tensor))])
         self.most = 0
 
@@ -77,6 +77,17 @@ class WatchedBytes(LiveBytes):
         flats = sum(flat.untyped_storage().nbytes() for flat in self._flats.values())
         self.most = max(self.most, self._rest + flats + self.mark())
         return out
+
+
+def _resting(engine: Engine) -> list[Tensor]:
+    """What of its states rests in memory of its own."""
+    found = [r.resting for s in engine.sharded.segments() for r in s.regions.values() if r.resting is not None]
+    if isinstance(engine.sharded.updater, ShardedOptimizer):
+        found += [r.resting for r in engine.sharded.updater.regions() if r.resting is not None]
+    room: Tensor | None = getattr(engine.sharded.comm.transport, "room", None)
+    if room is not None:  # a thread of the transport's may have made it, whose operations are not seen
+        found.append(room)
+    return found
 
 
 def _unique(values: Iterable[Any], without: Mapping[int, Tensor]) -> dict[int, int]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardfold.tools.tune.data.batches import Batch, Batches, Window
     from shardfold.tools.tune.data.prepared import Prepared
 
-__all__ = ["Loss", "Recipe", "Totals", "TuneRun"]
+__all__ = ["Loss", "Recipe", "Totals", "TuneRun", "optimizer_of"]
 
 BETAS = (0.9, 0.999)
 
@@ -189,7 +189,7 @@ def _schedule(config: TuneConfig, total: int) -> Any:
     return lambda optimizer: LambdaLR(optimizer, factor)
 
 
-def _optimizer(config: TuneConfig, model: nn.Module) -> Any:
+def optimizer_of(config: TuneConfig, model: nn.Module) -> Any:
     """As an engine takes it."""
     if config.optimizer == "muon":
         return sf.optim.Muon(
@@ -288,7 +288,7 @@ class TuneRun:
             pack_attention(model)
         return sf.Engine(
             model,
-            optimizer=_optimizer(config, model),
+            optimizer=optimizer_of(config, model),
             layout=config.table(),
             activations=None if config.activations == "keep" else config.activations,
             parallel=sf.Parallel(
