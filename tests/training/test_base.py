@@ -180,8 +180,11 @@ def test_a_coded_matrix_stays_frozen() -> None:
     engine.close()
 
 
-def _on_axes(build: Any, axes: dict[str, Any] | None, base: str) -> tuple[list[float], list[str], bool]:
-    """Losses over all ranks, what of memory and traffic is not as planned, and whether coded matrices are cut."""
+def _on_axes(
+    build: Any, axes: dict[str, Any] | None, base: str, folder: str = ""
+) -> tuple[list[float], list[str], bool]:
+    """Losses over all ranks, what of memory and traffic is not as planned, and whether coded matrices are cut; a
+    checkpoint goes to the folder."""
     engine = sf.Engine(build(), optimizer=ADAM, layout=f"zero3+{base}", parallel=sf.Parallel(**axes) if axes else None)
     generator, losses = torch.Generator().manual_seed(1), list[float]()
     for _ in range(3):
@@ -193,6 +196,8 @@ def _on_axes(build: Any, axes: dict[str, Any] | None, base: str) -> tuple[list[f
     wrong = [f"{row} is not as planned" for row in engine.memory().rows if row.table + row.padding != row.held]
     wrong += [f"{row} is not as sent" for row in engine.traffic().rows if row.program != row.sent]
     cut = any(s.spec.codes and s.spec.distinct for unit in engine.units for s in unit.segments)
+    if folder:
+        engine.save(folder, wait=True)
     engine.close()
     return losses, wrong, cut
 
@@ -230,10 +235,14 @@ def llama() -> Any:
     [(mixtral, {"mesh": {"expert": 2}}), (llama, {"mesh": {"tensor": 2}, "tensor": "auto"})],
     ids=["expert", "tensor"],
 )
-def test_codes_are_cut_along_axes(ranks: Ranks, build: Any, axes: dict[str, Any]) -> None:
-    """Matrices whose parts are of whole blocks have the codes of the whole, and so the losses of one rank."""
+def test_codes_are_cut_along_axes(ranks: Ranks, tmp_path: Path, build: Any, axes: dict[str, Any]) -> None:
+    """Matrices whose parts are of whole blocks have the codes of the whole, and so the losses of one rank; a checkpoint
+    has each code once, whichever ranks have it."""
     expected, _, _ = _on_axes(build, None, "nf4/64")
-    for losses, wrong, cut in ranks.run(_on_axes, build, axes, "nf4/64", world_size=2):
+    for losses, wrong, cut in ranks.run(_on_axes, build, axes, "nf4/64", str(tmp_path / "saved"), world_size=2):
         assert cut
         assert not wrong
         assert losses == pytest.approx(expected, rel=RELATIVE)
+    with sf.Checkpoint(tmp_path / "saved") as checkpoint:
+        pieces = [each for each in checkpoint.index.pieces if each.of.endswith("layers.0.self_attn.q_proj.weight")]
+    assert sum(piece.nbytes for piece in pieces) == 0.5625 * 128**2

@@ -165,12 +165,12 @@ def check(seeds: list[int], folder: str, ranks: int) -> list[str]:
 def test_draws_train_as_over_the_decoded_values(ranks: Ranks, tmp_path: Path) -> None:
     """Losses and adapters to rounding, coded matrices to the bit, memory and traffic to the byte, before a checkpoint
     and behind it."""
-    for rank in ranks.run(check, list(range(6)), str(tmp_path), 2, world_size=2):
+    for rank in ranks.run(check, list(range(3)), str(tmp_path), 2, world_size=2):
         assert rank == []
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_many_draws_do(count: int, ranks: Ranks, tmp_path: Path) -> None:
-    for rank in ranks.run(check, list(range(100, 140)), str(tmp_path), count, world_size=count):
+    for rank in ranks.run(check, list(range(100, 124)), str(tmp_path), count, world_size=count):
         assert rank == []
