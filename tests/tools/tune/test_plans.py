@@ -24,20 +24,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qdpo": ("dpo", {"adapter": {"rank": 8}, "base": {"bits": 4}}),
     "orpo": ("orpo", {}),
     "reward": ("reward", {"adapter": {"rank": 8}}),
-    "packed": ("sft", {"adapter": {"rank": 8}, "text": {"length": LENGTH, "pack": True}}),
     "galore": ("sft", {"optimizer": "galore", "galore_rank": 8}),
     "galore8bit": ("sft", {"optimizer": "galore8bit", "galore_rank": 8}),
     "lion": ("sft", {"optimizer": "lion"}),
     "adamw8bit": ("sft", {"optimizer": "adamw8bit"}),
     "kto": ("kto", {"adapter": {"rank": 8}}),
     "distill": ("distill", {"adapter": {"rank": 8}}),
-    "qdistill": ("distill", {"adapter": {"rank": 8}, "base": {"bits": 4}}),
-    "grpo": ("grpo", {"adapter": {"rank": 8}, "n": 4, "max_tokens": ANSWER, "micro_batch": 2}),
-    "grpo beside a copy": (
-        "grpo",
-        {"n": 4, "max_tokens": ANSWER, "micro_batch": 2, "beta": 0.1, "reference": "copy"},
-    ),
-    "ppo": ("ppo", {"adapter": {"rank": 8}, "n": 4, "max_tokens": ANSWER, "micro_batch": 2}),
 }
 
 
