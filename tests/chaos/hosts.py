@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -76,6 +77,11 @@ class HostCase(Case):
         return replace(case, ranks=case.nodes * case.each)
 
     @property
+    def lacks(self) -> str:
+        """A command that is missing here; empty: none is."""
+        return "nft" if self.fault == "loss" and shutil.which("nft") is None else ""
+
+    @property
     def host(self) -> int:
         """Number of the host that is struck."""
         return 0 if self.node == "first" else self.nodes - 1
@@ -101,7 +107,7 @@ class HostCase(Case):
         return self.fault in BAD or self.restarts > 0
 
 
-def drawn(number: int) -> HostCase:
+def of_number(number: int) -> HostCase:
     """The case of a number."""
     draw = random.Random(number)
     given = {name: draw.choice(values) for name, values in CHOICES.items()}
@@ -143,7 +149,8 @@ class HostJudge(Judge):
             wrong += self.resumed(case, folder, found, room=False)
         if not wrong:
             subprocess.run(["rm", "-rf", str(folder)], check=True)
-        sentence = " | ".join(f"node {node}: {' '.join(err.split())[-400:]}" for node, err in enumerate(found.errs))
+        said = [err if wrong else " ".join(re.findall(r"^Error: .*$", err, re.M)) for err in found.errs]
+        sentence = " | ".join(f"node {node}: {' '.join(err.split())[-400:]}" for node, err in enumerate(said) if err)
         return Verdict(case, wrong, found.behind, sentence, time.monotonic() - began)
 
 
@@ -178,8 +185,8 @@ class Hosts:
         os.chdir(self.folder)
         case, first = self.case, Namespaces.address(0)
         if case.backend == "static":
-            given: dict[str, Any] = {"nnodes": f"{case.nodes}", "node_rank": node, "master_addr": first,
-                                     "master_port": 29500}  # fmt: skip
+            given: dict[str, Any] = {"nnodes": f"{case.nodes}", "node_rank": node}
+            given |= {"master_addr": first, "master_port": 29500}
         else:
             given = {"nnodes": f"1:{case.nodes}", "rdzv_backend": "c10d", "rdzv_endpoint": f"{first}:29500"}
         given |= {"nproc_per_node": f"{case.each}", "patience": case.patience, "max_restarts": case.restarts}
@@ -227,8 +234,7 @@ class Hosts:
             case "loss":
                 rules = f"table inet chaos {{ chain c {{ type filter hook input priority 0; iifname {INTERFACE} "
                 rules += f"numgen random mod 100 < {LOSS} drop; }}; }}"
-                if (nft := shutil.which("nft")) is not None:
-                    subprocess.run(["ip", "netns", "exec", space, nft, "-f", "-"], input=rules, text=True, check=True)
+                subprocess.run(["ip", "netns", "exec", space, "nft", "-f", "-"], input=rules, text=True, check=True)
             case "slow link":
                 self.links.limit("2mbit")
             case _:
@@ -313,10 +319,10 @@ def main(words: list[str]) -> int:
             first, _, last = word.partition("..")
             numbers = range(int(first), int(last or first) + 1) if first.isdigit() else [-1]
             for number in numbers:
-                case = drawn(number) if number >= 0 else HostCase.read(word)
+                case = of_number(number) if number >= 0 else HostCase.read(word)
                 verdict = judged.run(case)
                 failed += bool(verdict.wrong)
-                print(number, verdict, flush=True)
+                print(f"{number if number >= 0 else ''} {verdict}".strip(), flush=True)
     return int(failed > 0)
 
 

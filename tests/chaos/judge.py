@@ -90,7 +90,7 @@ class Verdict:
         behind = "did not strike" if self.seconds is None else f"{self.seconds:.2f} s behind it"
         lines = [f"{'WRONG' if self.wrong else 'held'} in {self.took:.1f} s, {behind}: {self.case}"]
         lines += [f"  {each}" for each in self.wrong]
-        return "\n".join(lines + ([f"  {self.sentence}"] if self.wrong else []))
+        return "\n".join(lines + [f"  {self.sentence}"] * bool(self.sentence))
 
 
 class Judge:
@@ -113,7 +113,7 @@ class Judge:
                 wrong += self.resumed(case, folder, found, room)
         if not wrong:
             subprocess.run(["rm", "-rf", str(folder)], check=True)
-        sentence = found.sentences[0] if found.sentences else found.err[-600:]
+        sentence = found.sentences[0] if found.sentences else found.err[-600:] * bool(wrong)
         return Verdict(case, wrong, found.behind, sentence, time.monotonic() - began)
 
     def resumed(self, case: Case, folder: Path, before: Run, room: bool) -> Iterator[str]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from shardfold.launch.namespaces import why_not
 from shardfold.testing import Ranks
+from tests.chaos import hosts
 from tests.chaos.case import Case, kept, of_number
 from tests.chaos.cover import pairs, pairwise
+from tests.chaos.hosts import HostCase
 
-PART, MOST = 10, 240
+PART, MOST, HOSTS = 10, 240, 4
 FEW = [
     "layout=zero3 ranks=3 fault=kill moment=backward part=0.3 victim=second",
     "layout=zero2 ranks=2 fault=stop moment=step part=0.3 victim=last launcher=train",
@@ -22,22 +26,24 @@ FEW = [
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are counted by what Linux tells of them")
 
 
-def judged(cases: list[Case], place: str) -> list[str]:
+def judged(cases: Sequence[Case], place: str) -> list[str]:
     """On a warm process: what is not as it has to be, case by case."""
+    from tests.chaos.hosts import HostCase, HostJudge
     from tests.chaos.judge import Judge
 
-    judge = Judge(Path(place))
+    judge = HostJudge(Path(place)) if isinstance(cases[0], HostCase) else Judge(Path(place))
     return [str(verdict) for case in cases if (verdict := judge.run(case)).wrong]
 
 
-def hold(ranks: Ranks, cases: list[Case], place: Path) -> None:
-    (wrong,) = ranks.run(judged, cases, str(place), world_size=1, distributed=False, timeout=100.0 * len(cases))
-    again = [f'python -m tests.chaos.case "{case}"' for case in cases if any(str(case) in each for each in wrong)]
+def hold(ranks: Ranks, cases: Sequence[Case], place: Path) -> None:
+    (wrong,) = ranks.run(judged, cases, str(place), world_size=1, distributed=False, timeout=200.0 * len(cases))
+    module = "case" if type(cases[0]) is Case else "hosts"
+    again = [f'python -m tests.chaos.{module} "{case}"' for case in cases if any(str(case) in each for each in wrong)]
     assert not wrong, "\n".join([*wrong, *again])
 
 
 def test_some_cases_hold(ranks: Ranks, tmp_path: Path) -> None:
-    hold(ranks, [*map(Case.read, FEW), *kept()], tmp_path)
+    hold(ranks, [Case.read(line) for line in [*FEW, *kept()]], tmp_path)
 
 
 @pytest.mark.soak
@@ -55,9 +61,22 @@ def test_drawn_cases_hold(ranks: Ranks, tmp_path: Path, first: int) -> None:
     hold(ranks, [of_number(2000 * day + first + number) for number in range(2 * PART)], tmp_path)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 60, HOSTS))
+def test_cases_of_hosts_hold(ranks: Ranks, tmp_path: Path, first: int) -> None:
+    """A host dies, is cut off, stands still, or its link is bad: 60 cases, and those that have failed once."""
+    if reason := why_not():
+        pytest.skip(reason)
+    cases = [hosts.of_number(number) for number in range(first, first + HOSTS)]
+    cases += [HostCase.read(line) for line in kept(hosts=True) if not first]
+    can = [case for case in cases if not case.lacks]
+    hold(ranks, can, tmp_path)
+
+
 def test_a_line_is_the_case_that_it_was_written_from() -> None:
     for number in range(200):
         assert Case.read(str(of_number(number))) == of_number(number)
+        assert HostCase.read(str(hosts.of_number(number))) == hosts.of_number(number)
 
 
 def test_each_choice_meets_each_other_one() -> None:
