@@ -26,6 +26,7 @@ LAYOUTS = {
     "offload": (2, 3),
     "infinity": (2, 3),
     "disk": (2, 3),
+    "stages": (2, 4),
 }
 """By name, among how many ranks."""
 PLACES = ("begin", "made", "between", "saving", "gathered", "evaluation", "closed")
@@ -51,6 +52,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "saves": ("none", "each", "beside"),
     "restarts": (0, 2),
     "launcher": ("run", "train"),
+    "again": ("", "begin", "loading"),
 }
 """What a case may be made of, each by itself."""
 
@@ -68,6 +70,7 @@ class Case:
         saves: ``none``; ``each``: behind each step, before the next one; ``beside``: behind each second one, meanwhile.
         restarts: how often ranks are started again.
         launcher: ``run`` is that of scripts, ``train`` that of the library's own commands.
+        again: where the rank is struck once more, in the attempt behind the first; "": nowhere.
         part: how far the section has come: 0 is its first operation, 1 its last.
         call: of the file system, at which faults of disks strike.
     """
@@ -81,6 +84,7 @@ class Case:
     saves: str = "each"
     restarts: int = 0
     launcher: str = "run"
+    again: str = ""
     part: float = 0.3
     call: int = 9
 
@@ -122,6 +126,8 @@ class Case:
             return "notice is for a run that trains"
         if self.launcher == "train" and self.restarts:
             return "it starts nothing again"
+        if self.again and not (self.restarts and self.fault in ("kill", "segv", "exit", "raise")):
+            return "there is no attempt behind the first"
         return ""
 
 

@@ -119,7 +119,7 @@ class Judge:
     def resumed(self, case: Case, folder: Path, before: Run, room: bool) -> Iterator[str]:
         """Another number of ranks goes on from what is there, to what a run without a fault comes to."""
         other = case.ranks - 1 or 3
-        layout = case.layout if case.layout not in ("hsdp", "hpz") else "zero2"
+        layout = case.layout if case.layout not in ("hsdp", "hpz", "stages") else "zero2"
         again = self._run(Case(layout=layout, ranks=other, saves="none" if room else case.saves), folder, other)
         if again.status != 0:
             yield f"the run that goes on ends with {again.status}: {again.err[-800:]}"
@@ -293,11 +293,11 @@ class Look:
     def _losses(self) -> Iterator[str]:
         """Each step that was done, however often, had the loss that it has undisturbed."""
         _, wanted = undisturbed()
-        found: dict[tuple[int, int], dict[int, float]] = {}
+        found: dict[tuple[int, int, int], dict[int, float]] = {}
         for each in self.run.said("step"):
-            found.setdefault((each["attempt"], each["steps"]), {})[each["part"]] = each["loss"]
-        for (attempt, step), losses in found.items():
-            if len(losses) == self.case.ranks:
+            found.setdefault((each["attempt"], each["steps"], each["parts"]), {})[each["part"]] = each["loss"]
+        for (attempt, step, parts), losses in found.items():
+            if len(losses) == parts:
                 mean = sum(losses.values()) / len(losses)
                 if abs(mean - wanted[step - 1]) > TOLERANCE:
                     yield f"the loss of step {step} in attempt {attempt} is {mean}, not {wanted[step - 1]}"

@@ -48,6 +48,9 @@ def engine(layout: str, folder: Path) -> sf.Engine:
         options = {"layout": table}
     elif layout in ("hsdp", "hpz"):
         options["mesh"] = {"inter": 2, "intra": 2}
+    elif layout == "stages":
+        mesh = {"pipeline": 2, "intra": int(os.environ["WORLD_SIZE"]) // 2}
+        options = {"layout": "zero1", "pipeline": "1f1b", "mesh": mesh}
     return sf.Engine(model(), optimizer=adamw, accumulate=MICRO, **grouped(**options))
 
 
@@ -76,7 +79,12 @@ class Rank:
 
     def place(self, name: str, step: int) -> None:
         """Here is one that is no operation."""
-        if self.armed and self.case is not None and self.case.moment == name and step >= self.case.step:
+        if self.case is None or self.rank != self.case.struck:
+            return
+        late = name == "between" and step > self.case.step and self.case.moment in SECTIONS
+        if self.armed and (late or (self.case.moment == name and step >= self.case.step)):
+            self.strike()  # late: a section without operations, as a forward pass of whole parameters is one
+        if self.attempt == 1 and self.case.again == name:
             self.strike()
 
     def observe(self, section: Section, number: int) -> None:
@@ -186,19 +194,16 @@ class Rank:
     def _train(self, trained: sf.Engine) -> None:
         kept = self.folder / "run"
         if (kept / "latest").exists():
+            self.place("loading", STEPS)
             trained.load(kept)
             self.say("loaded", steps=trained.steps)
         while trained.steps < STEPS:
             step = trained.steps
             tokens, targets = (each.chunk(trained.data_ranks)[trained.data_rank] for each in batch(step))
             self.place("between", step)
-            total = 0.0
-            for rows in zip(tokens.chunk(MICRO), targets.chunk(MICRO), strict=True):
-                loss = trained(*rows)
-                trained.backward(loss)
-                total += loss.item() / MICRO
+            loss = self._backward(trained, tokens, targets)
             trained.step()
-            self.say("step", steps=trained.steps, loss=total, part=trained.data_rank)
+            self.say("step", steps=trained.steps, loss=loss, part=trained.data_rank, parts=trained.data_ranks)
             if trained.leaving:
                 trained.save(kept / f"step-{trained.steps}", keep=2, wait=True)
                 self.say("left", steps=trained.steps)
@@ -206,7 +211,10 @@ class Rank:
             self.place("evaluation", step)
             if step == 2:
                 trained.module.eval()
-                trained(tokens, targets)
+                if self.layout == "stages":
+                    trained.eval_batch((tokens, targets), compute)
+                else:
+                    trained(tokens, targets)
                 trained.module.train()
             if self.saves == "each" or (self.saves == "beside" and trained.steps % EVERY == 0):
                 if self.case is not None and self.case.fault not in DISKS:
@@ -221,6 +229,22 @@ class Rank:
         weights = trained.state_dict()
         if self.rank == 0:
             torch.save(weights, self.folder / "weights")
+
+    def _backward(self, trained: sf.Engine, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        """Of all micro-batches; the mean of their losses."""
+        if self.layout == "stages":
+            return trained.train_batch((tokens, targets), compute).item()
+        total = 0.0
+        for rows in zip(tokens.chunk(MICRO), targets.chunk(MICRO), strict=True):
+            loss = trained(*rows)
+            trained.backward(loss)
+            total += loss.item() / MICRO
+        return total
+
+
+def compute(part: Any, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The loss of a micro-batch that goes through stages."""
+    return part(*rows)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
