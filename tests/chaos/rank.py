@@ -99,7 +99,7 @@ class Rank:
         self.armed = False
         assert self.case is not None
         fault = self.case.fault
-        if fault == "child":
+        if fault in ("child", "launcher kill"):
             child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             op = f"{op} {child.pid}"
         self.say("struck", pid=os.getpid(), launcher=os.getppid(), op=op)
