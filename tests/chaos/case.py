@@ -41,7 +41,9 @@ DISKS = ("torn", "eio", "full")
 DELAYS = ("pause", "slow", "launcher pause")
 NOTICES = ("notice term", "notice usr1", "notice file")
 ENDS = ("term", "int", "launcher kill")
-FAULTS = (*DEATHS, "stop", *DISKS, *DELAYS, *NOTICES, *ENDS)
+HANGS = ("stop", "hang")
+"""The process is stopped, or a call in it holds the interpreter and never ends."""
+FAULTS = (*DEATHS, *HANGS, *DISKS, *DELAYS, *NOTICES, *ENDS)
 CHOICES: dict[str, tuple[object, ...]] = {
     "layout": tuple(LAYOUTS),
     "ranks": (2, 3, 4),
@@ -110,7 +112,7 @@ class Case:
     @property
     def patience(self) -> float:
         """Short where it is waited for, and long where nothing is to be given up."""
-        return 1.0 if self.fault == "stop" else 10.0
+        return {"stop": 1.0, "hang": 3.0}.get(self.fault, 10.0)
 
     def why_not(self) -> str:
         """Why there is no such case; empty: there is."""
@@ -124,6 +126,8 @@ class Case:
             return "nothing is saved"
         if self.fault in NOTICES and (self.launcher != "run" or self.moment in ("begin", "closed")):
             return "notice is for a run that trains"
+        if self.fault == "hang" and self.moment in ("begin", "closed"):
+            return "it gives no signs of life yet, or nobody waits for it"
         if self.launcher == "train" and self.restarts:
             return "it starts nothing again"
         if self.again and not (self.restarts and self.fault in ("kill", "segv", "exit", "raise")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -125,6 +126,8 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "slow" | "host dead" | "cut" | "one way" | "freeze" | "flap" | "loss" | "slow link":
                 self._wait_for("acted")
+            case "hang":
+                ctypes.PyDLL(None).sleep(600)
             case "launcher pause":
                 os.kill(os.getppid(), signal.SIGSTOP)
             case "launcher kill":
