@@ -212,6 +212,7 @@ class Hosts:
                 self._heals = float("inf")
                 self.links.heal(self.case.host)
             time.sleep(0.01)
+        judge.ask_where(waiting.values())
         self.ends |= {node: (None, time.monotonic()) for node in waiting}
 
     def _act(self) -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -26,7 +26,7 @@ from shardfold.launch.run_script import run as run_script
 from shardfold.plan.patience import PATIENCE
 from tests.chaos.case import DEATHS, DELAYS, HANGS, NOTICES, STEPS, Case
 from tests.chaos.rank import CHAOS, adamw, batch, model, work
-from tests.chaos.warm import begin, keep_orphans
+from tests.chaos.warm import STACKS, begin, keep_orphans
 from tests.support.saving import left_over
 
 LIMIT = 90.0
@@ -118,7 +118,7 @@ class Judge:
 
     def resumed(self, case: Case, folder: Path, before: Run, room: bool) -> Iterator[str]:
         """Another number of ranks goes on from what is there, to what a run without a fault comes to."""
-        other = case.ranks - 1 or 3
+        other = min(case.ranks - 1, 4)  # which divide a batch
         layout = case.layout if case.layout not in ("hsdp", "hpz", "stages") else "zero2"
         again = self._run(Case(layout=layout, ranks=other, saves="none" if room else case.saves), folder, other)
         if again.status != 0:
@@ -205,6 +205,7 @@ class Watched:
                     os.kill(self._paused, signal.SIGCONT)
                     self._until = float("inf")
                 time.sleep(0.01)
+        ask_where([self.pid])
         kill_descendants()
         return None
 
@@ -228,7 +229,7 @@ class Look:
     def wrong(self) -> Iterator[str]:
         case, run = self.case, self.run
         if run.status is None:
-            yield f"it did not end within {LIMIT:.0f} s: {run.err[-500:]}"
+            yield f"it did not end within {LIMIT:.0f} s: {run.err[-3000:]}"
             return
         yield from run.left
         yield from self._checkpoints()
@@ -449,6 +450,13 @@ def left_over_by(seconds: float) -> list[str]:
     said = [f"process {pid} is left: {_words(pid)}" for pid in there]
     kill_descendants()
     return said
+
+
+def ask_where(launchers: Iterable[int]) -> None:
+    """Those that do not end write their stacks, into what they have written."""
+    for pid in launchers:
+        os.kill(pid, STACKS)
+        time.sleep(0.5)
 
 
 def _words(pid: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ from shardfold.launch.process import die_with_parent
 
 Work = Callable[[Mapping[str, str]], None]
 """What a rank does, given its environment."""
+STACKS = signal.SIGUSR2
+"""A launcher or a rank that gets it writes where it is."""
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
@@ -152,6 +155,7 @@ def _become(environment: Mapping[str, str], streams: Sequence[int], work: Callab
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        faulthandler.register(STACKS, all_threads=True)
         os.environ.clear()
         os.environ.update(environment)
         status = work() or 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import socket
+import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,13 @@ from hypothesis import strategies as st
 from shardfold.errors import ConfigError
 from shardfold.launch import _remote as remote
 from shardfold.launch import death, hosts, scheduler
-from shardfold.launch._rendezvous import Attempts, join_store, open_store
+from shardfold.launch._rendezvous import (
+    Attempts,
+    FixedRendezvous,
+    RendezvousTimeoutError,
+    join_store,
+    open_store,
+)
 from shardfold.launch.decision import Hosts, Node, Rank, decide, exported
 from shardfold.launch.options import Options, option_fields, streams
 from shardfold.plan.patience import Patience
@@ -426,6 +434,27 @@ def test_a_node_that_gives_no_sign_of_life_is_told_of_in_its_place_and_nobody_wa
     began = time.monotonic()
     nodes[0].let_leave(30.0)
     assert time.monotonic() - began < 30
+
+
+def test_nodes_that_met_by_a_store_that_is_gone_do_not_wait_for_it():
+    """torch's handler waits for a thread of its own, and that one for an answer: without end, if the host is gone."""
+    asked = threading.Event()
+
+    class Waits(FixedRendezvous):
+        def shutdown(self) -> bool:
+            return asked.wait(60.0)
+
+    with socket.socket() as store:
+        store.bind(("127.0.0.1", 0))
+        store.listen()
+        inner = Waits("127.0.0.1", None, 0, 1, "job", 60.0, Patience(3.0))
+        node = Attempts(inner, "host", "127.0.0.1", None, 60.0, Patience(3.0), store.getsockname())
+        for _ in range(2):
+            assert node.next_rendezvous().world_size == 1
+    with pytest.raises(RendezvousTimeoutError, match="nobody answers at"):
+        node.next_rendezvous()
+    assert node.shutdown() and not asked.is_set()
+    asked.set()
 
 
 def test_a_death_in_words():

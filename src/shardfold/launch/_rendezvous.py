@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
+from math import ceil
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -36,6 +38,8 @@ from shardfold.plan.patience import Patience
 __all__ = ["Attempts", "FixedRendezvous", "meeting_of"]
 
 POLL = 0.05
+LEAVES = 1.0
+"""Seconds for the others to be told that this node meets them no more."""
 CONNECT = timedelta(seconds=60)
 GONE = (DistError, RuntimeError, OSError)  # what a store raises whose host is gone
 
@@ -50,6 +54,7 @@ class Attempts(RendezvousHandler):
         port: for the store; None: any that is free.
         timeout: seconds to wait for node 0's word.
         patience: how long nothing may be heard of a node.
+        meets: host and port of the store behind ``inner``, which may be another node's; None: it looks by itself.
     """
 
     def __init__(
@@ -60,8 +65,9 @@ class Attempts(RendezvousHandler):
         port: int | None,
         timeout: float,
         patience: Patience,
+        meets: tuple[str, int] | None = None,
     ) -> None:
-        self.patience = patience
+        self.patience, self.meets, self._met = patience, meets, False
         self.inner, self.host, self.address, self.port, self.timeout = inner, host, address, port, timeout
         self.store: Any = None
         self.node_rank, self.num_nodes = 0, 1
@@ -83,6 +89,9 @@ class Attempts(RendezvousHandler):
         self.store = None  # closes the dead attempt's
         self.finished, self._beats, self._lost = False, {}, set()
         self._awaits, self._awaited = set(), (0.0, set())
+        if self._met and self.meets is not None:  # torch's handler would wait without end for a thread of its own
+            await_store(*self.meets, self.patience.keep_alive)
+        self._met = True
         try:
             met = self.inner.next_rendezvous()
         except GONE as error:
@@ -118,7 +127,15 @@ class Attempts(RendezvousHandler):
         return self.inner.get_run_id()
 
     def shutdown(self) -> bool:
-        return self.inner.shutdown()
+        # In a thread that may be left behind: it waits for another one, which may ask a store that does not answer.
+        ending = threading.Thread(target=self._shut_down, daemon=True)
+        ending.start()
+        ending.join(LEAVES)
+        return True
+
+    def _shut_down(self) -> None:
+        with suppress(RendezvousError, *GONE):
+            self.inner.shutdown()
 
     def tell(self, death: Death) -> None:
         """Tell the other agents of a death in this attempt."""
@@ -324,18 +341,27 @@ def unresolved(host: str) -> str:
     return ""
 
 
-def join_store(host: str, port: int, timeout: float) -> Any:
-    """Connect to a store, however late it is opened."""
+def await_store(host: str, port: int, timeout: float) -> None:
+    """Return once somebody listens there.
+
+    Raises:
+        RendezvousTimeoutError: nobody does within so many seconds.
+    """
     deadline = time.monotonic() + timeout
     while True:
         # Tried in Python first, as a signal cannot interrupt the store's own attempts.
         try:
-            socket.create_connection((host, port), timeout=2.0).close()
-            break
+            socket.create_connection((host, port), timeout=min(2.0, timeout)).close()
+            return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"nobody answers at {host}:{port} ({error})") from error
             time.sleep(0.2)
+
+
+def join_store(host: str, port: int, timeout: float) -> Any:
+    """Connect to a store, however late it is opened."""
+    await_store(host, port, timeout)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
 
 
@@ -370,6 +396,12 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
         port = None if alone else node.port
         inner = FixedRendezvous(node.host, port, node.rank, node.nodes[1], name, timeout, patience)
         return Attempts(inner, host, node.host, node.port if alone else None, timeout, patience)
+    at_home = _at_home(node)
+    if node.backend == "c10d" and at_home != {"is_host": "True"}:
+        try:
+            await_store(node.host, node.port or 0, timeout)
+        except RendezvousTimeoutError as error:
+            raise ConfigError(f"{error}: --rdzv-endpoint names the host that holds the store; is it up?") from None
     parameters = RendezvousParameters(
         backend=node.backend,
         endpoint=f"{node.host}:{node.port}",
@@ -381,11 +413,13 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
             "join_timeout": str(int(timeout)),
             "keep_alive_interval": str(patience.keep_alive),
             "keep_alive_max_attempt": "3",
-            **_at_home(node),
+            "read_timeout": str(max(1, ceil(patience.lost))),  # of each question, so the store may not be there late
+            **at_home,
             **conf,
         },
     )
-    return Attempts(get_rendezvous_handler(parameters), host, None, None, timeout, patience)
+    meets = (node.host, node.port or 0) if node.backend == "c10d" else None
+    return Attempts(get_rendezvous_handler(parameters), host, None, None, timeout, patience, meets)
 
 
 def _at_home(node: Node) -> dict[str, str]:
