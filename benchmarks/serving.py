@@ -1,10 +1,12 @@
 """`shardfold serve` beside `transformers serve`, in turns: tokens per second at several numbers of clients, and a soak.
 
     python benchmarks/serving.py MODEL [--clients 1 8 32] [--rounds 3]    the table of docs/serve.md
-    python benchmarks/serving.py MODEL --soak 600 [--clients 64]      ours alone, each client its own text
+    python benchmarks/serving.py MODEL --soak 600 --clients 64      ours alone, each client its own text
+    python benchmarks/serving.py MODEL --soak 200 --clients 64 --pid PID      one that runs at port 8971 already
 
-MODEL is a folder of transformers with a chat template. Each side has all cores in its turn, as nothing asks the other
-one meanwhile. In the soak every client compares its greedy answers with those that it got alone.
+MODEL is a folder of transformers with a chat template. transformers' server answers in two ways, with and without
+``--continuous-batching``: both are contenders. A server is stopped (SIGSTOP) while it is another one's turn, so each
+has all cores in its own. In the soak every client compares its greedy answers with those that it got alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,9 +23,8 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 WORDS = "a cat and one red dog went to see the big old tree near her house with some friends".split()  # noqa: SIM905
 STARTS = 900.0  # seconds for a server to be there, on a loaded machine
@@ -62,6 +64,7 @@ def server(command: list[str], url: str, model: str) -> Iterator[subprocess.Pope
                     time.sleep(0.5)
             yield process
         finally:
+            process.send_signal(signal.SIGCONT)
             process.terminate()
             process.wait()
 
@@ -78,64 +81,74 @@ def ours(folder: Path, port: int) -> list[str]:
     return [sys.executable, "-m", "shardfold", "serve", str(folder), "--port", str(port), "--name", "model"]
 
 
-def compare(folder: Path, clients: list[int], rounds: int, tokens: int) -> None:
-    theirs = [
-        sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", "--port", "8972",
-        "--device", "cpu", "--continuous-batching", str(folder),
-    ]  # fmt: skip
-    sides: dict[str, tuple[list[str], str, str]] = {
-        "shardfold serve": (ours(folder, 8971), "http://127.0.0.1:8971", "model"),
-        "transformers serve": (theirs, "http://127.0.0.1:8972", str(folder)),
-    }
-    with server(*sides["shardfold serve"]), server(*sides["transformers serve"]):
-        print("| clients | shardfold serve, tokens/s | transformers serve, tokens/s | ratio | equal answers |")
+def theirs(python: str, folder: Path, port: int, *more: str) -> list[str]:
+    code = "from transformers.cli.transformers import main; main()"
+    return [python, "-c", code, "serve", "--port", str(port), "--device", "cpu", *more, str(folder)]
+
+
+def compare(folder: Path, python: str, clients: list[int], rounds: int, tokens: int) -> None:
+    sides = {
+        "shardfold": (ours(folder, 8971), "http://127.0.0.1:8971", "model"),
+        "transformers": (theirs(python, folder, 8972), "http://127.0.0.1:8972", str(folder)),
+        "continuous batching": (
+            theirs(python, folder, 8973, "--continuous-batching"), "http://127.0.0.1:8973", str(folder),
+        ),
+    }  # fmt: skip
+    with ExitStack() as held:
+        running = {}
+        for name, side in sides.items():
+            running[name] = held.enter_context(server(*side))
+            running[name].send_signal(signal.SIGSTOP)
+        print("| clients | shardfold serve, tokens/s | transformers serve | with continuous batching | ratio |")
         print("|---|---|---|---|---|")
         for number in clients:
             rates: dict[str, list[float]] = {name: [] for name in sides}
             texts: dict[str, list[str]] = {}
             for _ in range(rounds):
                 for name, (_, url, model) in sides.items():
+                    running[name].send_signal(signal.SIGCONT)
                     value, texts[name] = rate(url, model, number, tokens)
+                    running[name].send_signal(signal.SIGSTOP)
                     rates[name].append(value)
-            ours_, theirs_ = (statistics.median(each) for each in rates.values())
-            same = sum(a == b for a, b in zip(*texts.values(), strict=True))
-            print(
-                f"| {number} | {ours_:.0f} | {theirs_:.0f} | {ours_ / theirs_:.2f} | {same} of {2 * number} |",
-                flush=True,
+            mine, *others = (statistics.median(each) for each in rates.values())
+            same = [sum(a == b for a, b in zip(texts["shardfold"], each, strict=True)) for each in texts.values()]
+            told = " | ".join(
+                f"{rate:.0f} ({count} of {2 * number} answers equal)"
+                for rate, count in zip(others, same[1:], strict=True)
             )
+            print(f"| {number} | {mine:.0f} | {told} | {mine / max(others):.2f} |", flush=True)
 
 
-def memory(process: Any) -> int:
+def memory(pid: int) -> int:
     """Resident bytes."""
-    pages = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def soak(folder: Path, seconds: float, clients: int, tokens: int) -> None:
-    url = "http://127.0.0.1:8971"
-    with server(ours(folder, 8971), url, "model") as process:
-        expected = [ask(url, "model", prompt(number), tokens)[0] for number in range(clients)]
-        until, answers, wrong = time.monotonic() + seconds, 0, 0
-        lock = threading.Lock()
+def soak(url: str, pid: int, seconds: float, clients: int, tokens: int) -> None:
+    expected = [ask(url, "model", prompt(number), tokens)[0] for number in range(clients)]
+    until, answers, wrong = time.monotonic() + seconds, 0, 0
+    lock = threading.Lock()
 
-        def client(number: int) -> None:
-            nonlocal answers, wrong
-            while time.monotonic() < until:
-                text = ask(url, "model", prompt(number), tokens)[0]
-                with lock:
-                    answers += 1
-                    wrong += text != expected[number]
+    def client(number: int) -> None:
+        nonlocal answers, wrong
+        while time.monotonic() < until:
+            text = ask(url, "model", prompt(number), tokens)[0]
+            with lock:
+                answers += 1
+                wrong += text != expected[number]
 
-        with ThreadPoolExecutor(clients + 1) as pool:
-            done = [pool.submit(client, number) for number in range(clients)]
-            while time.monotonic() < until:
-                time.sleep(min(20.0, seconds / 10))
-                print(f"{answers} answers, {wrong} wrong, {memory(process) / 2**20:.0f} MiB", flush=True)
-            for each in done:
-                each.result()
-        with urllib.request.urlopen(f"{url}/metrics") as response:
-            left = [line for line in response.read().decode().splitlines() if line.startswith("shardfold_pages_used")]
-        print(f"{answers} answers, {wrong} wrong, {memory(process) / 2**20:.0f} MiB, {left[0]}")
+    with ThreadPoolExecutor(clients + 1) as pool:
+        done = [pool.submit(client, number) for number in range(clients)]
+        while time.monotonic() < until:
+            time.sleep(min(20.0, seconds / 10))
+            print(f"{answers} answers, {wrong} wrong, {memory(pid) / 2**20:.1f} MiB", flush=True)
+        for each in done:
+            each.result()
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        left = [line for line in response.read().decode().splitlines() if line.startswith("shardfold_pages_used")]
+    files = len(os.listdir(f"/proc/{pid}/fd"))
+    print(f"{answers} answers, {wrong} wrong, {memory(pid) / 2**20:.1f} MiB, {files} open files, {left[0]}")
 
 
 def main() -> None:
@@ -145,11 +158,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--soak", type=float, default=0.0)
+    parser.add_argument("--python", default=sys.executable, help="that runs transformers serve: it needs fastapi")
+    parser.add_argument("--pid", type=int, help="of a server of MODEL that runs already")
     given = parser.parse_args()
     if given.soak:
-        soak(given.model, given.soak, given.clients[-1], given.tokens)
+        url = "http://127.0.0.1:8971"
+        with nullcontext() if given.pid else server(ours(given.model, 8971), url, "model") as process:
+            soak(url, process.pid if process else given.pid, given.soak, given.clients[-1], given.tokens)
     else:
-        compare(given.model, given.clients, given.rounds, given.tokens)
+        compare(given.model, given.python, given.clients, given.rounds, given.tokens)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ A random LLaMA of ``--layers`` blocks is written once into the folder. Each cont
 (v1 or v2) whose memory, page cache included, the kernel limits to ``--part`` of the weights' bytes, and whose reads it
 slows to ``--rate`` MB a second: ``raw`` reads the file once, by direct I/O, for the rate that the drive then has;
 ``disk``, ``disk-int8`` and ``disk-nf4`` generate with weights on disk; ``disk-stays`` keeps in memory what fits;
-``accelerate`` has the blocks on its "disk". ``memory`` has neither limit, for the tokens that are expected. Of each:
-seconds of a forward behind the first two, tokens a second, the part of the drive's rate, and whether tokens are those
-in memory. Needs root.
+``accelerate`` has the blocks on its "disk". ``memory``, ``host`` and their kinds with few bits have neither limit; the
+first says which tokens are expected. Of each: seconds of a forward behind the first two, tokens a second, the part of
+the drive's rate, whether tokens are those in memory, and with ``--profile FILE`` of `shardfold doctor --measure` the
+seconds that a plan says. Needs root.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from typing import Any
 from control_group import Group
 
 MB, BLOCK = 10**6, 4 * 2**20
-BASES = {"disk-int8": "int8/64", "disk-nf4": "nf4/64"}
+BITS = {"int8": 8, "nf4": 4}
+PROMPT = 4
 
 
 def prompts(rows: int) -> list[list[int]]:
-    return [[1, 2, 3, 4 + row] for row in range(rows)]
+    return [[*range(1, PROMPT), PROMPT + row] for row in range(rows)]
 
 
 def write(folder: Path, layers: int) -> Path:
@@ -63,25 +65,51 @@ def raw(model: Path) -> dict[str, Any]:
     return {"rate": total / (perf_counter() - begun)}
 
 
+def without_memory(model: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardfold as sf
+
+    with sf.meta_init():
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).requires_grad_(False)
+
+
+def table_of(name: str, stays: float) -> Any:
+    """Of a contender; that part of the weights stays in memory."""
+    from shardfold.tools.answering.open_config import table_of_weights
+
+    tier, _, kind = name.partition("-")
+    return table_of_weights("ddp", BITS.get(kind), tier, 1 - stays)
+
+
+def planned(name: str, model: Path, rows: int, tokens: int, stays: int, profile: str, rate: float) -> float:
+    """Seconds of a forward as `shardfold plan --inference` has them."""
+    from dataclasses import replace
+
+    import torch
+
+    from shardfold.planner.hardware import read_device
+    from shardfold.planner.inference import generating
+    from shardfold.planner.setting import Subject
+
+    hollow, length = without_memory(model), PROMPT + tokens
+    held = sum(p.numel() * 4 for p in hollow.parameters())
+    subject = Subject(hollow, {"input_ids": torch.empty((2, length), dtype=torch.int64, device="meta")})
+    device, table = replace(read_device(Path(profile)), disk=rate), table_of(name, stays / held)
+    return generating(subject, table, "fp32", device, rows=rows, length=length, page=16).seconds
+
+
 def ours(name: str, model: Path, rows: int, tokens: int, stays: int) -> dict[str, Any]:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     import shardfold as sf
     from shardfold.generation import Continuation, Generation, SamplingRule
 
     tempfile.tempdir = str(model.parent)
     torch.set_num_threads(1)
-    with sf.meta_init():
-        hollow = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    hollow.requires_grad_(False)
+    hollow = without_memory(model)
     held = sum(p.numel() * 4 for p in hollow.parameters())
-    params = f"disk:{1 - stays / held}" if stays else "disk"
-    table: Any = sf.PRESETS["infinity"].replace(base=BASES.get(name))
-    offload = None if name == "memory" else {"params": params}
-    engine = sf.Engine(
-        hollow, layout="ddp" if name == "memory" else table, offload=offload, init=sf.Init(weights=model)
-    )
+    engine = sf.Engine(hollow, layout=table_of(name, stays / held), init=sf.Init(weights=model))
     running, rule = Generation(engine), SamplingRule(0.0, 1.0, 0, 0)
     texts = [Continuation(i, 0, list(p), len(p), tokens, rule, frozenset()) for i, p in enumerate(prompts(rows))]
     for text in texts:
@@ -129,14 +157,19 @@ def accelerated(model: Path, rows: int, tokens: int) -> dict[str, Any]:
 # -- around it
 
 
+def stays_of(name: str, limit: int) -> int:
+    """Bytes of weights that are kept in memory."""
+    return limit // 4 if name == "disk-stays" else 0
+
+
 def measured(name: str, given: argparse.Namespace, model: Path, rows: int) -> dict[str, Any]:
     """One contender in a group of its own."""
     size = (model / "model.safetensors").stat().st_size
     limit = int(size * given.part)
     words = [sys.executable, __file__, "--work", name, "--folder", given.folder, "--layers", str(given.layers)]
-    words += ["--tokens", str(given.tokens), "--rows", str(rows), "--stays", str(limit // 4)]
+    words += ["--tokens", str(given.tokens), "--rows", str(rows), "--stays", str(stays_of(name, limit))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if name == "memory":
+    if not name.startswith(("disk", "accelerate", "raw")):
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment, check=False)
         return json.loads(done.stdout) if not done.returncode else {"ended": done.returncode}
     group = Group("stream", limit, given.rate * MB, given.folder)
@@ -149,16 +182,15 @@ def measured(name: str, given: argparse.Namespace, model: Path, rows: int) -> di
         group.close()
 
 
-def row(name: str, rows: int, found: dict[str, Any], rate: float, expected: Any) -> str:
+def row(name: str, rows: int, found: dict[str, Any], rate: float, expected: Any, plan: str) -> str:
     if "ended" in found:
-        return f"| {name} | {rows} | ended by {-found['ended']} | | | | |"
+        return f"| {name} | {rows} | ended by {-found['ended']} | | | | | | |"
     seconds, moved = statistics.median(found["seconds"]), found["bytes"]
     of_rate = f"{moved / seconds / rate:.0%}" if moved else ""
     peak = f"{found['peak'] / 2**20:.0f}" if "peak" in found else ""
-    same = "" if name in BASES else "yes" if found["tokens"] == expected else "no"
-    return (
-        f"| {name} | {rows} | {seconds:.2f} | {rows / seconds:.2f} | {moved / MB:.0f} | {of_rate} | {peak} | {same} |"
-    )
+    same = "" if name.partition("-")[2] in BITS else "yes" if found["tokens"] == expected else "no"
+    told = (name, rows, f"{seconds:.3f}", plan, f"{rows / seconds:.2f}", f"{moved / MB:.0f}", of_rate, peak, same)
+    return f"| {' | '.join(map(str, told))} |"
 
 
 def main() -> None:
@@ -172,6 +204,7 @@ def main() -> None:
     parser.add_argument(
         "--contenders", nargs="+", default=["disk", "disk-stays", "disk-int8", "disk-nf4", "accelerate"]
     )
+    parser.add_argument("--profile", default="", help="a file of `shardfold doctor --measure`, by which to plan")
     parser.add_argument("--work", default="", help=argparse.SUPPRESS)
     parser.add_argument("--stays", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -182,8 +215,7 @@ def main() -> None:
     elif given.work == "accelerate":
         print(json.dumps(accelerated(model, given.rows[0], given.tokens)))
     elif given.work:
-        stays = given.stays if given.work == "disk-stays" else 0
-        print(json.dumps(ours(given.work, model, given.rows[0], given.tokens, stays)))
+        print(json.dumps(ours(given.work, model, given.rows[0], given.tokens, given.stays)))
     elif os.geteuid():
         print("streamed_generation: control groups are root's to make: run it as root.")
     else:
@@ -195,12 +227,27 @@ def table(given: argparse.Namespace, model: Path) -> None:
     size = (model / "model.safetensors").stat().st_size
     print(f"weights {size / MB:.0f} MB, memory {size * given.part / 2**20:.0f} MiB", end=", ")
     print(f"the drive reads {rate / MB:.0f} MB/s\n")
-    print("| contender | rows | seconds a forward | tokens a second | MB read | of the rate | peak, MiB | same |")
-    print("|---|---|---|---|---|---|---|---|")
+    titles = (
+        "contender",
+        "rows",
+        "seconds a forward",
+        "planned",
+        "tokens/s",
+        "MB read",
+        "of the rate",
+        "peak, MiB",
+        "same",
+    )
+    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     for rows in given.rows:
-        expected = measured("memory", given, model, rows)["tokens"]
+        first = measured("memory", given, model, rows)
         for name in given.contenders:
-            print(row(name, rows, measured(name, given, model, rows), rate, expected), flush=True)
+            plan = ""
+            if given.profile and name != "accelerate":
+                stays = stays_of(name, int(size * given.part))
+                plan = f"{planned(name, model, rows, given.tokens, stays, given.profile, rate):.3f}"
+            found = first if name == "memory" else measured(name, given, model, rows)
+            print(row(name, rows, found, rate, first["tokens"], plan), flush=True)
 
 
 if __name__ == "__main__":

@@ -522,6 +522,25 @@ def test_trl_generates_with_a_gathered_model(ranks: Ranks) -> None:
     ranks.run(_generates, world_size=2)
 
 
+def _compared() -> tuple[bool, ...]:
+    with zero.Init(dtype=torch.float):
+        made = [nn.Linear(5, 7, bias=False) for _ in range(3)] + [nn.Linear(7, 5, bias=False)]
+    first, same, last, turned = (each.weight for each in made)
+    with zero.GatheredParameters([first, same, last], modifier_rank=0):
+        same.data.copy_(first)
+        last.data.copy_(first)
+        last.data[-1, -1] += 1  # which only the last rank has
+    ways = (torch.equal(first, same), torch.equal(first, last), torch.equal(first, turned))
+    with pytest.raises(FreedParameterError):
+        torch.equal(first, torch.zeros(7, 5))
+    return ways
+
+
+def test_parameters_that_are_split_are_compared(ranks: Ranks) -> None:
+    """By all of their values, on every rank with the same answer: transformers ties what a file has twice by it."""
+    assert ranks.run(_compared, world_size=2) == [(True, False, False)] * 2
+
+
 def _pretrained(path: str) -> None:
     """Transformers under an active ``HfDeepSpeedConfig``: each weight is read into the parts of ranks."""
     from shardfold import compat
@@ -566,7 +585,9 @@ def _save_pretrained(path: str) -> None:
     config = transformers.LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])
     model = transformers.LlamaForCausalLM(config)
     config.save_pretrained(path)
-    save_file(dict(model.named_parameters()), Path(path, "model.safetensors"), {"format": "pt"})
+    values = dict(model.named_parameters())
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()  # as many files have it, too
+    save_file(values, Path(path, "model.safetensors"), {"format": "pt"})
 
 
 @pytest.mark.soak

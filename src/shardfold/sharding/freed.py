@@ -147,6 +147,8 @@ class FreedParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
         if func in _READS and getattr(gathers[0], "hollow", False) and args[0] is freed[0]:
             return Hollow.of(freed[0], func, args[1:], kwargs or {})
+        if func is torch.equal and len(freed) == 2 and (equals := getattr(gathers[0], "equals", None)) is not None:
+            return equals(gathers[1])  # so transformers looks whether weights of a file are tied
         if func is Tensor.detach or func in CONVERSIONS:
             shape_of = getattr(gathers[0], "outline", None)
             found = shape_of(freed[0]) if shape_of is not None else None

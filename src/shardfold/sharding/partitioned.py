@@ -149,6 +149,18 @@ class EarlyShard:
         vars(parameter)[_EARLY] = self
         self.seal(parameter)
 
+    def equals(self, other: Any) -> bool:
+        """Whether another one has the same values, on all ranks. Every rank asks.
+
+        Raises:
+            OrderError: ranks compare different parameters.
+        """
+        if not isinstance(other, EarlyShard) or other.ranks is not self.ranks:
+            return False
+        self.ranks.comm.agreement.meet(f"a comparison of {_described([self, other])}")
+        same = self.shape == other.shape and torch.equal(self.values, other.values)
+        return not self.ranks.comm.any_rank([not same], "whether parameters are equal")[0]
+
     def copied(self, parameter: nn.Parameter) -> nn.Parameter:
         """A deep copy, split as this one is; nothing is sent. Every rank makes it."""
         copy = nn.Parameter(self._hollow.detach(), requires_grad=parameter.requires_grad)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -369,6 +370,28 @@ def test_slow_clients_hold_nobody(server: Served, monkeypatch: pytest.MonkeyPatc
             assert head.recv(1) == b""
             raise ConnectionResetError
     until(lambda: server.app.load == 0 and server.ranks.used_pages == 0)
+
+
+def test_who_reads_nothing_is_given_up(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer larger than what the sockets hold (220 tokens with 20 others each): the connection ends, although it
+    is never read; others are answered meanwhile."""
+    monkeypatch.setattr("shardfold.tools.serve._web_side.STALL_SECONDS", 0.5)
+    server.web._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of connections that are made from now on
+    cancelled = server.app.counts["cancelled"]
+    place = urlsplit(server.url)
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((place.hostname, place.port))
+        fields = {"n": 2, "max_tokens": 110, "logprobs": True, "top_logprobs": 20, "stream": True}
+        reader.sendall(request(server.url, CHAT, body_of(**fields)))
+        assert server.chat("one", max_tokens=5)[0] == 200
+        until(lambda: server.app.load == 0 and server.ranks.used_pages == 0)
+        assert server.app.counts["cancelled"] == cancelled + 1
+        said = b""
+        with suppress(ConnectionResetError):
+            while part := reader.recv(65536):
+                said += part
+        assert b"data: " in said and b"[DONE]" not in said
 
 
 def test_a_queue_that_is_full_says_when_to_come_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ from shardfold.planner.seconds import MEETS, Work, plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
+from shardfold.tools.answering.open_config import BASES
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from shardfold.torch_internals import scaled_mm
 
@@ -281,7 +282,8 @@ def _transport() -> dict[str, Any]:
     engine = Engine(nn.Linear(8, 8), optimizer=partial(torch.optim.AdamW, lr=0.0), layout="zero3")
     comm, axes = engine.sharded.comm, ("intra",)
     verbs = ("ALL_GATHER", "REDUCE_SCATTER")
-    found = measured(comm, [(verb, axes) for verb in verbs], [format_named(name, "a wire") for name in LOSSY])
+    formats = [*(format_named(name, "a wire") for name in LOSSY), *BASES.values()]
+    found = measured(comm, [(verb, axes) for verb in verbs], formats)
     links = [found.links[verb, axes] for verb in verbs]
     rate, latency = len(links) / sum(1 / link.rate for link in links), statistics.mean(link.latency for link in links)
     engine.close()

@@ -37,8 +37,6 @@ __all__ = ["ServedModel", "WebApp"]
 MOST_BODY = 4 * 2**20
 BODY_SECONDS = 30.0
 """That a client has to send a body."""
-STALL_SECONDS = 60.0
-"""That a client has to read what it was sent, before it is given up."""
 LONG_PROMPT = 20_000
 """Characters from which on a prompt becomes tokens on another thread."""
 RETRY = 2
@@ -465,21 +463,16 @@ class _AnswerResponse(Response):
             pieces = await self._pieces()
             if not pieces:
                 refusal = ApiRefusal(str(self._job.failure), code="server_error", status=500)
-                await self._sent(send, b"data: " + refusal.body() + b"\n\n", more=False)
+                await _sent(send, b"data: " + refusal.body() + b"\n\n", more=False)
                 return
             said = b"".join(self._reply.events(piece) for piece in pieces)
             if said:
-                await self._sent(send, said, more=True)
-        await self._sent(send, self._reply.last_events(), more=False)
+                await _sent(send, said, more=True)
+        await _sent(send, self._reply.last_events(), more=False)
 
-    async def _sent(self, send: Any, body: bytes, *, more: bool) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        patience = asyncio.get_running_loop().call_later(STALL_SECONDS, task.cancel)
-        try:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-        finally:
-            patience.cancel()
+
+async def _sent(send: Any, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def _disconnected(receive: Any) -> None:

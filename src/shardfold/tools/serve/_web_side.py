@@ -22,6 +22,8 @@ __all__ = ["WebSide", "endpoint"]
 
 HEAD_SECONDS = 20.0
 """That a client has to say what it asks, up to the body."""
+STALL_SECONDS = 60.0
+"""In which a client has to read something of what it was sent."""
 HEAD_BYTES = 32 * 2**10
 MOST_CONNECTIONS = 2000
 STARTS = 30.0  # seconds until the thread is there, on a loaded machine
@@ -29,9 +31,11 @@ ENDS = 3  # seconds for what is being sent when all answers are whole
 
 
 class _ImpatientProtocol(H11Protocol):
-    """HTTP as uvicorn speaks it, but who does not say what it asks is not waited for."""
+    """HTTP as uvicorn speaks it, but who does not say what it asks, or does not read what it is told, is not waited
+    for."""
 
     _patience: asyncio.TimerHandle | None = None
+    _reads: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -39,6 +43,7 @@ class _ImpatientProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
+        self._end_stall()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -47,6 +52,30 @@ class _ImpatientProtocol(H11Protocol):
             self._wait()
         else:
             self._end_wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._end_stall()
+        super().resume_writing()
+
+    def _stall(self, left: int) -> None:
+        self._reads = self.loop.call_later(STALL_SECONDS, self._look, left)
+
+    def _look(self, before: int) -> None:
+        """At what is left of what was to be read then: a connection that is closed waits for it, too."""
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._stall(left)
+        else:
+            self.transport.abort()
+
+    def _end_stall(self) -> None:
+        if self._reads is not None:
+            self._reads.cancel()
+            self._reads = None
 
     def _wait(self) -> None:
         if self._patience is None:
