@@ -297,6 +297,36 @@ def test_mpirun_starts_agents_on_hosts(tmp_path: Path) -> None:
         went_on(running.text, 2)
 
 
+WAITS = """
+import os, time
+rank = os.environ["RANK"]
+with open("now" + rank, "w") as file:
+    file.write(str(os.getpid()))
+os.rename("now" + rank, "at7-" + rank)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("launcher, form", [("srun", "ranks"), ("srun", "agents"), ("mpirun", "ranks")])
+def test_ranks_end_with_what_has_started_them(tmp_path: Path, launcher: str, form: str) -> None:
+    """Slurm's process on a node is killed, or mpirun: it ends what it has started with one process for each rank, and
+    the agent with its ranks else."""
+    needs(launcher, *(["slurmctld", "slurmd", "munged"] if launcher == "srun" else []))
+    tasks, words = FORMS[form]
+    own = command(*words, write("waits.py", WAITS))
+    with (Slurm if launcher == "srun" else Cluster)(tmp_path / "daemons") as cluster:
+        words = ["srun", "-N2", *tasks] if launcher == "srun" else ["mpirun", "-np", "2"]
+        words += ["--allow-run-as-root", "--oversubscribe"] if launcher == "mpirun" else []
+        cluster.begin(0, *words, *own)
+        pids = ranks_at_7(4 if launcher == "srun" else 2)[-2:]
+        above = psutil.Process(pids[0]).parent()
+        while form == "agents" and above is not None and above.name() != "slurmstepd":
+            above = above.parent()
+        assert above is not None
+        above.kill()
+        waited(lambda: all(map(gone, pids)), "ranks end", 10)
+
+
 # -- process 1 of a container
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from shardfold.errors import ConfigError
 from shardfold.launch.decision import Hosts, Node, Rank, decide, script_command
 from shardfold.launch.options import Options
-from shardfold.launch.process import end_at_signals
+from shardfold.launch.process import die_with_parent, end_at_signals
+from shardfold.launch.scheduler import find_task
 
 __all__ = ["become_deepspeed", "quietly_imported", "run"]
 
@@ -28,6 +29,8 @@ def run(options: Options, script: str, arguments: list[str]) -> int:
         from shardfold.launch._remote import run_hosts
 
         return run_hosts(plan, options, [script, *arguments])
+    if not options.standalone and find_task(os.environ) is not None:
+        die_with_parent()  # also what this process becomes: what Slurm or mpirun has started ends with it
     if options.as_deepspeed:
         become_deepspeed()
     if isinstance(plan, Rank):
