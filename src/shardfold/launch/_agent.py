@@ -34,6 +34,7 @@ from shardfold.launch.decision import Node, script_command
 from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.options import Options, streams
 from shardfold.launch.process import SAID, exit_status, num_cores
+from shardfold.launch.scheduler import find_task
 from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, watch
 from shardfold.plan.patience import PATIENCE, Patience
 from shardfold.tiers.limit import memory_limit
@@ -309,7 +310,8 @@ class Agent(SimpleElasticAgent):
         then += again
         if self.death.returncode == SAID and self.options.passes_local_rank:
             then += "; --no-local-rank leaves out the --local_rank=N that DeepSpeed's launcher gives to scripts"
-        if self.mine or not self.labelled:
+        # Nodes that were started by hand have terminals of their own; others share one output.
+        if self.mine or not (self.labelled or find_task(os.environ)):
             say(self.death.sentence(then))
             self._note_end(self.death)
         failures = {
