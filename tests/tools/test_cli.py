@@ -17,6 +17,7 @@ from shardfold import launch
 from shardfold.checkpoint import Checkpoint
 from shardfold.tools import cli
 from shardfold.tools.observe.metrics import StepMetrics
+from shardfold.tools.observe.run_status import RunStatus
 from shardfold.tools.recipes.train_config import TrainConfig
 
 
@@ -225,10 +226,10 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path, table: list[str]):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
-    names = set(
-        ["config.json", "metrics.jsonl", "program.txt", "loss.png", "sample.txt", "summary.json", "report.html"]
-    )
-    assert {path.name for path in run.iterdir()} == names
+    shown = {"loss.png", "sample.txt", "report.html"}
+    names = {"config.json", "metrics.jsonl", "program.txt", "run.status", "summary.json"}
+    assert {path.name for path in run.iterdir()} == names | shown
+    assert RunStatus.of(run).state == "done"
     assert json.loads((run / "config.json").read_text())["derived"]["world_size"] == 2
     steps = read_metrics(run / "metrics.jsonl")
     assert [each.step for each in steps] == [1, 2, 3, 4, 5, 6]

@@ -155,7 +155,7 @@ def check(folder: Path, moment: str, dies: str) -> None:
         # It stays so, also when the last of its processes is gone.
         wait_for(folder, lambda _: all(is_gone(each.pid) for each in found.ranks))
         last = RunStatus.of(folder)
-        assert (last.state, last.rank) == (ended.state, ended.rank), last
+        assert (last.state, last.rank) == (ended.state, ended.rank) and re.search(words, last.words), last
 
 
 @pytest.mark.parametrize("dies", ["kill rank 0", "kill launcher", "raise"])
