@@ -46,6 +46,9 @@ class _Memory:
             assert first < last
             for at in range(first, last):
                 self._held[text.pages[at // self.size], at % self.size] = tuple(text.tokens[: at + 1])
+        for source, to, count in step.copies:
+            for place in range(count):
+                self._held[to, place] = self._held[source, place]
         for text, _, last in asked:
             for at in range(last):
                 assert self._held[text.pages[at // self.size], at % self.size] == tuple(text.tokens[: at + 1])
@@ -130,7 +133,8 @@ def test_ten_thousand_requests_under_limits(size: int) -> None:
 
 
 def test_prompts_that_begin_alike_share_their_full_pages() -> None:
-    """Eight samples of a prompt of 40 tokens hold two pages of 16 together, and one page of their own each."""
+    """Eight samples of a prompt of 40 tokens hold two pages of 16 together, and one page of their own each, which is
+    copied: the prompt is computed once, and its last token for each."""
     books = PageBooks(None, 16)
     scheduler = BatchScheduler(books, rows=64, chunk=1000)
     texts = [_text(0, list(range(1, 41)), 4) for _ in range(8)]
@@ -138,7 +142,9 @@ def test_prompts_that_begin_alike_share_their_full_pages() -> None:
         scheduler.add(text)
     step = scheduler.plan()
     assert books.used == 2 + 8
-    assert [part.first for part in step.parts] == [0] + [32] * 7
+    assert [(part.first, part.last) for part in step.parts] == [(0, 40)]
+    assert step.under_way == texts[1:]
+    assert step.copies == [(texts[0].pages[2], text.pages[2], 7) for text in texts[1:]]
     scheduler.end(texts[:7])
     assert books.used == 3 and books.holders(texts[7].pages[0]) == 1
     scheduler.end(texts[7:])
@@ -190,8 +196,36 @@ def test_nothing_is_found_after_weights_have_changed() -> None:
     assert _whole(scheduler, _text(2, under_way.tokens, 2)) == 22
 
 
+def test_a_page_is_copied_while_its_prompt_is_under_way_with_the_same_weights() -> None:
+    """Not when other weights have come in the midst of the prompt, nor when the text is over."""
+    books = PageBooks(None, 16)
+    scheduler = BatchScheduler(books, rows=9, chunk=4)
+    texts = [_text(number, [2, 3, 4, 5, 6, 7], 90) for number in range(5)]
+
+    def copies() -> list[int]:
+        step = scheduler.plan()
+        for text in step.under_way + [part.text for part in step.parts if part.draws]:
+            text.take(1, 0.0)
+        return [source for source, _, _ in step.copies]
+
+    scheduler.add(texts[0])
+    assert copies() == []  # four of six tokens
+    books.forget()
+    scheduler.add(texts[1])
+    assert copies() == []  # the first's end and the second's begin
+    assert copies() == []
+    scheduler.add(texts[2])
+    assert copies() == [texts[1].pages[0]]
+    scheduler.end([texts[0], texts[2]])
+    scheduler.add(texts[3])
+    assert copies() == [texts[1].pages[0]]
+    scheduler.end([texts[1]])
+    scheduler.add(texts[4])
+    assert copies() == [] and books.used == 2
+
+
 def test_a_part_that_is_not_computed_yet_is_not_shared() -> None:
-    """Of a long prompt in parts, others share what is stored, not what will be."""
+    """Of a long prompt in parts, others share what is stored, not what will be; the page of its end is copied."""
     books = PageBooks(None, 4)
     scheduler = BatchScheduler(books, rows=64, chunk=8)
     for _ in range(2):
@@ -199,9 +233,10 @@ def test_a_part_that_is_not_computed_yet_is_not_shared() -> None:
     assert [(part.first, part.last) for part in scheduler.plan().parts] == [(0, 8)]
     assert [(part.first, part.last) for part in scheduler.plan().parts] == [(8, 16)]
     step = scheduler.plan()
-    assert [(part.first, part.last) for part in step.parts] == [(16, 20), (16, 20)]
-    assert step.parts[0].text.pages[:4] == step.parts[1].text.pages[:4]
-    assert step.parts[0].text.pages[4] != step.parts[1].text.pages[4]
+    assert [(part.first, part.last) for part in step.parts] == [(16, 20)]
+    first, second = step.parts[0].text, step.under_way[0]
+    assert first.pages[:4] == second.pages[:4] and first.pages[4] != second.pages[4]
+    assert step.copies == [(first.pages[4], second.pages[4], 3)]
 
 
 def test_who_cannot_fit_is_refused_before_anything_runs() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardfold.errors import ConfigError
 from shardfold.generation.page_books import PageBooks
@@ -32,10 +32,15 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What one forward has: a token each of ``under_way``, then ``parts``."""
+    """What one forward has: a token each of ``under_way``, then ``parts``.
+
+    Attributes:
+        copies: of pages, ``(from, to, tokens)``: so many of their first tokens, when the forward has stored its own.
+    """
 
     under_way: list[Continuation]
     parts: list[TextPart]
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class BatchScheduler:
@@ -86,21 +91,25 @@ class BatchScheduler:
                 self._grow(text)
         under_way: list[Continuation] = []
         parts: list[TextPart] = []
+        copies: list[tuple[int, int, int]] = []
         room = self.chunk
         for text in self.live:
             if text.stored == len(text.tokens) - 1:
                 under_way.append(text)
             elif room:
                 room -= self._begin(text, room, parts)
-        while room and self._waiting and len(self.live) < self.rows and self._admit(self._waiting[0]):
+        while room and self._waiting and len(self.live) < self.rows and self._admit(self._waiting[0], copies):
             text = self._waiting.popleft()
             self.live.append(text)
-            room -= self._begin(text, room, parts)
+            if text.stored == len(text.tokens) - 1:
+                under_way.append(text)
+            else:
+                room -= self._begin(text, room, parts)
         for text in under_way:
             text.stored += 1
             if text.stored % self.books.size == 0:
                 self.books.name(text.pages, text.stored // self.books.size - 1, text.tokens)
-        return ForwardPlan(under_way, parts)
+        return ForwardPlan(under_way, parts, copies)
 
     def end(self, texts: Iterable[Continuation]) -> None:
         """These are whole, or nobody waits for them any more: their pages are others'."""
@@ -130,8 +139,9 @@ class BatchScheduler:
         text.evicted += 1
         self._waiting.appendleft(text)
 
-    def _admit(self, text: Continuation) -> bool:
-        """Gives it pages for all that it has, those of others that begin alike among them; False: there are too few.
+    def _admit(self, text: Continuation, copies: list[tuple[int, int, int]]) -> bool:
+        """Gives it pages for all that it has, those of others that begin alike among them, and a copy of the page in
+        which another text's equal prompt ends; False: there are too few.
 
         Others will need pages soon: while there are any, a page for every fourth of them stays free, so that who
         begins now is not evicted at once.
@@ -142,11 +152,15 @@ class BatchScheduler:
         if need + -(-len(self.live) // 4) > books.free:
             books.release(shared)
             return False
+        end = books.end_of(shared, text.tokens)
         text.pages, text.stored = shared, len(shared) * books.size
         for _ in range(need):
             page = books.take()
             assert page is not None
             text.pages.append(page)
+        if end is not None:
+            copies.append((end[0], text.pages[-1], end[1]))
+            text.stored += end[1]
         return True
 
     def _begin(self, text: Continuation, room: int, parts: list[TextPart]) -> int:
@@ -155,5 +169,7 @@ class BatchScheduler:
         parts.append(TextPart(text, first, last))
         for number in range(first // self.books.size, last // self.books.size):
             self.books.name(text.pages, number, text.tokens)
+        if last == len(text.tokens):
+            self.books.name_end(text.pages, text.tokens)
         text.stored = last
         return last - first

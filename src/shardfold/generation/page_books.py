@@ -1,8 +1,10 @@
 """Which pages of keys and values are whose: counts and names, without a tensor.
 
 A page holds ``size`` tokens of one text, for all layers. A full page may be held by several texts that begin alike; a
-page that is not full is one text's own, so none is ever copied. A full page is named by all tokens up to its end. Some
-that nobody holds any more stay, the latest, so that a text that comes later finds what it begins with.
+page that is not full is one text's own. A full page is named by all tokens up to its end. Some that nobody holds any
+more stay, the latest, so that a text that comes later finds what it begins with. The page in which a prompt ends is
+named besides by the prompt without its last token, as long as somebody holds it: the same prompt's next text copies
+what it needs of it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class PageBooks:
         self._holders: list[int] = []
         self._names: list[bytes] = []  # of each page's text up to its end; empty: it is not full
         self._by_name: dict[bytes, int] = {}
+        self._ends: dict[bytes, int] = {}  # pages in which prompts end, by the prompt without its last token
+        self._end_of: dict[int, bytes] = {}
 
     def pages_of(self, tokens: int) -> int:
         """Pages that so many tokens fill or begin."""
@@ -101,6 +105,30 @@ class PageBooks:
         self._names[pages[number]] = made
         self._by_name.setdefault(made, pages[number])
 
+    def name_end(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+        """A text of these tokens, whose page this is, stores the last of them with the forward that is planned."""
+        first, last = self._last(tokens)
+        before = self._names[pages[first // self.size - 1]] if first else b""
+        page = pages[first // self.size]
+        if last > first and self._names[page] != _DEAD and page not in self._end_of:
+            name = _name(before, tokens[first:last])
+            if self._ends.setdefault(name, page) == page:
+                self._end_of[page] = name
+
+    def end_of(self, shared: Sequence[int], tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The page from which a text copies what stands behind its shared pages, all but its last token, and how many
+        tokens that is; None: no other text of the same tokens is under way."""
+        first, last = self._last(tokens)
+        if len(shared) * self.size != first:
+            return None
+        page = self._ends.get(_name(self._names[shared[-1]] if shared else b"", tokens[first:last]))
+        return None if page is None else (page, last - first)
+
+    def _last(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Where the page of the last token begins, and where that token stands."""
+        last = len(tokens) - 1
+        return last // self.size * self.size, last
+
     def release(self, pages: Sequence[int]) -> None:
         """A text no longer holds its pages, which are given back where nobody else does; the last ones first, so that
         of what is kept the begin of a text is forgotten last."""
@@ -109,6 +137,7 @@ class PageBooks:
             if self._holders[page]:
                 continue
             self.used -= 1
+            self._forget_end(page)
             if self.keep == 0 or self._by_name.get(self._names[page]) != page:
                 self._forget(page)
                 heapq.heappush(self._free, page)
@@ -123,11 +152,18 @@ class PageBooks:
         while self._kept:
             heapq.heappush(self._free, self._forget_oldest())
         self._by_name.clear()
+        self._ends.clear()
+        self._end_of.clear()
         self._names = [_DEAD if holders else b"" for holders in self._holders]
 
     def holders(self, page: int) -> int:
         """How many texts hold a page."""
         return self._holders[page]
+
+    def _forget_end(self, page: int) -> None:
+        name = self._end_of.pop(page, None)
+        if name is not None:
+            del self._ends[name]
 
     def _forget(self, page: int) -> None:
         if self._by_name.get(self._names[page]) == page:

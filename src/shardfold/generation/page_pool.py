@@ -6,8 +6,10 @@ are those that come. So an axis of tensor parallelism, under which a rank has so
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,8 @@ __all__ = ["PagePool"]
 
 STEP = 1.25
 """By what the pool grows, where there is no limit."""
+HOST_STEP = 2.0
+"""The same in the host's memory, where only what is written takes memory."""
 
 
 class LayerPages(NamedTuple):
@@ -30,14 +34,14 @@ class PagePool:
 
     def __init__(self, size: int, limit: int | None) -> None:
         self.size = size
-        self._pages, self._grows = limit or 0, limit is None
+        self._pages, self._room, self._grows = limit or 0, limit or 0, limit is None
         self._layers: dict[nn.Module, LayerPages] = {}
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Held by all pages that are made, whether they are in use or not."""
-        return sum(each.nbytes for kept in self._layers.values() for each in kept)
+        return sum(each[:1].nbytes for kept in self._layers.values() for each in kept) * self._pages
 
     @property
     def page_nbytes(self) -> int:
@@ -53,9 +57,11 @@ class PagePool:
         """From now on there are at least so many; layer by layer, so that one layer at most is there twice."""
         if pages <= self._pages or not self._grows:
             return
-        self._pages = max(pages, int(self._pages * STEP) + 1)
-        for layer, kept in self._layers.items():
-            self._layers[layer] = LayerPages(*(_longer(each, self._pages) for each in kept))
+        if pages > self._room:
+            self._room = max(pages, int(self._room * self._step) + 1)
+            for layer, kept in self._layers.items():
+                self._layers[layer] = LayerPages(*(self._longer(each) for each in kept))
+        self._pages = pages if self._step == HOST_STEP else self._room
 
     def places(self, where: Tensor, heads: int) -> Tensor:
         """``(heads, tokens)``, where :meth:`store` puts what each head has of tokens.
@@ -74,19 +80,24 @@ class PagePool:
         """
         return (tables[:, None] * heads + torch.arange(heads, device=tables.device)[:, None]).view(-1)
 
-    def store(self, layer: nn.Module, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """Puts tokens where they belong.
+    def store(self, layer: nn.Module, keys: Tensor, values: Tensor, places: Tensor, copied: Tensor, to: Tensor) -> None:
+        """Puts tokens where they belong, then copies tokens from page to page.
 
         Args:
             keys: ``(key_heads, tokens, dim)``.
-            places: of :meth:`places`.
+            places: of :meth:`places`, as are the next.
+            copied: which are read.
+            to: where they are put besides.
         """
         kept = self._layers.get(layer)
         if kept is None:
             kept = self._layers[layer] = LayerPages(self._made(keys), self._made(values))
         for each, new in zip(kept, (keys, values), strict=True):
             width = each.shape[-1]
-            each.view(-1, width).index_copy_(0, places.view(-1), new.reshape(-1, width))
+            flat = each.view(-1, width)
+            flat.index_copy_(0, places.view(-1), new.reshape(-1, width))
+            if copied.numel():
+                flat.index_copy_(0, to.view(-1), flat.index_select(0, copied.view(-1)))
 
     def read(self, layer: nn.Module, rows: Tensor, texts: int) -> tuple[Tensor, Tensor]:
         """Keys and values of texts, in memory that the next call writes anew.
@@ -114,12 +125,22 @@ class PagePool:
             scratch = self._scratch[number, kept.dtype] = kept.new_empty(need)
         return torch.index_select(flat, 0, rows, out=scratch[:need].view(-1, flat.shape[1]))
 
+    @property
+    def _step(self) -> float:
+        first = next(iter(self._layers.values()), None)
+        return STEP if first is not None and first.keys.device.type != "cpu" else HOST_STEP
+
     def _made(self, new: Tensor) -> Tensor:
         # Zeros: what no token fills is masked, and 0 times inf would not be 0.
-        return new.new_zeros(self._pages, new.shape[0], self.size, new.shape[-1])
+        return self._zeros(new, (self._room, new.shape[0], self.size, new.shape[-1]))
 
+    def _longer(self, old: Tensor) -> Tensor:
+        new = self._zeros(old, (self._room, *old.shape[1:]))
+        new[: self._pages] = old[: self._pages]
+        return new
 
-def _longer(old: Tensor, pages: int) -> Tensor:
-    new = old.new_zeros(pages, *old.shape[1:])
-    new[: len(old)] = old
-    return new
+    def _zeros(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if not self._grows or like.device.type != "cpu":
+            return like.new_zeros(shape)
+        # NumPy takes them from the system, which has zeros without writing any.
+        return torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8)).view(like.dtype).view(shape)

@@ -72,7 +72,8 @@ class PagedAttention:
         self._groups: list[ReadGroup] = []
         self._whole: list[tuple[int, int]] = []
         self._where = torch.empty(0, dtype=torch.int64)
-        self._places: dict[int, Tensor] = {}  # by heads, the same for all layers of a forward
+        self._places: dict[int, tuple[Tensor, ...]] = {}  # by heads, the same for all layers of a forward
+        self._copies = torch.empty(2, 0, dtype=torch.int64)
         self.open = False
 
     def begin(self, step: ForwardPlan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,6 +88,10 @@ class PagedAttention:
         rows = [(text.tokens[-1], text.stored - 1, text.pages[(text.stored - 1) // size]) for text in step.under_way]
         self._groups, self._whole, self._places = [], [], {}
         self._group(step, device)
+        pairs = [
+            (source * size + place, to * size + place) for source, to, count in step.copies for place in range(count)
+        ]
+        self._copies = torch.from_numpy(np.array(pairs, np.int64).reshape(-1, 2).T.copy()).to(device)
         if not rows and not step.parts:  # ranks with nothing to do take part
             self._where, self._whole = torch.empty(0, dtype=torch.int64, device=device), [(0, 1)]
             zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -165,8 +170,9 @@ class PagedAttention:
         heads, tokens, width = query.shape
         if len(self._where):
             if (places := self._places.get(len(key))) is None:
-                places = self._places[len(key)] = self._pool.places(self._where, len(key))
-            self._pool.store(layer, key, value, places)
+                places = tuple(self._pool.places(each, len(key)) for each in (self._where, *self._copies))
+                self._places[len(key)] = places
+            self._pool.store(layer, key, value, *places)
         shared = heads // len(key)  # heads of queries for one of keys
         out = query.new_empty(tokens, heads, value.shape[-1])
         for group in self._groups:

@@ -28,6 +28,8 @@ RANKED = 512
 """Tokens among which ``top_p`` is looked for first: all of a vocabulary are sorted where these are too few."""
 BLOCK = 128
 """Probabilities that are summed before one of them is chosen."""
+SUMMED = 16
+"""Rows of logits that are summed at a time."""
 _NONE = np.empty(0, np.int64)
 
 
@@ -147,11 +149,11 @@ def choose(
     if any(rule.temperature not in (0, 1) for rule in rules):
         heat = torch.tensor([rule.temperature or 1.0 for rule in rules], device=scores.device)
         scores = scores / heat[:, None]
-    whole = scores.logsumexp(-1, keepdim=True)
+    whole = _log_sums(scores)
     chosen_from = scores
     if any(rule.repetition != 1 for rule in rules):
         chosen_from = _penalized(scores, rules, texts)
-    tokens = chosen_from.argmax(-1, keepdim=True)
+    tokens = _likeliest(chosen_from)
     if any(rule.temperature for rule in rules):
         kept = chosen_from
         if any(rule.cuts for rule in rules):
@@ -163,6 +165,26 @@ def choose(
     log_probs = scores.gather(-1, tokens) - whole
     found = torch.cat([tokens.double(), log_probs.double()], -1).tolist()
     return ChosenTokens([int(row[0]) for row in found], [row[1] for row in found], _tops(scores, whole, rules))
+
+
+def _log_sums(scores: Tensor) -> Tensor:
+    """``logsumexp`` of each row, ``(texts, 1)``, some rows at a time: what lies between stays in cache."""
+    if scores.device.type != "cpu":
+        return scores.logsumexp(-1, keepdim=True)
+    highest = scores.amax(-1, keepdim=True)
+    space = torch.empty_like(scores[:SUMMED])
+    sums = [
+        torch.sub(rows, most, out=space[: len(rows)]).exp_().sum(-1, keepdim=True)
+        for rows, most in zip(scores.split(SUMMED), highest.split(SUMMED), strict=True)
+    ]
+    return torch.cat(sums).log_().add_(highest)
+
+
+def _likeliest(scores: Tensor) -> Tensor:
+    """The first of the likeliest tokens, ``(texts, 1)``."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1, keepdim=True)
+    return torch.from_numpy(scores.numpy().argmax(-1))[:, None]  # NumPy's has vectors, PyTorch's has none
 
 
 def _tops(scores: Tensor, whole: Tensor, rules: Sequence[SamplingRule]) -> list[Tops]:
