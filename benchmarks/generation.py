@@ -4,19 +4,21 @@
 
 Prompts and answers are of unequal lengths. In turns, with the same model, threads and greedy decoding: ours;
 transformers' continuous batching, ``generate_batch``; padded batches, ``generate``, with prompts of about equal length
-together, and of all prompts. A padded batch goes on until its longest answer ends: tokens that nobody asked for do not
-count. Rates by the clock are printed as they are measured; medians are of seconds of a core, which other work on the
-machine changes less.
+together, and of all prompts; with ``--genai FOLDER`` also padded batches of onnxruntime-genai (which has to be
+installed) in fp32, as its own builder writes the model there. A padded batch goes on until its longest answer ends:
+tokens that nobody asked for do not count. Rates by the clock are printed as they are measured; medians are of seconds
+of a core, which other work on the machine changes less.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +54,60 @@ def continuous(model: Any, prompts: list[list[int]], most: list[int]) -> None:
     model.generate_batch(prompts, generation_config=config, progress_bar=False)
 
 
-def padded(model: Any, prompts: list[list[int]], most: list[int], together: int) -> None:
+def batches(prompts: list[list[int]], most: list[int], together: int) -> Iterator[tuple[Any, int]]:
+    """Prompts of about equal length, padded in front with 0, and the longest answer of each batch."""
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for start in range(0, len(order), together):
         part = order[start : start + together]
         longest = max(len(prompts[number]) for number in part)
         ids = torch.tensor([[0] * (longest - len(prompts[n])) + prompts[n] for n in part])
-        mask = torch.tensor([[0] * (longest - len(prompts[n])) + [1] * len(prompts[n]) for n in part])
+        yield ids, max(most[number] for number in part)
+
+
+def padded(model: Any, prompts: list[list[int]], most: list[int], together: int) -> None:
+    for ids, longest in batches(prompts, most, together):
         with torch.no_grad():
             model.generate(
-                ids, attention_mask=mask, max_new_tokens=max(most[number] for number in part), do_sample=False,
-                pad_token_id=0, eos_token_id=None,
+                ids, attention_mask=(ids != 0).long(), max_new_tokens=longest, do_sample=False, pad_token_id=0,
+                eos_token_id=None,
             )  # fmt: skip
+
+
+def genai_model(model: Any, folder: Path, threads: int) -> Any:
+    """What genai's builder makes of the model, opened; texts end at their length only."""
+    import onnxruntime_genai
+    from onnxruntime_genai.models.builder import create_model, parse_extra_options
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    settings = folder / "genai" / "genai_config.json"
+    if not settings.exists():
+        model.save_pretrained(folder / "hf")
+        words = {f"w{number}": number for number in range(model.config.vocab_size)}
+        made = Tokenizer(models.WordLevel(words, unk_token="w1"))
+        named = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2"}
+        PreTrainedTokenizerFast(tokenizer_object=made, **named).save_pretrained(folder / "hf")
+        given = ("", str(folder / "hf"), str(settings.parent), "fp32", "cpu", str(folder / "cache"))
+        create_model(*given, **parse_extra_options(*given, []))
+    found = json.loads(settings.read_text())
+    found["model"] |= {"pad_token_id": 0, "eos_token_id": model.config.vocab_size}
+    found["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
+    settings.write_text(json.dumps(found))
+    return onnxruntime_genai.Model(str(settings.parent))
+
+
+def genai(opened: Any, prompts: list[list[int]], most: list[int], together: int) -> None:
+    import onnxruntime_genai
+
+    for ids, longest in batches(prompts, most, together):
+        options = onnxruntime_genai.GeneratorParams(opened)
+        size = ids.shape[1] + longest
+        options.set_search_options(do_sample=False, max_length=size, batch_size=len(ids))
+        running = onnxruntime_genai.Generator(opened, options)
+        running.append_tokens(ids.int().numpy())
+        while not running.is_done():
+            running.generate_next_token()
+        assert len(running.get_sequence(0)) == size
 
 
 def main() -> None:
@@ -73,6 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longest", type=int, nargs=2, default=(400, 200), help="of prompts, of answers")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--genai", type=Path, help="a folder for genai's model; what is there is taken")
     parser.add_argument("--only", nargs="+", help="ends of names: the others are left out")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -93,6 +138,12 @@ def main() -> None:
         f"transformers generate, padded, {PADDED} together": (lambda: padded(model, prompts, most, PADDED), useful),
         "transformers generate, padded, all together": (lambda: padded(model, prompts, most, len(prompts)), useful),
     }
+    if given.genai is not None:
+        opened = genai_model(model, given.genai, given.threads)
+        ways[f"onnxruntime-genai fp32, padded, {PADDED} together"] = (
+            lambda: genai(opened, prompts, most, PADDED),
+            useful,
+        )
     if given.only:
         ways = {name: way for name, way in ways.items() if name.endswith(tuple(given.only))}
     rates: dict[str, list[float]] = {name: [] for name in ways}
