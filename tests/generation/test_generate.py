@@ -31,15 +31,17 @@ def _by_request(answers: Any) -> dict[tuple[int, int], Any]:
     ids=["llama-grouped", "llama", "mistral-window", "gemma2-softcap-window", "qwen3", "gpt2"],
 )
 def test_greedy_tokens_are_those_of_each_prompt_alone(family: str, more: dict[str, Any]) -> None:
-    """Also with prompts in parts, and with so few pages that texts are evicted and computed anew."""
+    """Also twice each, of which the second copies a page, with prompts in parts, and with so few pages that texts are
+    evicted and computed anew."""
     model = made(family, **more)
     prompts = unequal(12, 40)
     draw = random.Random(1)
     most = [draw.randint(1, 24) for _ in prompts]
     expected = [alone(model, prompt, tokens) for prompt, tokens in zip(prompts, most, strict=True)]
-    for options in ({}, {"page_size": 4, "pages": 40, "chunk": 11, "rows": 7}):
+    for options in ({"n": 2}, {"page_size": 4, "pages": 40, "chunk": 11, "rows": 7}):
         found = _by_request(sf.generate(model, prompts, max_tokens=most, temperature=0, **options))
-        assert [found[i, 0].tokens for i in range(len(prompts))] == expected
+        for sample in range(options.get("n", 1)):
+            assert [found[i, sample].tokens for i in range(len(prompts))] == expected
     assert model.config._attn_implementation == "sdpa" or family == "gemma2"
     assert alone(model, prompts[0], most[0]) == expected[0]
 
@@ -115,6 +117,7 @@ def test_memory_is_tokens_times_bytes_and_a_page_per_text_at_most() -> None:
         stored += 1
     # keys and values, two layers, two heads of eight, four tokens, fp32
     assert running.pool.page_nbytes == 2 * 2 * 2 * 8 * 4 * 4
+    assert running.pool.nbytes == running.books.made * running.pool.page_nbytes
     running.close()
 
 
@@ -178,6 +181,7 @@ def test_our_gpt_gives_what_it_gives_alone() -> None:
         ({"stop": ["a"]}, "stop="),
         ({"pages": 0}, "pages=0"),
         ({"rows": 0}, "rows=0"),
+        ({"gather": "fast"}, "gather='fast'.*\"auto\""),
         ({"temprature": 1}, "temperature"),
     ],
     ids=str,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardfold as sf
+from shardfold.generation import Generation
 from shardfold.testing import Ranks
 from tests.generation.models import VOCABULARY, alone, made, unequal
 
@@ -70,6 +71,27 @@ def test_ranks_generate_between_steps_and_weights_are_those_without(ranks: Ranks
         assert found == [moment[rank] for moment in expected]
         assert all(torch.equal(value, without[rank][1][name]) for name, value in whole.items())
         assert transient == without[rank][2]
+
+
+def test_auto_gathers_what_half_of_the_memory_of_each_rank_holds(ranks: Ranks) -> None:
+    """One rank that has too little keeps all from it."""
+    assert ranks.run(_auto, 1.1, world_size=2, timeout=100) == [True, True]
+    assert ranks.run(_auto, 0.9, world_size=2, timeout=100) == [False, False]
+
+
+def _auto(first: float) -> bool:
+    """Whether the whole model is there: with memory beside the states for 2.2 models, on rank 0 for ``2 * first``."""
+    model = made()
+    whole = sum(4 * parameter.numel() for parameter in model.parameters())
+    engine = sf.Engine(model, layout="zero3", optimizer=ADAMW)
+    left = 2 * whole * (1.1 if engine.rank else first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardfold.generation._running.memory_of", lambda device: engine.memory().held + left)
+        running = Generation(engine, gather="auto")
+    found = engine.memory().transient
+    running.close()
+    engine.close()
+    return found >= whole
 
 
 @pytest.mark.sampled(1)

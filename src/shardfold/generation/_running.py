@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from shardfold.engine.engine import Engine, engine_of
+from shardfold.engine.fitting import memory_of
 from shardfold.errors import ConfigError, ModelError, NonFiniteError, UsageError
 from shardfold.generation._decoders import decoder_of
 from shardfold.generation.batch_scheduler import BatchScheduler, ForwardPlan
@@ -36,7 +37,7 @@ class Generation:
         rows: texts under way at once, at most.
         chunk: tokens of texts that begin in one forward, at most: bounds what a forward takes.
         gather: under an engine: the whole model is gathered on each rank until the end, instead of each unit in each
-            forward.
+            forward; "auto": where half of the memory that is left on each rank holds it.
         keep: full pages of texts that are over that stay, so that texts which begin alike find them, at most; those
             that nobody found for longest are given to others who need one. None: any with ``pages``, else none.
 
@@ -54,12 +55,12 @@ class Generation:
         page_size: int = 16,
         rows: int = 256,
         chunk: int = 2048,
-        gather: bool = False,
+        gather: bool | Literal["auto"] = False,
         keep: int | None = None,
     ) -> None:
         _check_sizes(pages=pages, page_size=page_size, rows=rows, chunk=chunk)
-        if not is_flag(gather):
-            raise ConfigError(f"generate(): gather={described(gather)}: it is True or False.")
+        if not is_flag(gather) and gather != "auto":
+            raise ConfigError(f'generate(): gather={described(gather)}: it is True, False or "auto".')
         self._engine, self._module = _parts(target)
         self._decoder = decoder_of(self._module)
         longest = self._decoder.longest
@@ -76,7 +77,8 @@ class Generation:
         self.forwards, self.seen = 0, 0
         with ExitStack() as held:
             if self._engine is not None:
-                held.enter_context(self._engine.gathered() if gather else self._engine.reads_ahead())
+                whole = _fits_whole(self._engine) if gather == "auto" else gather
+                held.enter_context(self._engine.gathered() if whole else self._engine.reads_ahead())
             self._decoder.open(self._reads, held)
             training = [part for part in self._module.modules() if part.training]
             held.callback(_set_training, training)
@@ -201,7 +203,7 @@ def generate(
     page_size: int = 16,
     rows: int = 256,
     chunk: int = 2048,
-    gather: bool = False,
+    gather: bool | Literal["auto"] = False,
 ) -> Iterator[Generated]:
     """Continues prompts of any lengths together, without padding, and yields answers as they end.
 
@@ -233,7 +235,7 @@ def generate(
         rows: texts under way at once, at most.
         chunk: prompt tokens in one forward, at most: bounds what activations take.
         gather: under an engine: the whole model is gathered on each rank meanwhile, instead of each unit in each
-            forward.
+            forward; "auto": where half of the memory that is left on each rank holds it.
 
     Raises:
         ConfigError: an argument is of a wrong type or value, or a prompt fits neither the pages nor the context.
@@ -289,6 +291,14 @@ def _parts(target: Any) -> tuple[Engine | None, nn.Module]:
     if engine is not None and engine.sequence is not None and engine.sequence.group.size > 1:
         raise UsageError("generate(): the engine has an axis of sequence: generate under another mesh.")
     return engine, module
+
+
+def _fits_whole(engine: Engine) -> bool:
+    """Whether half of what each rank's memory has beside the engine's states holds the parameters that are split."""
+    whole = sum(part.spec.length * part.dtype.itemsize for part in engine.sharded.segments() if part.split)
+    elsewhere = {"disk"} if engine.device.type == "cpu" else {"disk", "host"}
+    left = memory_of(engine.device) - sum(n for tier, n in engine.memory().tiers.items() if tier not in elsewhere)
+    return not engine.max_over_ranks([float(whole > left / 2)])[0]
 
 
 def _set_training(parts: Sequence[nn.Module]) -> None:
