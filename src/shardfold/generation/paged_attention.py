@@ -21,7 +21,7 @@ __all__ = ["PagedAttention"]
 
 WASTE = 64
 """Pages that a group reads in vain, at most, before another group is worth its calls."""
-GROUP = 1024
+GROUP = 256
 """Pages that a group reads, at most: what is read stays in cache until it is used."""
 
 
