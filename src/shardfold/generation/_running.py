@@ -58,9 +58,7 @@ class Generation:
         gather: bool | Literal["auto"] = False,
         keep: int | None = None,
     ) -> None:
-        _check_sizes(pages=pages, page_size=page_size, rows=rows, chunk=chunk)
-        if not is_flag(gather) and gather != "auto":
-            raise ConfigError(f'generate(): gather={described(gather)}: it is True, False or "auto".')
+        _check_sizes(pages=pages, gather=gather, page_size=page_size, rows=rows, chunk=chunk)
         self._engine, self._module = _parts(target)
         self._decoder = decoder_of(self._module)
         longest = self._decoder.longest
@@ -256,7 +254,7 @@ def generate(
         for number, prompt in enumerate(prompts)
         for sample in range(n)
     ]
-    _check_sizes(pages=pages, page_size=page_size, rows=rows, chunk=chunk)
+    _check_sizes(pages=pages, gather=gather, page_size=page_size, rows=rows, chunk=chunk)
     options: dict[str, Any] = dict(pages=pages, page_size=page_size, rows=rows, chunk=chunk, gather=gather)
     decoder_of(_parts(target)[1])
     return _answers(target, texts, options)
@@ -306,7 +304,9 @@ def _set_training(parts: Sequence[nn.Module]) -> None:
         part.training = True
 
 
-def _check_sizes(*, pages: Any, **sizes: Any) -> None:
+def _check_sizes(*, pages: Any, gather: Any, **sizes: Any) -> None:
+    if not is_flag(gather) and gather != "auto":
+        raise ConfigError(f'generate(): gather={described(gather)}: it is True, False or "auto".')
     if pages is not None and not is_integer(pages, 1):
         raise ConfigError(f"generate(): pages={described(pages)}: it is a whole number from 1 on, or None.")
     for name, value in sizes.items():
