@@ -74,7 +74,7 @@ def padded(model: Any, prompts: list[list[int]], most: list[int], together: int)
 
 
 def genai_model(model: Any, folder: Path, threads: int) -> Any:
-    """What genai's builder makes of the model, opened; texts end at their length only."""
+    """What genai's builder makes of the model, opened."""
     import onnxruntime_genai
     from onnxruntime_genai.models.builder import create_model, parse_extra_options
     from tokenizers import Tokenizer, models
@@ -90,7 +90,7 @@ def genai_model(model: Any, folder: Path, threads: int) -> Any:
         given = ("", str(folder / "hf"), str(settings.parent), "fp32", "cpu", str(folder / "cache"))
         create_model(*given, **parse_extra_options(*given, []))
     found = json.loads(settings.read_text())
-    found["model"] |= {"pad_token_id": 0, "eos_token_id": model.config.vocab_size}
+    found["model"]["pad_token_id"] = 0
     found["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
     settings.write_text(json.dumps(found))
     return onnxruntime_genai.Model(str(settings.parent))
