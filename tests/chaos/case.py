@@ -6,6 +6,7 @@ python -m tests.chaos.case "layout=zero3 ranks=3 fault=kill moment=backward part
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -113,6 +114,12 @@ class Case:
     def patience(self) -> float:
         """Short where it is waited for, and long where nothing is to be given up."""
         return {"stop": 1.0, "hang": 3.0}.get(self.fault, 10.0)
+
+    @property
+    def lacks(self) -> str:
+        """What is missing on this machine for it; empty: nothing is."""
+        groups = Path("/sys/fs/cgroup/memory")
+        return f"{groups} to write to" if self.fault == "oom" and not os.access(groups, os.W_OK) else ""
 
     def why_not(self) -> str:
         """Why there is no such case; empty: there is."""

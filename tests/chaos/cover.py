@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.chaos.case import CHOICES, Case, drawn
 
-TRIED = 20
+TRIED = 12
 """Cases with a pair that is missing, of which the one with the most missing pairs is taken."""
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]

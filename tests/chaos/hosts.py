@@ -78,8 +78,8 @@ class HostCase(Case):
 
     @property
     def lacks(self) -> str:
-        """A command that is missing here; empty: none is."""
-        return "nft" if self.fault == "loss" and shutil.which("nft") is None else ""
+        """As of a case on one host."""
+        return "the command nft" if self.fault == "loss" and shutil.which("nft") is None else ""
 
     @property
     def host(self) -> int:
