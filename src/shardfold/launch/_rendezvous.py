@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
@@ -351,7 +352,7 @@ def await_store(host: str, port: int, timeout: float) -> None:
     while True:
         # Tried in Python first, as a signal cannot interrupt the store's own attempts.
         try:
-            socket.create_connection((host, port), timeout=min(2.0, timeout)).close()
+            socket.create_connection((host, port), timeout=max(0.1, min(2.0, timeout))).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
@@ -397,11 +398,6 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
         inner = FixedRendezvous(node.host, port, node.rank, node.nodes[1], name, timeout, patience)
         return Attempts(inner, host, node.host, node.port if alone else None, timeout, patience)
     at_home = _at_home(node)
-    if node.backend == "c10d" and at_home != {"is_host": "True"}:
-        try:
-            await_store(node.host, node.port or 0, timeout)
-        except RendezvousTimeoutError as error:
-            raise ConfigError(f"{error}: --rdzv-endpoint names the host that holds the store; is it up?") from None
     parameters = RendezvousParameters(
         backend=node.backend,
         endpoint=f"{node.host}:{node.port}",
@@ -419,7 +415,26 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
         },
     )
     meets = (node.host, node.port or 0) if node.backend == "c10d" else None
-    return Attempts(get_rendezvous_handler(parameters), host, None, None, timeout, patience, meets)
+    abroad = meets if at_home != {"is_host": "True"} else None
+    return Attempts(_handler(parameters, abroad, timeout), host, None, None, timeout, patience, meets)
+
+
+def _handler(parameters: RendezvousParameters, abroad: tuple[str, int] | None, timeout: float) -> RendezvousHandler:
+    """torch's, once the store that it needs answers, which may be ``abroad``: its host may begin late, and be busy."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            if abroad is not None:
+                await_store(*abroad, deadline - time.monotonic())
+            return get_rendezvous_handler(parameters)
+        except RendezvousError as error:
+            late = isinstance(error, (RendezvousConnectionError, RendezvousTimeoutError))
+            if abroad is None or not late or time.monotonic() > deadline:
+                said = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+                raise ConfigError(
+                    f"the store at {parameters.endpoint}, where nodes meet, cannot be reached ({said}): is the host of "
+                    "--rdzv-endpoint up, and its port open?"
+                ) from None
 
 
 def _at_home(node: Node) -> dict[str, str]:
