@@ -17,7 +17,7 @@ from tests.chaos.case import Case, kept, of_number
 from tests.chaos.cover import pairs, pairwise
 from tests.chaos.hosts import HostCase
 
-PART, MOST, HOSTS = 10, 260, 4
+PART, MOST, DRAWN, HOSTS = 10, 260, 200, 4
 FEW = [
     "layout=zero3 ranks=3 fault=kill moment=backward part=0.3 victim=second",
     "layout=zero2 ranks=2 fault=stop moment=step part=0.3 victim=last launcher=train",
@@ -56,11 +56,11 @@ def test_choices_that_meet_hold(ranks: Ranks, tmp_path: Path, first: int) -> Non
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("first", range(0, 2000, 2 * PART))
+@pytest.mark.parametrize("first", range(0, DRAWN, 2 * PART))
 def test_drawn_cases_hold(ranks: Ranks, tmp_path: Path, first: int) -> None:
-    """Cases drawn by numbers; another two thousand on each day of ``SHARDFOLD_DAY``."""
+    """Cases drawn by numbers: others for each ``SHARDFOLD_DAY``."""
     day = int(os.environ.get("SHARDFOLD_DAY", "0"))
-    hold(ranks, [of_number(2000 * day + first + number) for number in range(2 * PART)], tmp_path)
+    hold(ranks, [of_number(DRAWN * day + first + number) for number in range(2 * PART)], tmp_path)
 
 
 @pytest.mark.soak

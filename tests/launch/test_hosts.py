@@ -22,6 +22,7 @@ from shardfold.launch._rendezvous import (
     FixedRendezvous,
     RendezvousTimeoutError,
     join_store,
+    meeting_of,
     open_store,
 )
 from shardfold.launch.decision import Hosts, Node, Rank, decide, exported
@@ -455,6 +456,13 @@ def test_nodes_that_met_by_a_store_that_is_gone_do_not_wait_for_it():
         node.next_rendezvous()
     assert node.shutdown() and not asked.is_set()
     asked.set()
+
+
+def test_a_store_that_never_answers_is_told_in_a_sentence():
+    """TEST-NET-1 is nobody's (RFC 5737)."""
+    node = Node("1", None, (1, 2), None, "c10d", "192.0.2.1", 29400)
+    with pytest.raises(ConfigError, match=r"^the store at 192\.0\.2\.1:29400, where nodes meet, cannot be reached"):
+        meeting_of(node, "host", "job", {"join_timeout": "1"}, Patience(1.0))
 
 
 def test_a_death_in_words():

@@ -39,6 +39,8 @@ from shardfold.plan.patience import Patience
 __all__ = ["Attempts", "FixedRendezvous", "meeting_of"]
 
 POLL = 0.05
+ALREADY = 5.0
+"""Seconds that a store has to answer whose port is in use on this host."""
 LEAVES = 1.0
 """Seconds for the others to be told that this node meets them no more."""
 CONNECT = timedelta(seconds=60)
@@ -397,42 +399,40 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
         port = None if alone else node.port
         inner = FixedRendezvous(node.host, port, node.rank, node.nodes[1], name, timeout, patience)
         return Attempts(inner, host, node.host, node.port if alone else None, timeout, patience)
-    at_home = _at_home(node)
-    parameters = RendezvousParameters(
-        backend=node.backend,
-        endpoint=f"{node.host}:{node.port}",
-        run_id=name,
-        min_nodes=node.nodes[0],
-        max_nodes=node.nodes[1],
-        local_addr=node.address or _towards(node.host),
-        **{
-            "join_timeout": str(int(timeout)),
-            "keep_alive_interval": str(patience.keep_alive),
-            "keep_alive_max_attempt": "3",
-            "read_timeout": str(max(1, ceil(patience.lost))),  # of each question, so the store may not be there late
-            **at_home,
-            **conf,
-        },
-    )
+    words = {
+        "join_timeout": str(int(timeout)),
+        "keep_alive_interval": str(patience.keep_alive),
+        "keep_alive_max_attempt": "3",
+        "read_timeout": str(max(1, ceil(patience.lost))),  # of each question, so the store may not be there late
+        **_at_home(node),
+        **conf,
+    }
     meets = (node.host, node.port or 0) if node.backend == "c10d" else None
-    abroad = meets if at_home != {"is_host": "True"} else None
-    return Attempts(_handler(parameters, abroad, timeout), host, None, None, timeout, patience, meets)
+    return Attempts(_handler(node, name, words, timeout), host, None, None, timeout, patience, meets)
 
 
-def _handler(parameters: RendezvousParameters, abroad: tuple[str, int] | None, timeout: float) -> RendezvousHandler:
-    """torch's, once the store that it needs answers, which may be ``abroad``: its host may begin late, and be busy."""
-    deadline = time.monotonic() + timeout
+def _handler(node: Node, name: str, words: dict[str, str], timeout: float) -> RendezvousHandler:
+    """torch's, once the store that it needs answers: its host may begin late, and be busy; on one machine another
+    launcher may have it."""
+    deadline, endpoint = time.monotonic() + timeout, f"{node.host}:{node.port}"
+    address = node.address or _towards(node.host)
     while True:
+        holds = words.get("is_host") == "True"
         try:
-            if abroad is not None:
-                await_store(*abroad, deadline - time.monotonic())
-            return get_rendezvous_handler(parameters)
-        except RendezvousError as error:
-            late = isinstance(error, (RendezvousConnectionError, RendezvousTimeoutError))
-            if abroad is None or not late or time.monotonic() > deadline:
+            if node.backend == "c10d" and not holds:
+                await_store(node.host, node.port or 0, deadline - time.monotonic())
+            low, high = node.nodes
+            return get_rendezvous_handler(
+                RendezvousParameters(node.backend, endpoint, name, low, high, address, **words)
+            )
+        except (RendezvousConnectionError, RendezvousTimeoutError) as error:
+            if holds:
+                words = {**words, "is_host": "False"}
+                deadline = time.monotonic() + ALREADY
+            elif node.backend != "c10d" or time.monotonic() > deadline:
                 said = str(error.__cause__ or error).splitlines()[0].rstrip(".")
                 raise ConfigError(
-                    f"the store at {parameters.endpoint}, where nodes meet, cannot be reached ({said}): is the host of "
+                    f"the store at {endpoint}, where nodes meet, cannot be reached ({said}): is the host of "
                     "--rdzv-endpoint up, and its port open?"
                 ) from None
 
