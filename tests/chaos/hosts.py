@@ -26,7 +26,7 @@ from shardfold.launch.namespaces import INTERFACE, Namespaces
 from shardfold.launch.options import Options
 from shardfold.launch.run_script import run as run_script
 from tests.chaos import judge
-from tests.chaos.case import SECTIONS, Case
+from tests.chaos.case import HANGS, SECTIONS, Case
 from tests.chaos.judge import LIMIT, MARGIN, Judge, Look, Run, Verdict, blamed, busy, children, trained
 from tests.chaos.rank import work
 from tests.chaos.warm import begin
@@ -36,7 +36,7 @@ LOST = ("launcher kill", "host dead", "cut", "one way", "freeze")
 all; all of its processes stand still."""
 BAD = ("flap", "loss", "slow link")
 """A host's link is cut for a moment, loses packets, is slow: the run goes on."""
-OF_RANKS = ("kill", "stop", "raise")
+OF_RANKS = ("kill", *HANGS, "raise")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "nodes": (2, 3),
     "each": (1, 2),
@@ -94,7 +94,7 @@ class HostCase(Case):
     @property
     def patience(self) -> float:
         """As of a case on one host."""
-        return 3.0 if self.fault in (*LOST, "stop") else 10.0
+        return 3.0 if self.fault in (*LOST, *HANGS) else 10.0
 
     @property
     def goes_on(self) -> bool:
@@ -111,7 +111,7 @@ def of_number(number: int) -> HostCase:
     """The case of a number."""
     draw = random.Random(number)
     given = {name: draw.choice(values) for name, values in CHOICES.items()}
-    if given["saves"] == "none" and given["moment"] == "saving":
+    if (given["saves"] == "none" and given["moment"] == "saving") or given["fault"] == "hang":
         given["moment"] = "between"
     return HostCase(**given, ranks=given["nodes"] * given["each"], part=draw.randrange(21) / 20)
 
@@ -285,7 +285,7 @@ class HostLook(Look):
         if run.behind is None:
             return
         yield from self._who()
-        most = ((0.0 if case.fault in OF_RANKS and case.fault != "stop" else case.patience) + MARGIN) * busy()
+        most = ((case.patience if case.fault in (*LOST, *HANGS) else 0.0) + MARGIN) * busy()
         if not case.goes_on and run.behind > most:
             yield f"they ended {run.behind:.1f} s behind the strike; {most:.1f} s are the most: {run.ends}"
 
