@@ -24,7 +24,7 @@ from shardfold.launch.options import Options
 from shardfold.launch.process import INTERRUPTED
 from shardfold.launch.run_script import run as run_script
 from shardfold.plan.patience import PATIENCE
-from tests.chaos.case import DEATHS, DELAYS, HANGS, NOTICES, STEPS, Case
+from tests.chaos.case import DEATHS, DELAYS, ENDS, HANGS, NOTICES, STEPS, Case
 from tests.chaos.rank import CHAOS, adamw, batch, model, work
 from tests.chaos.warm import STACKS, begin, keep_orphans
 from tests.support.saving import left_over
@@ -239,7 +239,8 @@ class Look:
                 yield f"nothing has struck, and it ended with {run.status}: {run.err[-500:]}"
             yield from trained(self.folder)
             return
-        if case.fault in ("eio", "late") and run.status == 0:  # of a call that only tidies up; behind the end
+        # An error of a call that only tidies up; what strikes behind the end of all work.
+        if run.status == 0 and (case.fault in ("eio", "late") or (case.fault in ENDS and case.moment == "closed")):
             yield from trained(self.folder)
             return
         yield from self._time()
