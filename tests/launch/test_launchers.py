@@ -492,7 +492,7 @@ def test_ray_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
             env={**os.environ, **variables, "RAY_TMPDIR": short},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=280,
             check=False,
         )
     assert done.returncode == 0 and (tmp_path / "killed").exists(), done.stdout + done.stderr
