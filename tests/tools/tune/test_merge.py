@@ -71,8 +71,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", KINDS)
-def test_merged_is_the_adapter(tmp_path: Path, name: str) -> None:
-    """Logits of what plain transformers loads are those of peft's model to 1e-5, and far from the base's."""
+def test_merged_is_the_adapter(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of what plain transformers loads are those of peft's model to 1e-5, and far from the base's; of linear
+    layers a few rows are merged together."""
+    monkeypatch.setattr(merging, "AT_ONCE", 7 * 32)
     kind, changes, options = KINDS[name]
     base = model_folder(tmp_path / "base", kind, scale=4.0, **changes)
     _adapter(base, tmp_path / "adapter", **options)
@@ -121,6 +123,7 @@ def test_what_is_merged_is_rounded_once(tmp_path: Path, options: dict[str, Any])
 
 PEAK = """
 import sys
+import threading
 from pathlib import Path
 from shardfold.tools.tune.merge import merge
 
@@ -128,14 +131,22 @@ def held(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
-most, first = 0, None
+seen, over = [], threading.Event()
+
+def look():
+    while not over.wait(0.001):
+        if seen:
+            seen.append(held("RssAnon:"))
+
 def tick(done, total):
-    global most, first
-    now = held("RssAnon:")
-    first = now if first is None else first
-    most = max(most, now)
+    seen.append(held("RssAnon:"))
+
+looks = threading.Thread(target=look)
+looks.start()
 merge(sys.argv[1], sys.argv[2], tick=tick, shard_bytes=8 << 20)
-print(most - first)
+over.set()
+looks.join()
+print(max(seen) - seen[0])
 """
 
 
@@ -160,6 +171,26 @@ def test_a_merge_needs_the_memory_of_a_layer(tmp_path: Path, options: dict[str, 
         assert ran.returncode == 0, ran.stderr
         found.append(int(ran.stdout))
     assert found[1] - found[0] < 4 << 20, found
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_a_merge_needs_the_memory_of_one_tensor(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Matrices of 64 MiB: at the peak a process holds one of them more than at its first bytes, what is written, and
+    parts of a few MiB."""
+    import os
+    import subprocess
+    import sys
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 16384, "num_hidden_layers": 1}
+    base = model_folder(tmp_path / "base", **sizes)
+    _adapter(base, tmp_path / "adapter", **options)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "adapter"), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    ran = subprocess.run(command, capture_output=True, check=False, text=True, env=environment, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < (64 << 20) + (48 << 20), int(ran.stdout)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,9 +1,10 @@
-"""An adapter of peft merged into its base in fp32, one layer at a time, rounded once and written as transformers does.
+"""An adapter of peft merged into its base in fp32, some rows at a time, rounded once and written as transformers does.
 
 The mathematics are peft's own, of every kind of adapter that it can merge. It wraps a model without memory, which gets
-the adapter's tensors; each layer is then given memory, its base's values and one call of ``merge()`` when its tensor is
-asked for. So a merge needs the adapter and one layer in memory, and nothing is rounded but to the dtype that is
-asked for.
+the adapter's tensors; when the tensor of a layer is asked for, the layer is given its base's values and one call of
+``merge()``. Rows of a linear layer have nothing to do with each other, in LoRA and in DoRA, so such layers are merged
+by parts of :data:`AT_ONCE`: a merge needs the adapter and the one tensor that is made in memory, in the dtype that is
+asked for. Other layers are merged as a whole.
 
 A head that is tied to the embedding cannot have a sum that the embedding has not: where an adapter changes one of them,
 both are written, and the config says that they are no longer tied.
@@ -32,6 +33,10 @@ __all__ = ["MergeReport", "MergedTensors", "merge"]
 
 ADAPTER = "adapter_model.safetensors"
 NAME = "default"  # peft's, of an adapter
+AT_ONCE = 1 << 21
+"""Elements of a layer that are merged together: 8 MiB in fp32."""
+BY_ROW = ("lora_B", "lora_magnitude_vector", "base_layer")
+"""What has a row for each output of a linear layer."""
 TOKENIZER = (
     "tokenizer*",
     "vocab*",
@@ -66,7 +71,6 @@ class MergedTensors(Mapping[str, Tensor]):
         self._names = {name: names for names in ties.values() for name in names}
         base = _wrapped(copy.deepcopy(model), adapter)
         self._layers, self._saved = _parts(base, adapter)
-        self._last: tuple[str, nn.Module] | None = None
 
     def changed(self, name: str) -> bool:
         """Whether the adapter may change that parameter."""
@@ -94,25 +98,37 @@ class MergedTensors(Mapping[str, Tensor]):
         raise KeyError(name)
 
     def __getitem__(self, name: str) -> Tensor:
-        if not self.changed(name):
-            return self.base(name)
+        return self.rounded(name, torch.float32) if self.changed(name) else self.base(name)
+
+    def rounded(self, name: str, dtype: torch.dtype) -> Tensor:
+        """What the adapter makes of a parameter that it may change, in a dtype."""
         path, _, own = name.rpartition(".")
         if path in self._saved:
-            return self._saved[path].get_parameter(own).detach()
-        if self._last is None or self._last[0] != path:
-            self._last = None
-            self._last = path, self._merged(path)
-        return self._last[1].get_parameter(own).detach()
+            return self._saved[path].get_parameter(own).detach().to(dtype)
+        layer: Any = self._layers[path]
+        given = {  # a bias may be the adapter's
+            inner: value.detach() if not value.is_meta else self.base(f"{path}.{inner}")
+            for inner, value in layer.get_base_layer().named_parameters(recurse=False)
+        }
+        if not _has_rows(layer):
+            return self._merged(copy.deepcopy(layer), given, own).to(dtype)
+        found = torch.empty(given[own].shape, dtype=dtype)
+        step = max(1, AT_ONCE // max(1, given["weight"].shape[1]))
+        for start in range(0, len(found), step):
+            rows = slice(start, start + step)
+            some = {inner: value[rows] for inner, value in given.items()}
+            found[rows] = self._merged(_some_rows(layer, rows), some, own)
+        return found
 
-    def _merged(self, path: str) -> nn.Module:
-        layer: Any = copy.deepcopy(self._layers[path])
+    @staticmethod
+    def _merged(layer: Any, given: Mapping[str, Tensor], own: str) -> Tensor:
+        """What peft makes of a layer's values; the layer is changed."""
         base = layer.get_base_layer()
-        for name, parameter in list(base.named_parameters(recurse=False)):
-            value = parameter if not parameter.is_meta else self.base(f"{path}.{name}")  # a bias may be the adapter's
-            base.register_parameter(name, nn.Parameter(value.detach().float().clone(), requires_grad=False))
+        for name, value in given.items():
+            base.register_parameter(name, nn.Parameter(value.float().clone(), requires_grad=False))
         with torch.no_grad():
             layer.float().merge()
-        return layer.get_base_layer()
+        return base.get_parameter(own).detach()
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys([*self._given, *filter(self.changed, self._names)]))
@@ -159,6 +175,25 @@ def _wrapped(model: nn.Module, adapter: Path) -> nn.Module:
     if wrong:
         raise ConfigError(f"{str(adapter / ADAPTER)!r} {wrong[0]}{f', and {len(wrong) - 1} more' * (len(wrong) > 1)}.")
     return wrapped.get_base_model()
+
+
+def _has_rows(layer: Any) -> bool:
+    """Whether outputs of a layer are merged each by itself."""
+    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    variants = layer.lora_variant.values() if type(layer) is Linear else ()
+    plain = type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear and not layer.fan_in_fan_out
+    return plain and all(isinstance(each, DoraLinearVariant) for each in variants)
+
+
+def _some_rows(layer: nn.Module, rows: slice) -> nn.Module:
+    """The layer of some outputs, which shares its values with the whole."""
+    parts: dict[int, Any] = {}
+    for name, value in layer.named_parameters():
+        by_row = name.startswith(BY_ROW)
+        parts[id(value)] = nn.Parameter(value.detach()[rows], requires_grad=False) if by_row else value
+    return copy.deepcopy(layer, parts)
 
 
 def _parts(base: nn.Module, adapter: Path) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
@@ -226,7 +261,7 @@ def merge(
     """Writes a base with an adapter merged into it, as a folder of transformers with config, tokenizer, chat template
     and a generation config that ends where the tokenizer's turns do.
 
-    One layer is in memory at a time, in fp32, and the adapter.
+    One tensor is in memory at a time, in the dtype that is written, and the adapter.
 
     Args:
         source: a run of ``shardfold tune`` with an adapter, or an adapter of peft, whose config names the base.
@@ -280,7 +315,7 @@ def _stored(folder: Path, given: FolderTensors, values: MergedTensors, dtype: to
 
 
 def _rounded(name: str, values: MergedTensors, shape: tuple[int, ...], dtype: torch.dtype) -> Later:
-    return Later(shape, dtype, lambda: values[name].to(dtype).contiguous())
+    return Later(shape, dtype, lambda: values.rounded(name, dtype))
 
 
 def _resting(adapter: Path, values: MergedTensors) -> tuple[str, float]:
@@ -296,13 +331,17 @@ def _resting(adapter: Path, values: MergedTensors) -> tuple[str, float]:
     squares = apart = 0.0
     for name in values:
         if values.changed(name) and (weight := values.base(name)).dim() == 2:
-            wide = weight.float().reshape(-1)
-            length = -(-wide.numel() // form.block) * form.block
-            payload, back = torch.empty(1, form.nbytes(length), dtype=torch.uint8), torch.empty(1, length)
-            form.encode_tensor(wide, payload[0])
-            form.decode(payload, back)
-            squares += wide.square().sum().item()
-            apart += (back[0, : wide.numel()] - wide).square().sum().item()
+            flat = weight.reshape(-1)
+            payload = torch.empty(form.nbytes(-(-flat.numel() // form.block) * form.block), dtype=torch.uint8)
+            form.encode_tensor(flat, payload)
+            step = form.block * max(1, AT_ONCE // form.block)
+            for start in range(0, flat.numel(), step):
+                wide = flat[start : start + step].float()
+                length = -(-wide.numel() // form.block) * form.block
+                at, back = form.nbytes(start), torch.empty(1, length)
+                form.decode(payload[at : at + form.nbytes(length)][None], back)
+                squares += wide.square().sum().item()
+                apart += (back[0, : wide.numel()] - wide).square().sum().item()
     return resting, (apart / squares) ** 0.5 if squares else 0.0
 
 
