@@ -2,6 +2,7 @@
 
     python benchmarks/tuning.py                                  # sft and dpo, whole and with LoRA, one rank
     python benchmarks/tuning.py --ranks 2 --recipes sft dpo orpo kto reward grpo distill
+    python benchmarks/tuning.py --recipes sft+lora sft+dora
     python benchmarks/tuning.py --ranks 2 --deepspeed VENV/bin/python    # an interpreter that has DeepSpeed besides
 
 Each contender is a process of one thread that has its libraries loaded; for each case it forks its ranks, which take
@@ -69,15 +70,15 @@ def shares(answer):
 """
 
 
-def ours(recipe: str, lora: bool, folder: Path, ranks: int) -> list[float]:
+def ours(recipe: str, variant: str, folder: Path, ranks: int) -> list[float]:
     from shardfold.tools.observe.console import lenient_console
     from shardfold.tools.tune.config import config_class
     from shardfold.tools.tune.run import TuneRun
 
     settings: dict[str, Any] = {
         "model": folder / "base", "data": str(folder / f"{recipe}.jsonl"), "cache": folder / "cache", "steps": STEPS,
-        "micro_batch": BATCH, "layout": "zero3" if ranks > 1 else "ddp", "adapter": {"rank": 16} if lora else None,
-        "text": {"length": LENGTH},
+        "micro_batch": BATCH, "layout": "zero3" if ranks > 1 else "ddp", "text": {"length": LENGTH},
+        "adapter": {"rank": 16, "variant": variant} if variant else None,
     }  # fmt: skip
     if recipe == "distill":
         settings["teacher"] = folder / "base"
@@ -117,7 +118,7 @@ def trainer_of(recipe: str, options: dict[str, Any], folder: Path) -> tuple[Any,
     return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")(**options), {}
 
 
-def theirs(recipe: str, lora: bool, folder: Path, zero3: bool) -> list[float]:
+def theirs(recipe: str, variant: str, folder: Path, zero3: bool) -> list[float]:
     import torch
     from datasets import Dataset, disable_progress_bars
     from peft import LoraConfig
@@ -148,10 +149,12 @@ def theirs(recipe: str, lora: bool, folder: Path, zero3: bool) -> list[float]:
     model = kind.from_pretrained(
         folder / "base", dtype=torch.float32, **({"num_labels": 1} if recipe == "reward" else {})
     )
-    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapter = LoraConfig(
+        r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=variant == "dora"
+    )
     trainer = trainer_class(
         model=model, args=arguments, train_dataset=Dataset.from_list(read), processing_class=tiny_tokenizer(),
-        callbacks=[Clock()], peft_config=adapter if lora else None, **more,
+        callbacks=[Clock()], peft_config=adapter if variant else None, **more,
     )  # fmt: skip
     trainer.train()
     return moments
@@ -166,16 +169,16 @@ def rank_of(who: str, case: str, folder: Path, ranks: int, rank: int, port: int)
     if ranks > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-    recipe, _, lora = case.partition("+")
+    recipe, _, variant = case.partition("+")
     if who == "shardfold":
         if ranks > 1:
             torch.distributed.init_process_group("gloo")
-        moments = ours(recipe, bool(lora), folder, ranks)
+        moments = ours(recipe, variant, folder, ranks)
     else:
         if who != "TRL":
             deepspeed_comm: Any = importlib.import_module("deepspeed.comm.torch")
             deepspeed_comm.build_shm_op = lambda: None  # it is compiled first; without it Gloo is taken
-        moments = theirs(recipe, bool(lora), folder, who != "TRL")
+        moments = theirs(recipe, variant, folder, who != "TRL")
     steps = [b - a for a, b in itertools.pairwise(moments[2:])]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"step": statistics.median(steps), "rss": rss}

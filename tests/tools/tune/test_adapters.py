@@ -172,6 +172,33 @@ def test_as_with_peft_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
         assert _near(written, logits, 1e-4 if name in ("pissa", "olora") else 1e-5)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", KINDS)
+def test_every_layout_is_as_peft_alone(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """20 losses on two ranks under each other layout, with recomputation; also of a prefix, with which peft refuses
+    it."""
+    folder = _prepared(tmp_path)
+    losses, logits, _ = ranks.run(alone, folder, name, world_size=1)[0]
+    for layout in ("zero1", "zero2", "hsdp", "offload", "infinity"):
+        more = {"layout": layout, "activations": "recompute"}
+        found, written = ranks.run(ours, folder, name, more, world_size=2)[0]
+        assert found == pytest.approx(losses, abs=LOOSE, rel=LOOSE), layout
+        assert _near(written, logits, 1e-4 if name in ("pissa", "olora") else 1e-5), layout
+
+
+def test_norms_of_rows_are_found_from_factors() -> None:
+    """Of a weight with a change of low rank, which is not formed: those of the sum, to rounding."""
+    import torch
+
+    from shardfold.tools.tune.adapters import LowRank, row_norms
+
+    draw = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(*shape, generator=draw) for shape in ((24, 40), (4, 40), (24, 4)))
+    wanted = (weight.double() + 0.7 * b.double() @ a.double()).norm(dim=1)
+    assert torch.allclose(row_norms(weight, LowRank(a, b), 0.7).double(), wanted, rtol=1e-6)
+    assert not torch.allclose(weight.double().norm(dim=1), wanted, rtol=0.1)
+
+
 @pytest.mark.parametrize("name", ["lora", "projected"])
 def test_embeddings_that_are_the_head(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """The file has one tensor for both; an adapter beside them learns as it does with peft alone."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,58 @@ def adapted(model: nn.Module, adapter: Adapter | None, task: str, base: Path) ->
     with meta_init(), quiet():
         made = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
     made.peft_config[NAME].base_model_name_or_path = str(base.resolve())
+    if adapter.variant == "dora":
+        _with_quick_norms(made)
     return made
+
+
+class LowRank(NamedTuple):
+    """A product ``B @ A`` that is not formed.
+
+    Attributes:
+        a: ``(rank, in)``.
+        b: ``(out, rank)``.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    def to(self, dtype: torch.dtype) -> LowRank:
+        """As it is: what is made of it is in fp32."""
+        return self
+
+    def detach(self) -> LowRank:
+        return LowRank(self.a.detach(), self.b.detach())
+
+
+def row_norms(weight: Tensor, change: LowRank, scaling: float) -> Tensor:
+    """Norms of the rows of ``weight + scaling * B @ A``, ``(out,)``, by the norms and products of the parts: no matrix
+    of that size is made.
+
+    Args:
+        weight: ``(out, in)``.
+    """
+    a, b = change.a.to(weight.dtype), change.b.float()
+    across = ((weight @ a.T).float() * b).sum(1)
+    change_squares = ((b @ (a.float() @ a.float().T)) * b).sum(1)
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+    return (squares + 2 * scaling * across + scaling**2 * change_squares).clamp(min=0).sqrt().to(weight.dtype)
+
+
+def _with_quick_norms(model: nn.Module) -> None:
+    """DoRA needs the norms of a whole weight with its change in each forward, and peft forms both for it; here they are
+    found from the factors."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    def factors(lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> LowRank:
+        return LowRank(lora_A.get_parameter("weight"), lora_B.get_parameter("weight"))
+
+    def norms(weight: Tensor, lora_weight: LowRank, scaling: float, adapter_name: str | None = None) -> Tensor:
+        return row_norms(weight, lora_weight, scaling)
+
+    for module in model.modules():
+        if type(module) is DoraLinearLayer and not module.fan_in_fan_out:
+            vars(module).update(get_lora_weight=factors, get_weight_norm=norms)
 
 
 def _train_blocks(model: nn.Module, adapter: Adapter, task: str) -> None:
