@@ -163,18 +163,18 @@ class Launcher:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_is_forwarded_and_awaited(tmp_path: Path, number: signal.Signals):
-    """Ranks get the signal once, end in their own time, and the status is 130."""
+    """Ranks get the signal once, end in their own time, and the status is that of the shell for it."""
     noted = tmp_path / "noted"
     script = (
         f"def stop(number, frame):\n"
         f"    with open({str(noted)!r}, 'a') as f: f.write(f'{{number}}\\n')\n"
-        f"    sys.exit({launch.INTERRUPTED})\n"
+        f"    sys.exit(128 + number)\n"
         f"signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)"
     )
     launcher = Launcher(tmp_path, script)
     launcher.process.send_signal(number)
-    assert launcher.finish() == (launch.INTERRUPTED, "")
     expected = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+    assert launcher.finish() == (128 + expected, "")
     assert noted.read_text().split() == [str(int(expected))] * 2
 
 
@@ -195,11 +195,11 @@ def test_an_interruption_between_two_starts_reaches_every_rank_once_and_as_it_ca
     script = (
         f"def stop(number, frame):\n"
         f"    with open({str(noted)!r}, 'a') as f: f.write(f'{{number}}\\n')\n"
-        f"    sys.exit({launch.INTERRUPTED})\n"
+        f"    sys.exit(128 + number)\n"
         f"signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)\n"
         f"open({str(ready)!r}, 'w').close()\n"
     )
-    assert run(script + FOREVER) == launch.INTERRUPTED
+    assert run(script + FOREVER) == 128 + signal.SIGTERM
     assert noted.read_text().split() == [str(int(signal.SIGTERM))] * 2
 
 
@@ -239,7 +239,7 @@ def test_ranks_that_are_deaf_to_an_interruption_are_killed_in_time(
 
     monkeypatch.setattr(local, "LocalRank", Deaf)
     ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    assert run(f"{ignoring}open({str(ready)!r}, 'w').close()\n{FOREVER}") == launch.INTERRUPTED
+    assert run(f"{ignoring}open({str(ready)!r}, 'w').close()\n{FOREVER}") == 128 + signal.SIGTERM
     assert capfd.readouterr().err == "Error: the ranks did not end within 0.2 s of the signal and were killed.\n"
 
 

@@ -332,9 +332,9 @@ def test_fp16_shows_its_loss_scale_and_what_it_skipped(tmp_path: Path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("procs", ["1", pytest.param("2", marks=pytest.mark.soak)])
-def test_ctrl_c_ends_at_a_step_with_all_outputs(tmp_path: Path, procs: str):
-    """All ranks stop at the same step, evaluate, write the folder, and the status is 130."""
+@pytest.mark.parametrize(("procs", "number"), [("1", signal.SIGINT), ("1", signal.SIGTERM), ("2", signal.SIGTERM)])
+def test_a_signal_ends_at_a_step_with_all_outputs(tmp_path: Path, procs: str, number: signal.Signals):
+    """All ranks stop at the same step, evaluate, write the folder, and the status is the shell's for the signal."""
     arguments = command(tmp_path, "--steps", "1000000", "--procs", procs)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -342,9 +342,9 @@ def test_ctrl_c_ends_at_a_step_with_all_outputs(tmp_path: Path, procs: str):
         for line in process.stdout:
             if line.startswith("step 1/"):
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out = process.stdout.read()
-        assert process.wait(60) == launch.INTERRUPTED
+        assert process.wait(60) == 128 + number
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] and 1 <= summary["steps"] < 1000000
     assert summary["steps"] == len(read_metrics(tmp_path / "run" / "metrics.jsonl"))

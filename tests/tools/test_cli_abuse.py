@@ -117,6 +117,12 @@ def test_what_a_refused_run_made_is_removed_and_no_more():
     with claimed(Path("old/run")) as folder:
         (folder / "config.json").write_text('{"steps": 3}')
     assert [path.name for path in Path("old/run").iterdir()] == ["config.json"]
+    for steps in ("", "{}\n"):
+        with pytest.raises(ConfigError), claimed(Path("old/refused")) as folder:
+            (folder / "config.json").write_text('{"steps": 3}')
+            (folder / "metrics.jsonl").write_text(steps)
+            raise ConfigError("the data have no rows.")
+        assert Path("old/refused").exists() == bool(steps)
 
 
 @pytest.mark.sampled(17)

@@ -78,6 +78,11 @@ class Interrupts:
         self._first = signal.SIGINT  # what the first one is forwarded as
         self._told: set[LocalRank] = set()
 
+    @property
+    def status(self) -> int:
+        """What ranks end with that stop in good order, and the command."""
+        return exit_status(-self._first)
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received += 1
         if self.received == 1:
@@ -120,7 +125,8 @@ def launch_local(argv: list[str], num_procs: int) -> int:
 
 
 def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
-    """Run any command as `num_procs` ranks: 0, the first failure's status, or 130 after an interruption.
+    """Run any command as `num_procs` ranks: 0, the first failure's status, or after an interruption 130, and 143 where
+    it was no Ctrl-C.
 
     `held`: Ctrl-C is held back from a rank until it lets it in, which one of ours does before it imports anything.
     """
@@ -155,9 +161,9 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
         if time.monotonic() >= interrupts.until:
             given = f"{GRACE_AFTER_SIGTERM:g} s"
             print(f"Error: the ranks did not end within {given} of the signal and were killed.", file=sys.stderr)
-        elif ranks[0].process.returncode != INTERRUPTED:  # which has said so itself
+        elif ranks[0].process.returncode != interrupts.status:  # which has said so itself
             print("Error: interrupted before the ranks could end by themselves.", file=sys.stderr)
-        return INTERRUPTED  # before it could stop cleanly, or by the second signal
+        return interrupts.status  # before it could stop cleanly, or by the second signal
     report(ranks[failed.local_rank], ranks)
     return exit_status(returncode)
 
@@ -170,7 +176,7 @@ def first_failure(ended: queue.SimpleQueue[Worker], num_procs: int, interrupts: 
         rank = next_end(ended, interrupts, (failed[0].ended or 0.0) + echo if failed else float("inf"))
         if rank is None:
             break
-        if rank.returncode not in (0, INTERRUPTED):
+        if rank.returncode not in (0, INTERRUPTED, interrupts.status):
             failed.append(rank)
         if failed and caused(failed, left > 0, echo) is not None:
             break

@@ -15,7 +15,7 @@ import typer
 from shardfold import launch
 from shardfold.errors import ConfigError
 from shardfold.tools.cli_options import argument, with_settings
-from shardfold.tools.recipes.folder import claimed
+from shardfold.tools.recipes.folder import claimed, withdraw
 from shardfold.tools.recipes.train_config import read_settings
 from shardfold.tools.tune.config import (
     TuneConfig,
@@ -167,7 +167,10 @@ def launch_ranks(recipe: str, settings: TuneConfig, *, debug: bool) -> int:
         before = os.environ.get(RESOLVED)
         os.environ[RESOLVED] = str(path)
         try:
-            return launch.launch_local(["tune", recipe, *["--debug"] * debug], settings.procs)
+            status = launch.launch_local(["tune", recipe, *["--debug"] * debug], settings.procs)
+            if status == launch.SAID:
+                withdraw(folder)
+            return status
         finally:
             if before is None:
                 os.environ.pop(RESOLVED, None)

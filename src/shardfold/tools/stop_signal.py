@@ -19,6 +19,9 @@ LAST_WORDS = 5  # seconds to say that the time after SIGTERM is over
 class StopSignal:
     """Notes the first SIGINT or SIGTERM, so that the run can end at a step; the second ends the process at once.
 
+    Attributes:
+        received: its number; 0: none came.
+
     After SIGTERM the process has a limited time, up to :meth:`release`: a thread then says so and ends it with status
     143, in whatever it is; if what it writes to does not take the sentence, SIGALRM ends it.
     """
@@ -26,7 +29,7 @@ class StopSignal:
     NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.received = False
+        self.received = 0
         self.then = "a second Ctrl-C ends at once"
         self._timer: threading.Timer | None = None
 
@@ -41,7 +44,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        self.received = number
         if number == signal.SIGTERM:
             self.then = f"what is not done {GRACE_AFTER_SIGTERM:g} seconds after SIGTERM is left out"
             if not is_rank():  # a launcher counts the time of its ranks itself

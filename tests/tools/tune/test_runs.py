@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
-from shardfold.tools.tune.config import DPOConfig, SFTConfig, from_options, option_fields
+from shardfold.tools.tune.config import DPOConfig, SFTConfig, from_options, option_fields, resumed_settings
 from tests.support.clients import needs
 from tests.tools.tune import support
 
@@ -131,39 +128,6 @@ def test_an_adapter_as_a_model_is_merged(ranks: Ranks, tmp_path: Path) -> None:
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-@pytest.mark.soak
-def test_killed_and_resumed(tmp_path: Path) -> None:
-    """The command, killed without warning in the middle, goes on from its last checkpoint to the losses of a run that
-    was not."""
-    folder = _folder(tmp_path, "sft")
-
-    def command(*more: str) -> list[str]:
-        words = [sys.executable, "-m", "shardfold", "tune", "sft", *more]
-        return words
-
-    given = ["--model=base", "--data=rows.jsonl", "--cache=cache", "--steps=12", "--save-every=2", "--micro-batch=2",
-             "--lora=4", "--procs=2"]  # fmt: skip
-    subprocess.run(command(*given, "--out=whole"), cwd=folder, check=True, capture_output=True)
-    killed = subprocess.Popen(command(*given, "--out=killed"), cwd=folder, stdout=subprocess.DEVNULL,
-                              start_new_session=True)  # fmt: skip
-    latest = tmp_path / "killed" / "checkpoints" / "latest"
-    while not latest.exists() and killed.poll() is None:
-        pass
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
-    subprocess.run(command("--resume=killed", "--procs=2", "--out=rest"), cwd=folder, check=True, capture_output=True)
-    losses = {
-        name: {
-            row["step"]: row["loss"]
-            for row in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        }
-        for name in ("whole", "rest")
-    }
-    assert losses["rest"] and 12 in losses["rest"]
-    for step, loss in losses["rest"].items():
-        assert loss == pytest.approx(losses["whole"][step], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -188,6 +152,35 @@ def test_optimizers_train_alike_on_ranks(name: str, ranks: Ranks, tmp_path: Path
     two = ranks.run(_tuned, folder, "sft", {**common, "layout": "zero3", "out": "b", "micro_batch": 2}, world_size=2)[0]
     assert one["losses"][-1] < one["losses"][0]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5 if name != "adamw8bit" else 1e-3)
+
+
+def test_what_is_left_out_is_told_and_a_refused_run_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that are not trained, by why, before the first step; without any others the run is refused, of which nothing
+    is left."""
+    from shardfold.tools.tune.tuned import tune
+
+    _folder(tmp_path, "sft")
+    monkeypatch.chdir(tmp_path)
+    support.write_rows(tmp_path / "rows.jsonl", [*support.chats(4), {"messages": []}])
+    common = {"model": "base", "cache": "cache", "steps": 1, "adapter": {"rank": 2}}
+    tune(SFTConfig.load({**common, "data": "rows.jsonl", "eval_data": "more.jsonl", "out": "a"}))
+    assert "train: 1 row left out as empty\n" in capsys.readouterr().out
+    support.write_rows(tmp_path / "rows.jsonl", [{"messages": []}])
+    with pytest.raises(ConfigError, match="no row is left to train on"):
+        tune(SFTConfig.load({**common, "data": "rows.jsonl", "out": "b"}))
+    assert not (tmp_path / "b").exists()
+
+
+def test_steps_take_the_place_of_epochs_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    """And epochs that of steps; everything else stays."""
+    begun = {"recipe": "sft", "model": "base", "data": "rows.jsonl", "lr": 1e-3}
+    for first, then in (("epochs", "steps"), ("steps", "epochs")):
+        (tmp_path / "config.json").write_text(json.dumps({**begun, first: 2}))
+        config = SFTConfig.load(resumed_settings(SFTConfig, tmp_path, {then: 9, "resume": str(tmp_path)}))
+        assert (config.steps, config.epochs) == ((9, 1) if then == "steps" else (None, 9))
+        assert config.lr == 1e-3
 
 
 def test_options_and_files_say_the_same() -> None:

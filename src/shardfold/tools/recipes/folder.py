@@ -14,11 +14,12 @@ from pathlib import Path
 from shardfold.errors import ConfigError
 from shardfold.launch.run_records import LAUNCHER, STATUS, OwnRecord
 
-__all__ = ["CLAIM", "claimed", "claimed_by_launcher"]
+__all__ = ["CLAIM", "claimed", "claimed_by_launcher", "withdraw"]
 
 CLAIM = "SHARDFOLD_RUN_CLAIM"
 """Variable by which a launcher tells its ranks that the folder is already theirs: its value is in `config.json`."""
 
+BEFORE_STEPS = ("config.json", "data.json", "metrics.jsonl", "samples.jsonl", STATUS)
 FIRST = "config.json"  # the first file of a run, and the mark of its claim until it is written
 
 
@@ -26,8 +27,8 @@ FIRST = "config.json"  # the first file of a run, and the mark of its claim unti
 def claimed(out: Path | None) -> Iterator[Path]:
     """Give this run a folder of its own: `out`, new or empty, or without it the next free `runs/<time>`.
 
-    What was made here is removed at the end, unless the run has begun to write by then. Inside, `run.status` says that
-    the run starts.
+    What was made here is removed at the end, unless the run has begun to write by then; of a run that is refused before
+    its first step, that too. Inside, `run.status` says that the run starts.
 
     Raises:
         ConfigError: the folder is not empty, another run has just claimed it, or it cannot be made.
@@ -50,6 +51,9 @@ def claimed(out: Path | None) -> Iterator[Path]:
     os.environ[CLAIM] = token
     try:
         yield folder
+    except ConfigError:
+        withdraw(folder)
+        raise
     finally:
         if before is None:
             os.environ.pop(CLAIM, None)
@@ -58,7 +62,7 @@ def claimed(out: Path | None) -> Iterator[Path]:
         if token_in(folder) == token:
             for name in (FIRST, STATUS):
                 (folder / name).unlink(missing_ok=True)
-            remove(made)
+        remove(made)
         record.close()
 
 
@@ -112,6 +116,19 @@ def token_in(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return found["derived"].get("claim") if isinstance(found, dict) and set(found) == {"derived"} else None
+
+
+def withdraw(folder: Path) -> None:
+    """Remove what a run writes before its first step, if there is nothing else."""
+    found = list(folder.iterdir()) if folder.is_dir() else []
+    if all(each.name in BEFORE_STEPS and each.is_file() for each in found) and not step_is_in(folder):
+        for each in found:
+            each.unlink()
+
+
+def step_is_in(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def remove(made: list[Path]) -> None:

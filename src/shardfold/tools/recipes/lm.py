@@ -31,7 +31,6 @@ from shardfold.checkpoint.folders import IN_RUN
 from shardfold.comm.mesh import pick_device
 from shardfold.engine.peak_rate import peak_of
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
-from shardfold.launch import INTERRUPTED
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport
 from shardfold.tiers.limit import memory_limit
@@ -72,13 +71,14 @@ class Result:
     baselines: dict[str, float]
     """Bits per byte of counting, on the same bytes."""
     seconds: float
-    interrupted: bool
+    interrupted: int
+    """The number of the signal that ended it early; 0: none."""
     out: Path
     sample: bytes
 
     @property
     def exit_status(self) -> int:
-        return INTERRUPTED if self.interrupted else 0
+        return 128 + self.interrupted if self.interrupted else 0
 
 
 class Position:
@@ -163,7 +163,7 @@ class LanguageRun:
         self.done = self.begun_at = 0
         self.history: list[StepMetrics] = []
         self.stop = StopSignal()
-        self.interrupted = False
+        self.interrupted = 0
         self.peak = Peak(config, self.engine, self.text.text)
 
     @property
@@ -331,8 +331,8 @@ class LanguageRun:
                     with written.during("saving"):
                         self.save(out)
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
-                if self.engine.max_over_ranks([float(stop.received)])[0] > 0:
-                    self.interrupted = True
+                self.interrupted = int(self.engine.max_over_ranks([float(stop.received)])[0])
+                if self.interrupted:
                     self.windows = self.windows[:: -(-len(self.windows) // HASTY_WINDOWS)]
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
@@ -479,7 +479,7 @@ def write_results(run: LanguageRun, out: Path, bits: Mapping[str, float], second
     summary = {
         "steps": run.done,
         "skipped_steps": run.engine.stats().skipped,
-        "interrupted": run.interrupted,
+        "interrupted": bool(run.interrupted),
         "seconds": round(seconds, 3),
         "resumed_at": run.begun_at,
         "tokens": run.done * run.tokens_per_step,

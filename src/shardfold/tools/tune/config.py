@@ -628,6 +628,9 @@ def resumed_settings(settings: type[TuneConfig], path: Path, given: Mapping[str,
     if (named := first.pop("recipe", None)) != settings.recipe:
         raise ConfigError(f"{str(folder)!r} is a run of {named}, so it cannot go on as {settings.recipe}.")
     started = {name: value for name, value in first.items() if name not in ("resume", "out", "procs")}
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if name in given:
+            started.pop(other, None)  # one takes the place of the other
     before, now = settings.load(started, inherited=started.keys()), settings.load({**started, **given})
     for name in ("seed", "adapter", "base"):
         if getattr(before, name) != getattr(now, name):

@@ -271,7 +271,7 @@ class TuneRun:
         self.done = self.begun_at = 0
         self.history: list[StepMetrics] = []
         self.stop = StopSignal()
-        self.interrupted = False
+        self.interrupted = 0
         self.split = "train"
         self.out: Path | None = None
         self.began = time.perf_counter()
@@ -478,8 +478,8 @@ class TuneRun:
                     with written.during("saving"):
                         self.save(out)
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
-                if self.engine.max_over_ranks([float(stop.received)])[0] > 0:
-                    self.interrupted = True
+                self.interrupted = int(self.engine.max_over_ranks([float(stop.received)])[0])
+                if self.interrupted:
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
         if config.save_every:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardfold.errors import ConfigError
-from shardfold.launch import INTERRUPTED
 from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.progress import Progress
@@ -21,6 +21,7 @@ from shardfold.tools.observe.run_page import write_page
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.tune._written import write_model
 from shardfold.tools.tune.config import TuneConfig
+from shardfold.tools.tune.data.show_data import left_out
 from shardfold.tools.tune.run import TuneRun
 
 __all__ = ["TuneResult", "tune"]
@@ -38,12 +39,13 @@ class TuneResult:
     held_out: dict[str, float]
     """Loss and figures on ``eval_data``; empty without it."""
     seconds: float
-    interrupted: bool
+    interrupted: int
+    """The number of the signal that ended it early; 0: none."""
     out: Path
 
     @property
     def exit_status(self) -> int:
-        return INTERRUPTED if self.interrupted else 0
+        return 128 + self.interrupted if self.interrupted else 0
 
     def save_adapter(self, folder: str | Path) -> None:
         """Copy the adapter, in peft's format, to a new folder.
@@ -76,11 +78,13 @@ def tune(config: TuneConfig) -> TuneResult:
         assert out is not None  # a run of one rank has claimed a folder
         resumed = run.resume(config.resume) if config.resume is not None else None
         run.recipe.begin(run)
+        facts = _facts(run) if run.leads else {}  # which reads the data: what is wrong in them is said first
         if run.leads:
             (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
-            (out / "data.json").write_text(json.dumps(_facts(run), indent=2) + "\n", encoding="utf-8")
+            (out / "data.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        notes = [f"{which}: {'; '.join(words)}" for which, each in facts.items() if (words := left_out(each))]
         with Run(out, steps=run.total, rank=run.engine.rank, ranks=run.engine.world_size) as written:
-            return _whole(run, written, resumed)
+            return _whole(run, written, [*notes, *([resumed] if resumed else [])])
 
 
 def resolved(run: TuneRun) -> dict[str, Any]:
@@ -113,12 +117,11 @@ def _facts(run: TuneRun) -> dict[str, Any]:
     return found
 
 
-def _whole(run: TuneRun, written: Run, resumed: str | None) -> TuneResult:
+def _whole(run: TuneRun, written: Run, notes: Sequence[str]) -> TuneResult:
     """Train, write what was trained, evaluate, and only then print."""
     with Progress(run.total, console=run.console, enabled=run.leads) as progress:
-        progress.note(introduction(run))
-        if resumed:
-            progress.note(resumed)
+        for note in (introduction(run), *notes):
+            progress.note(note)
         run.train(progress, written)
     last, out = run.history[-1], written.folder
     with written.during("saving"):
@@ -166,7 +169,7 @@ def _write_summary(run: TuneRun, out: Path, held_out: dict[str, float]) -> None:
         "recipe": run.config.recipe,
         "steps": run.done,
         "skipped_steps": run.engine.stats().skipped,
-        "interrupted": run.interrupted,
+        "interrupted": bool(run.interrupted),
         "seconds": round(last.seconds, 3),
         "resumed_at": run.begun_at,
         "num_parameters": sum(run.numel.values()),

@@ -27,7 +27,6 @@ from torch import Tensor
 import shardfold as sf
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError, ShardfoldError
-from shardfold.launch import INTERRUPTED
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
@@ -55,12 +54,13 @@ class FaceResult:
     steps: int
     images_per_s: float
     found: PairVerification | None
-    interrupted: bool
+    interrupted: int
+    """The number of the signal that ended it early; 0: none."""
     out: Path
 
     @property
     def exit_status(self) -> int:
-        return INTERRUPTED if self.interrupted else 0
+        return 128 + self.interrupted if self.interrupted else 0
 
 
 class FaceRun:
@@ -276,9 +276,9 @@ def introduce(run: FaceRun, console: Console, notes: list[str]) -> None:
         console.print(note, highlight=False, markup=False)
 
 
-def steps(run: FaceRun, written: Run, console: Console) -> bool:
-    """Train until the end, or until some rank was asked to stop; return whether it was."""
-    config, batches, out = run.config, run.batches(), written.folder
+def steps(run: FaceRun, written: Run, console: Console) -> int:
+    """Train until the end, or until some rank was asked to stop; return the number of the signal that did, or 0."""
+    config, batches, out, asked = run.config, run.batches(), written.folder, 0
     with StopSignal() as stop:
         while run.done < config.steps:
             said = run.step(batches)
@@ -290,14 +290,15 @@ def steps(run: FaceRun, written: Run, console: Console) -> bool:
             if config.save_every and run.done % config.save_every == 0 and run.done < config.steps:
                 with written.during("saving"):
                     run.save(out)
-            if run.engine.max_over_ranks([float(stop.received)])[0] > 0:
+            asked = int(run.engine.max_over_ranks([float(stop.received)])[0])
+            if asked:
                 if run.leads:
                     console.print(f"Stopping after step {run.done} of {config.steps}; {stop.then}.", highlight=False)
                 break
     if config.save_every:
         with written.during("saving"):
             run.save(out, wait=True)
-    return run.done < config.steps
+    return asked
 
 
 def report(

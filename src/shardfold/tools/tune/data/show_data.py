@@ -19,7 +19,7 @@ from shardfold.tools.tune.data.prepared import prepare
 from shardfold.tools.tune.data.rows import Kind, Labelled, Pair, Prompt, Row, Tokens
 from shardfold.tools.tune.data.sources import SourceFile, find_files, read_block, scan
 
-__all__ = ["show", "show_file"]
+__all__ = ["left_out", "show", "show_file"]
 
 TRAINED, GIVEN = "black on green", "dim"
 _SHOWN = {"\n": "↵\n", "\t": "→"}
@@ -143,13 +143,25 @@ def _text(ids: npt.NDArray[np.int32], tokenizer: Any) -> str:
 
 def _said(facts: dict[str, Any]) -> str:
     """One sentence of what there is, and what was left out."""
-    parts = [f"{facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['trained']:,} of them trained"]
+    said = f"{facts['rows']:,} rows, {facts['tokens']:,} tokens, {facts['trained']:,} of them trained"
+    return "; ".join([said, *left_out(facts)]) + "."
+
+
+def left_out(facts: dict[str, Any]) -> list[str]:
+    """What of the data is not trained, in words; of nothing, no words.
+
+    Args:
+        facts: see :class:`Prepared`.
+    """
     words = {
-        "cut": "rows cut at the length",
-        "too_long": "rows left out, as nothing trained is within the length",
-        "empty": "rows left out as empty",
-        "untrained": "rows left out, as nothing in them is trained",
-        "altered_turns": "turns of the assistant not trained, as the template alters them once others follow",
+        "cut": ("row", "cut at the length"),
+        "too_long": ("row", "left out, as nothing trained is within the length"),
+        "empty": ("row", "left out as empty"),
+        "untrained": ("row", "left out, as nothing in it is trained"),
+        "altered_turns": ("turn", "of the assistant not trained, as the template alters it once others follow"),
     }
-    parts += [f"{facts[name]:,} {text}" for name, text in words.items() if facts.get(name)]
-    return "; ".join(parts) + "."
+    return [
+        f"{facts[name]:,} {noun}{'s' * (facts[name] > 1)} {text}"
+        for name, (noun, text) in words.items()
+        if facts.get(name)
+    ]
