@@ -157,8 +157,8 @@ def _with_quick_norms(model: nn.Module) -> None:
     found from the factors."""
     from peft.tuners.lora.dora import DoraLinearLayer
 
-    def factors(lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None) -> LowRank:
-        return LowRank(lora_A.get_parameter("weight"), lora_B.get_parameter("weight"))
+    def factors(lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> LowRank:
+        return LowRank(lora_A.weight, lora_B.weight)
 
     def norms(weight: Tensor, lora_weight: LowRank, scaling: float, adapter_name: str | None = None) -> Tensor:
         return row_norms(weight, lora_weight, scaling)
