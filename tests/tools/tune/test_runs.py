@@ -98,6 +98,33 @@ def test_what_a_run_leaves_behind(ranks: Ranks, tmp_path: Path) -> None:
     assert "sft of base" in page and "tune sft --config" in page
 
 
+@pytest.mark.soak
+def test_answers_end_by_themselves(tmp_path: Path) -> None:
+    """Of a model that did not end any, behind SFT, at least 99 of 100 questions' greedy answers; the folder that was
+    written says with which token."""
+    from shardfold.tools.tune.eval_config import EvalConfig
+    from shardfold.tools.tune.evaluate import evaluate
+    from shardfold.tools.tune.tuned import tune
+
+    support.model_folder(tmp_path / "base", scale=4.0)
+    rows = [
+        {"messages": [{"role": "user", "content": f"{a} {b}"}, {"role": "assistant", "content": f"{b} it is"}]}
+        for a in support.WORDS
+        for b in support.WORDS
+    ]
+    support.write_rows(tmp_path / "rows.jsonl", rows)
+    settings = {"model": tmp_path / "base", "data": str(tmp_path / "rows.jsonl"), "cache": tmp_path / "cache"}
+    tune(SFTConfig.load({**settings, "steps": 150, "micro_batch": 16, "lr": 5e-3, "out": tmp_path / "run"}))
+    asked = {"data": str(tmp_path / "rows.jsonl"), "answers": 100, "max_tokens": 32, "out": tmp_path / "eval"}
+    before, after = (
+        evaluate(EvalConfig.load({**asked, "model": model})).answers for model in (tmp_path / "base", tmp_path / "run")
+    )
+    assert before is not None and before.stopped < 0.5
+    assert after is not None and after.prompts == 100 and after.stopped >= 0.99
+    said = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert said["eos_token_id"] in (1, [1])
+
+
 def merged_logits(folder: str) -> tuple[list[float], list[float]]:
     """First logits of a run whose model is an adapter, and of that adapter as peft merges it."""
     import torch

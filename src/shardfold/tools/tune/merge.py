@@ -101,7 +101,9 @@ class MergedTensors(Mapping[str, Tensor]):
         return self.rounded(name, torch.float32) if self.changed(name) else self.base(name)
 
     def rounded(self, name: str, dtype: torch.dtype) -> Tensor:
-        """What the adapter makes of a parameter that it may change, in a dtype."""
+        """The value in a dtype."""
+        if not self.changed(name):
+            return self.base(name).to(dtype)
         path, _, own = name.rpartition(".")
         if path in self._saved:
             return self._saved[path].get_parameter(own).detach().to(dtype)
