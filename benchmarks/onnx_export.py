@@ -1,8 +1,9 @@
 """Which architectures of transformers become ONNX, and how near the graphs are: `python benchmarks/onnx_export.py`.
 
 Small models with random values. Each is exported as `shardfold ckpt export --to onnx` does, which compares it with its
-source; then greedy texts are compared again, in batches of 1, 8 and 64. `--peers PYTHON` exports the same folders with
-optimum-onnx and onnxruntime-genai's builder under an interpreter that has them, each in a process of its own.
+source; then greedy texts are compared again, in batches of 1, 8 and 64. `--optimum PYTHON` and `--genai PYTHON` export
+the same folders with optimum-onnx and with the builder of onnxruntime-genai, under interpreters that have them, each in
+a process of its own; the latter generates from our folder, too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import torch
 
 from shardfold.tools.onnx._compared import TOLERANCE, SourceSteps
+from shardfold.tools.onnx._layer_graph import LayerGraph
 from shardfold.tools.onnx._onnx_source import OnnxSource
 from shardfold.tools.onnx._tensorrt_operators import missing_operators
 from shardfold.tools.onnx.onnx_export import export_onnx
@@ -74,15 +77,34 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViTModel", {"image_size": 32, "patch_size": 8}),
 }
 
+TASKS = {"bert": "feature-extraction", "distilbert": "fill-mask", "roberta": "text-classification"}
+"""For optimum-onnx, of what does not generate; others: feature-extraction."""
+
 OPTIMUM = """
 import sys
 from optimum.exporters.onnx import main_export
 main_export(sys.argv[1], sys.argv[2], task=sys.argv[3], do_validation=False)
 """
 GENAI = """
-import sys
-from onnxruntime_genai.models.builder import create_model
-create_model("", sys.argv[1], sys.argv[2], "fp32", "cpu", sys.argv[2] + "-cache")
+import runpy, sys
+given, made = sys.argv[1:3]
+sys.argv[1:] = ["-i", given, "-o", made, "-p", "fp32", "-e", "cpu", "-c", made + "-cache"]
+runpy.run_module("onnxruntime_genai.models.builder", run_name="__main__")
+"""
+GENERATED = """
+import json, sys
+import onnxruntime_genai as genai
+model = genai.Model(sys.argv[1])
+found = []
+for prompt in json.loads(sys.argv[2]):
+    options = genai.GeneratorParams(model)
+    options.set_search_options(do_sample=False, max_length=len(prompt) + int(sys.argv[3]))
+    generator = genai.Generator(model, options)
+    generator.append_tokens(prompt)
+    while not generator.is_done():
+        generator.generate_next_token()
+    found.append([int(token) for token in generator.get_sequence(0)][len(prompt):])
+print(json.dumps(found))
 """
 
 
@@ -159,17 +181,71 @@ def peer(python: str, code: str, *arguments: str) -> dict[str, Any]:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return {"taken": False, "why": lines[-1][:300] if lines else f"status {done.returncode}"}
-    return {"taken": True, "seconds": round(time.perf_counter() - began, 1)}
+    said = done.stdout.splitlines()
+    return {"taken": True, "seconds": round(time.perf_counter() - began, 1), "said": said[-1] if said else ""}
+
+
+def generated(python: str, place: Path, made: Path, count: int = 64) -> dict[str, Any]:
+    """Greedy tokens of onnxruntime-genai from our folder, beside transformers'; a text of the former may end."""
+    prompts = [[1, 5, 9], [7, 8, 11, 30, 31], [40]]
+    found = peer(python, GENERATED, str(made), json.dumps(prompts), str(count))
+    if not found["taken"]:
+        return found
+    source, tokens, same = SourceSteps(OnnxSource.open(place)), 0, True
+    for prompt, theirs in zip(prompts, json.loads(found["said"]), strict=True):
+        (text,), _ = continuations(source, [prompt], count)
+        tokens, same = tokens + len(theirs), same and bool(theirs) and text[: len(theirs)] == theirs
+    return {"taken": True, "tokens": tokens, "same": same}
+
+
+def padding(threads: int = 1, turns: int = 7) -> None:
+    """A BERT of 11M parameters and 16 texts of 8 to 128 tokens: its layers with and without padding, in turns."""
+    import statistics
+
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
+    lengths = torch.randint(8, 129, (16,))
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    inputs = {"input_ids": torch.randint(3, 500, mask.shape), "attention_mask": mask}
+    inputs["token_type_ids"] = torch.zeros_like(mask)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        transformers.BertModel(transformers.BertConfig(vocab_size=500, **sizes)).save_pretrained(place)
+        source = OnnxSource.open(place)
+        graphs: dict[bool, OnnxSession] = {}
+        for packed in (False, True):
+            made = LayerGraph(source.call(packed=packed), source.layers, source.num_layers)
+            onnx_ir.save(made.graph_model, place / f"{packed}.onnx")
+            graphs[packed] = OnnxSession(place / f"{packed}.onnx", threads)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    found: dict[bool, torch.Tensor] = {}
+    for _ in range(turns):
+        for packed, graph in graphs.items():
+            began = time.perf_counter()
+            found[packed] = graph.run(inputs)["last_hidden_state"]
+            seconds[packed].append(time.perf_counter() - began)
+    apart = ((found[True] - found[False]).abs() * mask[..., None]).max()
+    padded, without = (statistics.median(seconds[packed]) for packed in (False, True))
+    print(
+        f"{int(mask.sum())} of {mask.numel()} places have tokens: {padded * 1e3:.1f} ms padded, {without * 1e3:.1f} ms"
+    )
+    print(f"without, {padded / without:.2f} times as fast; {apart:.1e} apart")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="Types of models; all, if none is given.")
-    parser.add_argument("--peers", help="An interpreter that has optimum-onnx and onnxruntime-genai.")
+    parser.add_argument("--optimum", help="An interpreter that has optimum-onnx.")
+    parser.add_argument("--genai", help="An interpreter that has onnxruntime-genai.")
+    parser.add_argument("--padding", action="store_true", help="What padding costs an encoder, and nothing else.")
     parser.add_argument("--only-peers", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON, to which results are added.")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.padding:
+        return padding()
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
     for name in given.names or [*DECODERS, *READERS]:
         with tempfile.TemporaryDirectory() as temporary:
@@ -183,11 +259,13 @@ def main() -> None:
                 continue
             if not given.only_peers:
                 found["shardfold"] = ours(name, place, folder)
-            if given.peers:
-                task = "text-generation-with-past" if name in DECODERS else "auto"
-                found["optimum"] = peer(given.peers, OPTIMUM, str(place), str(folder / "optimum"), task)
-                if name in DECODERS:
-                    found["genai"] = peer(given.peers, GENAI, str(place), str(folder / "genai"))
+            if given.optimum:
+                task = "text-generation-with-past" if name in DECODERS else TASKS.get(name, "feature-extraction")
+                found["optimum"] = peer(given.optimum, OPTIMUM, str(place), str(folder / "optimum"), task)
+            if given.genai and name in DECODERS:
+                found["genai"] = peer(given.genai, GENAI, str(place), str(folder / "genai"))
+                if not given.only_peers:
+                    found["genai_reads_ours"] = generated(given.genai, place, folder / f"{name}-ours")
         print(name, json.dumps(found), flush=True)
         if given.out:
             given.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -149,6 +149,42 @@ def test_layers_of_one_kind() -> None:
     assert graphs.templates_of(kinds) == [0, 1, 2, 1, 4, 2]
 
 
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertModel", {}),
+    "roberta": ("RobertaForSequenceClassification", {}),
+    "distilbert": ("DistilBertForMaskedLM", {"dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("name", ["bert", *[pytest.param(name, marks=pytest.mark.soak) for name in ENCODERS][1:]])
+def test_layers_of_encoders_have_no_padding(tmp_path: Path, name: str) -> None:
+    """A batch of texts of unequal lengths: each gets what transformers gives it alone, without any padding."""
+    import transformers
+
+    torch.manual_seed(0)
+    kind, sizes = ENCODERS[name]
+    usual = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "pad_token_id": 0}
+    config: Any = transformers.AutoConfig.for_model(
+        name, **{**usual, "num_attention_heads": 4, "max_position_embeddings": 40, "initializer_range": 0.3, **sizes}
+    )
+    model = getattr(transformers, kind)(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    report = exporting.export_onnx(tmp_path / "model", tmp_path / "out", threads=1)
+    assert report.packed and report.layers == (3, 2) and "without padding" in str(report)
+    session = sessions.OnnxSession(tmp_path / "out/model.onnx", 1)
+    texts = [torch.randint(3, 60, (length,)) for length in (5, 1, 9, 3)]
+    ids, mask = torch.zeros(4, 9, dtype=torch.int64), torch.zeros(4, 9, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], mask[row, : len(text)] = text, 1
+    found = session.run({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
+    for row, text in enumerate(texts):
+        with torch.no_grad():
+            alone = model(input_ids=text[None])
+        for output, value in found.items():
+            wanted = alone[output][0]
+            torch.testing.assert_close(value[row][: len(wanted)], wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_padding_in_front_changes_nothing() -> None:
     """Positions count the tokens that are there."""
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])

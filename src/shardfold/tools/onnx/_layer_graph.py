@@ -30,6 +30,7 @@ ROOT = "model"
 """Under which a wrapper has the model."""
 
 PRODUCER = "shardfold"
+TOKENS = "tokens_there"
 SCOPES = "pkg.torch.onnx.name_scopes"
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index")
 """What modules call their own place among the layers, which makes no other kind of them."""
@@ -51,6 +52,7 @@ class ModelCall:
         dynamic: of each input the axes that may have any size, with their names.
         outputs: names of the outputs, with the names of all axes; an axis of fixed size has None.
         past: an example of the past of one layer, (B, heads, P, width) each; None: the model keeps none.
+        packed: behind the inputs comes one that the graph makes itself: where ``attention_mask`` is not 0.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class ModelCall:
     dynamic: tuple[Mapping[int, str], ...]
     outputs: dict[str, dict[int, str]]
     past: tuple[Tensor, Tensor] | None = None
+    packed: bool = False
 
 
 PAST_AXES = {0: "batch_size", 2: "past_sequence_length"}
@@ -120,6 +123,8 @@ class LayerGraph:
                 self.graph_model = _exported(call, self.exported)
             if self.exported < num_layers:
                 _Repeated(self.graph_model, f"{ROOT}.{path}", every, self.exported).repeat(templates)
+        if call.packed:
+            _find_tokens(self.graph_model.graph)
         _finish(self.graph_model, call, num_layers)
 
     @property
@@ -187,7 +192,7 @@ def _optimize(model: ir.Model, call: ModelCall) -> None:
 def _name(model: ir.Model, call: ModelCall, layers: int) -> None:
     """Gives inputs and outputs their names."""
     graph = model.graph
-    names = [*call.inputs]
+    names = [*call.inputs, *[TOKENS] * call.packed]
     outputs = [*call.outputs]
     if call.past is not None:
         names += [name for layer in range(layers) for name in past_names(layer)]
@@ -200,6 +205,21 @@ def _name(model: ir.Model, call: ModelCall, layers: int) -> None:
                 value.name = f"{value.name}.within"
     for value, name in zip([*graph.inputs, *graph.outputs], [*names, *outputs], strict=True):
         value.name = name
+
+
+def _find_tokens(graph: ir.Graph) -> None:
+    """The graph finds by itself where tokens are: the places where the mask is not 0."""
+    by_name = {value.name: value for value in graph.inputs}
+    given, mask = by_name[TOKENS], by_name["attention_mask"]
+    flat = ir.Value(name=f"{TOKENS}.flat", const_value=ir.tensor([-1], name=f"{TOKENS}.flat"))
+    graph.register_initializer(flat)
+    rows = ir.node("Reshape", [mask, flat])
+    found = ir.node("NonZero", rows.outputs)
+    there = ir.node("Reshape", [found.outputs[0], flat])
+    graph.inputs.remove(given)
+    ir.convenience.replace_all_uses_with(given, there.outputs[0])
+    first = graph[0]
+    graph.insert_before(first, [rows, found, there])
 
 
 def past_names(layer: int) -> tuple[str, str]:
@@ -358,7 +378,7 @@ def _finish(model: ir.Model, call: ModelCall, layers: int) -> None:
     model.producer_name = PRODUCER
     model.producer_version = None
     by_name = {value.name: value for value in [*graph.inputs, *graph.outputs]}
-    inputs = dict(zip(call.inputs, call.dynamic, strict=True))
+    inputs = dict(zip(call.inputs, call.dynamic[: len(call.inputs)], strict=True))
     outputs = dict(call.outputs)
     if call.past is not None:
         for layer in range(layers):

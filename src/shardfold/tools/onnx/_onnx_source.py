@@ -30,6 +30,10 @@ __all__ = ["OnnxSource", "as_llama"]
 BATCH, LENGTH, PAST = 3, 5, 7
 """Sizes that a model is exported with; no two are the same, so that no axis is taken for another."""
 
+PACKED = 11
+"""Tokens that an encoder is exported with; another size, too."""
+PACKED_ATTENTION = "shardfold_packed"
+
 EAGER = "eager"
 """Attention out of operators that every runtime has."""
 
@@ -122,8 +126,12 @@ class OnnxSource:
         """Whether the decoder is told the tokens' positions."""
         return "position_ids" in signature(self.model.forward).parameters
 
-    def call(self) -> ModelCall:
-        """How it is called where it is exported."""
+    def call(self, *, packed: bool = False) -> ModelCall:
+        """How it is called where it is exported.
+
+        Args:
+            packed: an encoder whose layers have no tokens that the mask leaves out.
+        """
         if self.kind == "decoder":
             return self._decoder_call()
         assert self.inputs is not None
@@ -134,8 +142,13 @@ class OnnxSource:
             name: axes if value.dim() > 2 and self.kind == "encoder" else {0: "batch_size"}
             for name, value in outputs.items()
         }
-        reader = _PlainReader(self.model, names, tuple(outputs))
-        return ModelCall(reader, names, tuple(self.inputs.values()), (axes,) * len(names), wide)
+        given, dynamic = tuple(self.inputs.values()), (axes,) * len(names)
+        if packed and self.layers is not None:
+            packing = _PackedReader(self.model, self.layers[0].rpartition(".")[0], names, tuple(outputs))
+            return ModelCall(
+                packing, names, (*given, torch.arange(PACKED)), (*dynamic, {0: "tokens"}), wide, packed=True
+            )
+        return ModelCall(_PlainReader(self.model, names, tuple(outputs)), names, given, dynamic, wide)
 
     def outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What an encoder, or a model of images, gives."""
@@ -201,6 +214,80 @@ class _PlainReader(nn.Module):
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         found: Any = self.model(**dict(zip(self.names, given, strict=True)))
         return (found,) if isinstance(found, Tensor) else tuple(found[name] for name in self.outputs)
+
+
+class _PackedReader(_PlainReader):
+    """An encoder of texts of unequal lengths: its layers have the tokens of all texts one behind the other, and none
+    that the mask leaves out. Attention, which is of single texts, has them as rows of one length.
+
+    Args:
+        owner: the module that has the layers.
+    """
+
+    def __init__(self, model: nn.Module, owner: str, names: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        super().__init__(model, names, outputs)
+        self.owner = owner
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        from transformers import AttentionInterface
+
+        *inputs, there = given
+        mask = dict(zip(self.names, inputs, strict=True))["attention_mask"]
+        rows = _PackedRows(mask, there)
+        config: Any = self.model.config
+        owner = self.model.get_submodule(self.owner)
+        hooks = (
+            owner.register_forward_pre_hook(rows.enter, with_kwargs=True),
+            owner.register_forward_hook(rows.leave),
+        )
+        AttentionInterface.register(PACKED_ATTENTION, rows.attend)
+        before, config._attn_implementation = config._attn_implementation, PACKED_ATTENTION
+        try:
+            return super().forward(*inputs)
+        finally:
+            config._attn_implementation = before
+            for hook in hooks:
+                hook.remove()
+
+
+class _PackedRows:
+    """Where tokens of texts are, packed and as rows of one length.
+
+    Args:
+        mask: (B, L), 1 where a token is.
+        there: (T,), the places of the tokens among B * L.
+    """
+
+    def __init__(self, mask: Tensor, there: Tensor) -> None:
+        self.shape, self.there = mask.shape, there
+        flat = (mask != 0).long().flatten()
+        #: Of each place of a row its token among the packed; where there is none, any.
+        self.places = (flat.cumsum(0) - 1).clamp(min=0)
+        self.bias = torch.where(mask != 0, 0.0, torch.finfo(torch.float32).min)[:, None, None, :]
+
+    def enter(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if given:
+            return (self.packed(given[0]), *given[1:]), named
+        return given, {**named, "hidden_states": self.packed(named["hidden_states"])}
+
+    def leave(self, module: nn.Module, given: Any, found: Any) -> Any:
+        found.last_hidden_state = self.in_rows(found.last_hidden_state)
+        return found
+
+    def packed(self, values: Tensor) -> Tensor:
+        """(B, L, ...) to (1, T, ...)."""
+        return values.flatten(0, 1)[self.there][None]
+
+    def in_rows(self, values: Tensor) -> Tensor:
+        """(1, T, ...) to (B, L, ...)."""
+        return values[0][self.places].unflatten(0, self.shape)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, **options: Any
+    ) -> tuple[Tensor, None]:
+        query, key, value = (self.in_rows(each.transpose(1, 2)).transpose(1, 2) for each in (query, key, value))
+        scores = (query @ key.transpose(2, 3) * scaling + self.bias).softmax(-1)
+        return self.packed((scores @ value).transpose(1, 2)), None
 
 
 def _of_transformers(path: Path, place: ModelPlace) -> OnnxSource:

@@ -33,6 +33,7 @@ class OnnxReport:
         error: of the fp32 graph's outputs, over the largest or 1.
         tokens: greedy tokens that were the source's.
         layers: how many the model has, and how many PyTorch exported; the others are repeated.
+        packed: whether an encoder's layers have no tokens that the mask leaves out.
         operators: of ONNX, each once.
         cost: of few bits; None: it is in fp32.
         seconds: of all of it.
@@ -44,6 +45,7 @@ class OnnxReport:
     error: float
     tokens: int
     layers: tuple[int, int]
+    packed: bool
     operators: tuple[str, ...]
     cost: BitsCost | None
     seconds: float
@@ -52,7 +54,7 @@ class OnnxReport:
         layers, exported = self.layers
         made = (
             f"{layers} layers, {exported} exported and the others repeated" if exported < layers else "exported whole"
-        )
+        ) + ", without padding" * self.packed
         said = [
             f"{self.path}: {self.kind}, {self.num_bytes / 2**20:.1f} MiB; {made}; {self.seconds:.1f} s",
             f"Compared with the source: outputs within {self.error:.1e}"
@@ -117,7 +119,7 @@ def export_onnx(
             raise ConfigError("--data: bits per byte are of decoders, and this is none: leave it out.")
         answers = SourceAnswers(opened)
         draft.mkdir()
-        error, exported, operators = _written(opened, answers, draft, threads, say)
+        error, exported, packed, operators = _written(opened, answers, draft, threads, say)
         layers, context = opened.num_layers, opened.context
         _beside(opened, draft)
         kind, tokenizer, greedy = opened.kind, opened.tokenizer, answers.greedy
@@ -138,6 +140,7 @@ def export_onnx(
         error=error,
         tokens=greedy,
         layers=(layers, exported),
+        packed=packed,
         operators=tuple(operators),
         cost=cost,
         seconds=time.perf_counter() - began,
@@ -146,23 +149,27 @@ def export_onnx(
 
 def _written(
     source: Any, answers: Any, draft: Path, threads: int, say: Callable[[str], None]
-) -> tuple[float, int, list[str]]:
-    """Writes the graph in fp32 and compares it: by layers if that can be, else as a whole.
+) -> tuple[float, int, bool, list[str]]:
+    """Writes the graph in fp32 and compares it: by layers if that can be, of an encoder without padding.
 
     Returns:
-        The error, how many layers PyTorch exported, and the names of operators.
+        The error, how many layers PyTorch exported, whether there is no padding, and the names of operators.
     """
     import onnx_ir
 
     from shardfold.tools.onnx._layer_graph import LayerGraph, LayersDiffer
     from shardfold.tools.onnx.onnx_session import OnnxSession
 
-    ways = [source.layers, None] if source.layers is not None else [None]
+    ways: list[tuple[Any, bool]] = (
+        [(source.layers, False), (None, False)] if source.layers is not None else [(None, False)]
+    )
+    if source.kind == "encoder" and source.layers is not None:
+        ways.insert(0, (source.layers, True))
     found = None
-    for layers in ways:
+    for layers, packed in ways:
         say("exporting" if layers is not None else "exporting all layers")
         try:
-            graph = LayerGraph(source.call(), layers, source.num_layers)
+            graph = LayerGraph(source.call(packed=packed), layers, source.num_layers)
         except LayersDiffer:
             continue
         except Exception as error:  # whatever a model's code does under the exporter
@@ -182,8 +189,8 @@ def _written(
         say("comparing")
         found = answers.compared(OnnxSession(draft / GRAPH, threads))
         if found.same:
-            return found.error, graph.exported, graph.operators
-        if layers is not None and graph.exported == source.num_layers:
+            return found.error, graph.exported, packed, graph.operators
+        if layers is not None and not packed and graph.exported == source.num_layers:
             break  # it is the whole already
     assert found is not None
     raise ConfigError(
