@@ -80,6 +80,7 @@ def test_a_line_is_the_case_that_it_was_written_from() -> None:
         assert HostCase.read(str(hosts.of_number(number))) == hosts.of_number(number)
 
 
+@pytest.mark.soak
 def test_each_choice_meets_each_other_one() -> None:
     """All pairs that drawn cases have."""
     assert len(pairwise()) <= MOST
