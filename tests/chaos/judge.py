@@ -256,7 +256,7 @@ class Look:
         elif case.fault in NOTICES:
             yield from self._left_by_notice()
         elif case.fault in ("term", "int"):
-            wanted = INTERRUPTED if case.launcher == "train" or case.fault == "int" else 128 + signal.SIGTERM
+            wanted = INTERRUPTED if case.fault == "int" else 128 + signal.SIGTERM
             if run.status != wanted:
                 yield f"it ended with {run.status}, not {wanted}"
 
