@@ -29,12 +29,13 @@ from shardfold.errors import ShardfoldError
 
 Pack = Callable[[Tensor], Any]
 
-untraced: Any = torch.compiler.disable
-"""Public, and typed as more than it gives: torch.compile neither looks into such a function nor unrolls its loops."""
+COMPILER = "torch._dynamo"
+"""The module that is imported once something is to be compiled."""
 
 __all__ = [
     "ATTRIBUTES",
     "AUTOCAST_KEYS",
+    "COMPILER",
     "CPU_KEYS",
     "INTERNALS",
     "PRIVATE_DEVICE",
@@ -106,7 +107,6 @@ __all__ = [
     "tree_unflatten",
     "unflatten_dense",
     "untraced",
-    "untraced_from_call",
     "weak_storage",
     "when_groups_end",
     "without_user_modes",
@@ -116,15 +116,22 @@ TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of PyTorch that were tried; docs/versions.md says with what."""
 
 
-def untraced_from_call(function: Any) -> Any:
-    """As :data:`untraced`, which imports the compiler, from the first call on: for what decorates as a module is
-    imported."""
+def untraced(function: Any) -> Any:
+    """torch.compile neither looks into such a function nor unrolls its loops.
+
+    As torch.compiler.disable, which imports the compiler for that; that takes as long as torch itself. As long as it is
+    not there nothing is compiled, and nothing has to be hidden.
+    """
+    if COMPILER in sys.modules:
+        return torch.compiler.disable(function)
     hidden: list[Any] = []
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not hidden:
-            hidden.append(untraced(function))
+            if COMPILER not in sys.modules:
+                return function(*args, **kwargs)
+            hidden.append(torch.compiler.disable(function))
         return hidden[0](*args, **kwargs)
 
     return run
@@ -273,7 +280,6 @@ ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch._dynamo.list_backends", "deepspeed's accelerator interface", "that call"),
     Internal("torch._dynamo.exc", "units that cannot be one graph are compiled in pieces", "Runtime(compile='blocks')"),
     Internal("torch._dynamo.callback.callback_handler", "how long graphs are compiled", "the log does not say it"),
-    Internal("torch.compiler.disable._torchdynamo_disable", "what is hidden from the compiler", "it is hidden twice"),
     Internal(
         "torch.optim.lr_scheduler.LRScheduler._update_lr",
         "schedules with a rate for each group",

@@ -189,15 +189,6 @@ class _Known(NamedTuple):
     entries: weakref.WeakValueDictionary[Any, _Entry]
 
 
-def _leave_untraced(owner: type, *names: str) -> None:
-    """Takes methods out of ``torch.compile``'s sight: not where they are defined, as that imports torch._dynamo, which
-    takes longer than torch."""
-    for name in names:
-        method = vars(owner)[name]
-        if not hasattr(method, "_torchdynamo_disable"):
-            setattr(owner, name, untraced(method))
-
-
 class _Frame:
     """One forward of one module."""
 
@@ -211,6 +202,7 @@ class _Frame:
         self._fetched = False
         self.encodes = isinstance(tier, EncodedTier)
 
+    @untraced
     def pack(self, tensor: Tensor) -> _Offloaded | _Elsewhere:
         with torch.no_grad(), self._movers.apart():
             if not self._movers.moves(tensor, self._smallest) or not self._encodes(tensor):
@@ -261,6 +253,7 @@ class _Frame:
         self._tally.arrive(flat.nbytes)
         return entry
 
+    @untraced
     def unpack(self, packed: _Offloaded | _Elsewhere) -> Tensor:
         if isinstance(packed, _Elsewhere):
             return packed.unpack(packed.packed)
@@ -304,7 +297,6 @@ class Movers:
     kinds: tuple[type, ...] = (Tensor,)
 
     def __init__(self, model: nn.Module, tiers: Tiers) -> None:
-        self.leave_untraced()
         self._model, self._tiers, self._device = model, tiers, tiers.device.device
         self.tally = Tally()
         self.parts: dict[str, Tally] = {}
@@ -322,11 +314,6 @@ class Movers:
             self.moved.clear()
             self.encoded.clear()
             self.tally.forget_peak()
-
-    def leave_untraced(self) -> None:
-        """Compiled modules do not compile what moves."""
-        _leave_untraced(_Frame, "pack", "unpack")
-        _leave_untraced(Movers, "begin", "end")
 
     def apart(self) -> AbstractContextManager[object]:
         """Inside, modes of the user's do not see what is moved."""
@@ -350,6 +337,7 @@ class Movers:
         given = found.tensor() if found is not None else None
         return found.entries if found is not None and given is not None and counted_together(given, tensor) else None
 
+    @untraced
     def begin(self, unit: str, mode: str, folder: str | None, smallest: int, inputs: Any) -> Any:
         """From now on what autograd saves for a unit is moved: to ``"host"`` memory, or to ``"disk"`` in that folder;
         or kept in fewer bits.
@@ -389,6 +377,7 @@ class Movers:
         accelerator.synchronize(self._device)
         return perf_counter()
 
+    @untraced
     def end(self, begun: tuple[_Frame, Any], unit: str) -> None:
         """The forward is over."""
         frame, hooks = begun

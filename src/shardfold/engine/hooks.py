@@ -41,6 +41,7 @@ from shardfold.torch_internals import (
     push_saved_hooks,
     storage_key,
     top_saved_hooks,
+    untraced,
     without_user_modes,
 )
 
@@ -159,7 +160,6 @@ class Hooks:
         if self._casts:  # first, because ``_stay_last`` looks for a module's last one
             self._cast_between_parts(units)
         # torch.compile runs what is disabled as it is and compiles what lies between: the units' own work.
-        untraced: Any = torch.compiler.disable
         self._on(model, model.register_forward_pre_hook(untraced(self._before_model), with_kwargs=True, prepend=True))
         self._on(model, model.register_forward_hook(untraced(self._after_model), always_call=True))
         for unit in units:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.generation.paged_attention import PagedAttention
 from shardfold.parallel import Attention
-from shardfold.torch_internals import untraced_from_call
+from shardfold.torch_internals import untraced
 
 __all__ = ["Decoder", "decoder_of"]
 
@@ -134,7 +134,7 @@ def _is_prefixed(module: nn.Module) -> bool:
     return isinstance(given, dict) and any(each.is_prompt_learning for each in given.values())
 
 
-@untraced_from_call
+@untraced
 def _attend(
     module: nn.Module,
     query: Tensor,

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfold.errors import ConfigError, UsageError, did_you_mean
 from shardfold.nn.axis_group import AxisGroup
 from shardfold.plan.checks import described, is_integer, is_number, known_arguments
-from shardfold.torch_internals import keeps_graph, untraced_from_call
+from shardfold.torch_internals import keeps_graph, untraced
 
 __all__ = [
     "REDUCTIONS",
@@ -221,7 +221,7 @@ def _summed(grads: Sequence[Tensor | None], ranks: AxisGroup | None) -> list[Ten
     return [of_hidden if ranks is None or of_hidden is None else ranks.all_reduce(of_hidden), *rest]
 
 
-@untraced_from_call
+@untraced
 def losses_of(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, columns: Tensor, head: Head
 ) -> Tensor:
@@ -235,7 +235,7 @@ def losses_of(
     return _CrossEntropy.apply(hidden, weight, bias, targets, columns, head)  # pyright: ignore[reportReturnType]
 
 
-@untraced_from_call
+@untraced
 def check_targets(targets: Tensor, ignored: int, classes: int) -> None:
     """Of targets whose values are there without waiting: on a CPU, and not a plan's.
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described, is_integer, known_arguments
-from shardfold.torch_internals import untraced_from_call
+from shardfold.torch_internals import untraced
 
 __all__ = ["tiled", "tiles_of"]
 
@@ -59,7 +59,7 @@ def tiled(function: Callable[..., Tensor], *inputs: Tensor, tile: int) -> Tensor
     return tiles_of(function, inputs, tile, modules)
 
 
-@untraced_from_call
+@untraced
 def tiles_of(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], tile: int, modules: Iterable[nn.Module]
 ) -> Tensor:

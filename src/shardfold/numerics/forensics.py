@@ -27,7 +27,7 @@ from shardfold.sharding.pickling import copy_without_hooks, forget_hooks
 from shardfold.sharding.replicas import differing
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
-from shardfold.torch_internals import in_backward
+from shardfold.torch_internals import in_backward, untraced
 
 __all__ = ["ActivationWatch", "NumericsReport", "UnitNumbers", "check", "examine", "replicas"]
 
@@ -162,7 +162,6 @@ class ActivationWatch:
         self._sums: list[tuple[str, str, int, Tensor]] = []  # kind, path, micro-batch, sum
         self._last: Callable[[], Tensor | None] = lambda: None  # what was summed last in forward
         self._handles: list[tuple[nn.Module, RemovableHandle]] = []
-        untraced: Any = torch.compiler.disable  # torch.compile leaves what is disabled out of its graphs
         for path, module in model.module.named_modules():
             handle = module.register_forward_hook(untraced(self._hook(path or "the model")))
             copy_without_hooks(module, [handle.id])

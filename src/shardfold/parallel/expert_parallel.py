@@ -41,7 +41,7 @@ from shardfold.parallel.split import is_cut
 from shardfold.plan.axes import Mesh, Role, nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice, marked_on
-from shardfold.torch_internals import untraced_from_call
+from shardfold.torch_internals import untraced
 
 __all__ = [
     "Dispatch",
@@ -198,7 +198,7 @@ class Dispatch:
             args = (*args, *(kwargs[name] for name in names[len(args) :]))
         return self._run(*args)
 
-    @untraced_from_call
+    @untraced
     def _run(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if x.is_meta:
             return x * weights.sum().to(x.dtype)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardfold.nn.axis_group import AxisGroup, numbered
 from shardfold.parallel.adjoint import paired
-from shardfold.torch_internals import storage_key, untraced_from_call
+from shardfold.torch_internals import storage_key, untraced
 
 __all__ = ["collect", "copy", "gather", "reduce", "scatter", "spread"]
 
@@ -75,7 +75,7 @@ def _traced(back: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor
     parts are not equal, it is hidden from the compiler."""
 
     def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        verb, hidden = function.__name__, untraced_from_call(function)
+        verb, hidden = function.__name__, untraced(function)
 
         @wraps(function)
         def run(x: Tensor, group: AxisGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:

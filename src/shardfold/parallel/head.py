@@ -45,7 +45,7 @@ from shardfold.plan.checks import described, is_integer, known_arguments
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
-from shardfold.torch_internals import keeps_graph, untraced_from_call
+from shardfold.torch_internals import keeps_graph, untraced
 
 __all__ = ["MarginHead", "split_heads"]
 
@@ -265,7 +265,7 @@ class _Together(NamedTuple):
     sizes: Sequence[int]
 
 
-@untraced_from_call
+@untraced
 def _losses(unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, given: _Together) -> Tensor:
     """The mean loss of this rank's rows ``unit`` ``(n, d)``; ``labels`` and ``columns`` are of all ranks'."""
     return _Mean.apply(unit, weight, labels, columns, given)  # pyright: ignore[reportReturnType]

@@ -20,7 +20,7 @@ from shardfold.errors import UsageError
 from shardfold.nn.axis_group import AxisGroup, Shift
 from shardfold.parallel.cut import CutBatch, Range, Tile
 from shardfold.parallel.kernels import Kernel, kernel_for, wide
-from shardfold.torch_internals import untraced_from_call
+from shardfold.torch_internals import untraced
 
 __all__ = ["RingCall", "ring_attention", "ring_gradients", "ring_outputs"]
 
@@ -39,7 +39,7 @@ class RingCall(NamedTuple):
         return self.cut.tiles(self.group.rank, source, self.causal, self.window)
 
 
-@untraced_from_call
+@untraced
 def ring_attention(
     query: Tensor,
     key: Tensor,

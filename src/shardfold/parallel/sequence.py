@@ -28,7 +28,7 @@ from shardfold.parallel.kernels import wide
 from shardfold.parallel.ring import ring_attention
 from shardfold.parallel.ulysses import check_heads, ulysses_attention
 from shardfold.plan.checks import described, is_number, known_arguments
-from shardfold.torch_internals import in_backward, untraced_from_call
+from shardfold.torch_internals import in_backward, untraced
 
 __all__ = ["CHOICES", "SequenceAxis", "check_choice", "sequence_shard", "whole_attention"]
 
@@ -169,7 +169,7 @@ class SequenceAxis:
             query, key, value, causal=causal, scale=scale, dropout=dropout, window=window, softcap=softcap
         )
 
-    @untraced_from_call
+    @untraced
     def _attend(
         self,
         query: Tensor,

@@ -23,7 +23,7 @@ from shardfold.nn.axis_group import AxisGroup, OneRank
 from shardfold.parallel.adjoint import paired
 from shardfold.parallel.cut import CutBatch
 from shardfold.parallel.ring import ring_attention
-from shardfold.torch_internals import untraced_from_call
+from shardfold.torch_internals import untraced
 
 __all__ = ["TokenExchange", "across_heads", "by_heads", "check_heads", "repeated_for_ranks", "ulysses_attention"]
 
@@ -60,7 +60,7 @@ def check_heads(heads: int, ranks: int) -> None:
         )
 
 
-@untraced_from_call
+@untraced
 def ulysses_attention(
     query: Tensor,
     key: Tensor,

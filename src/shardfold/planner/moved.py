@@ -53,9 +53,6 @@ class PaperMovers(Movers):
         self.level, self._out, self._back, self._number, self._due = 0.0, 0.0, 0.0, 0.0, -1.0
         self.follow([storage_key(parameter.untyped_storage()) for parameter in model.parameters()])
 
-    def leave_untraced(self) -> None:
-        """Nothing: what is traced is not compiled."""
-
     def apart(self) -> AbstractContextManager[object]:
         """Nothing: what counts bytes is to see them."""
         return nullcontext()

@@ -104,6 +104,10 @@ class _RefuseCopies(TorchFunctionMode):
     when there is memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "normal_":  # of a tensor or nn.init, where packages put their own
+            filled = args[0] if args else kwargs["tensor"]
+            if filled.is_meta and (func is not Tensor.normal_ or not filled.requires_grad):
+                return filled  # there is nothing to fill, but PyTorch imports its compiler for it, which takes a second
         if func is Tensor.copy_ and args[0].is_meta and len(args) > 1 and not args[1].is_meta and not _constructing():
             raise UsageError(f"copy_() would copy values into a tensor of shape {tuple(args[0].shape)}, {LOST}")
         return func(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@
     onnx          models as ONNX, compared with their source, in few bits
     packages      models of other packages by a name
     planning      the command `shardfold plan`: models by name, what fits where, as text
+    quick_start   what lets a command begin sooner
     recipes       complete trainings to run, read and copy: `lm` trains a byte-level GPT on any text
     run_engine    what runs of every recipe ask of their engine
     serve         a model answers over HTTP: `shardfold serve`

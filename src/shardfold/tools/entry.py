@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from shardfold.tools import extras
 from shardfold.tools.interruption import INTERRUPTION
+from shardfold.tools.quick_start import QuickStart
 
 __all__ = ["main"]
 
@@ -22,7 +23,9 @@ def main() -> NoReturn:
             # Asked for here, as some are imported only once ranks run.
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
-        from shardfold.tools import cli
+        with QuickStart.uncollected():
+            from shardfold.tools import cli
+        QuickStart.only_answers = sys.argv[1:2] in (["chat"], ["generate"], ["serve"])
     except KeyboardInterrupt:
         INTERRUPTION.end()
     except ModuleNotFoundError as error:

@@ -104,6 +104,33 @@ def test_answers_are_those_of_each_prompt_alone_and_are_not_asked_twice(folder: 
         answer_prompts(GenerateConfig.load({**settings, "prompts": _prompts(tmp_path, ["other"])}))
 
 
+LEFT_OUT = ("torch._dynamo", "torch.distributed.tensor", "sympy", "scipy", "accelerate", "trl")
+BEGUN = f"""
+import gc, runpy, sys
+try:
+    runpy.run_module("shardfold", run_name="__main__")
+finally:
+    print("\\n", [name for name in {LEFT_OUT} if name in sys.modules], gc.isenabled(), gc.get_freeze_count() > 10**5)
+    import torch, transformers.masking_utils as masks
+    with masks.TransformGetItemToIndex():
+        print(torch.vmap(lambda place: torch.arange(4)[place])(torch.tensor([3, 1])).tolist())
+    torch.compiler.disable(print)("compiler", "torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_command_that_answers_begins_without_what_only_trainings_use(folder: Path) -> None:
+    """Which takes longer to import than the rest; it is there for who asks for it all the same."""
+    command = [sys.executable, "-c", BEGUN, "chat", str(folder), "--max-tokens", "8"]
+    done = subprocess.run(command, input="Hello.\n", capture_output=True, text=True, timeout=120, check=True)
+    turns = {"messages": [{"role": "user", "content": "Hello."}]}
+    said = byte_tokenizer().decode(_alone(folder, turns, 8))
+    assert done.stdout.startswith(said) and done.stdout.splitlines()[-3:] == [
+        " [] True True",
+        "[3, 1]",
+        "compiler True",
+    ]
+
+
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(folder: Path, tmp_path: Path) -> None:
     out, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     settings: dict[str, Any] = {"model": folder, "prompts": _prompts(tmp_path, ["Once", "z"]), "max_tokens": 20}

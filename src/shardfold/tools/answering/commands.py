@@ -11,6 +11,7 @@ from shardfold import launch
 from shardfold.errors import ConfigError
 from shardfold.tools.answering.answer_config import ChatConfig, GenerateConfig
 from shardfold.tools.cli_options import argument, with_settings
+from shardfold.tools.quick_start import QuickStart
 
 __all__ = ["register"]
 
@@ -30,7 +31,8 @@ def generate_command(invocation: typer.Context, run: RunArgument, **options: Any
         arguments = [argument(name, value) for name, value in given.items() if name != "procs"]
         debug = ["--debug"] if invocation.obj else []
         raise typer.Exit(launch.launch_local(["generate", str(run), *arguments, *debug], settings.procs))
-    from shardfold.tools.answering.batch_answers import answer_prompts
+    with QuickStart.uncollected():
+        from shardfold.tools.answering.batch_answers import answer_prompts
 
     answer_prompts(settings)
 
@@ -39,7 +41,8 @@ def chat_command(run: RunArgument, **options: Any) -> None:
     """Talk with a model: its answers appear as they come. Ctrl-C stops one, Ctrl-D ends."""
     given = {name: value for name, value in options.items() if value is not None}
     settings = ChatConfig.load({"model": run, **given}, where="the command line")
-    from shardfold.tools.answering._chat_session import chat
+    with QuickStart.uncollected():
+        from shardfold.tools.answering._chat_session import chat
 
     chat(settings)
 

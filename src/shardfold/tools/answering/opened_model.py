@@ -18,6 +18,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.checks import parse_bytes
 from shardfold.tools.answering._named_adapters import NamedAdapters, choose_adapter
 from shardfold.tools.answering.open_config import OpenConfig
+from shardfold.tools.quick_start import QuickStart
 from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings
 from shardfold.tools.tune.adapters import merged_tensors
@@ -57,6 +58,11 @@ class OpenedModel:
         Raises:
             ConfigError: there is no model, or it is a reward model, or it cannot be opened in that way.
         """
+        with QuickStart.uncollected():
+            return cls._open(config, adapters)
+
+    @classmethod
+    def _open(cls, config: OpenConfig, adapters: Mapping[str, Path] | None) -> OpenedModel:
         folder = config.model.expanduser()
         said = _settings(folder / "config.json")
         if "size" in said and "model_type" not in said:
@@ -124,6 +130,7 @@ def _streamed(model: torch.nn.Module, config: OpenConfig) -> float:
 
 def _of_transformers(folder: Path, config: OpenConfig, adapters: Mapping[str, Path]) -> OpenedModel:
     place = ModelPlace.find(folder)
+    QuickStart.import_models()
     tokenizer = place.tokenizer()
     with quiet():
         model = hollow_model(place.config, "lm")

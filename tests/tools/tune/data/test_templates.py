@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardfold.errors import ConfigError
-from shardfold.tools.tune.data.encoding import EncodedRow, Encoder
+from shardfold.tools.tune.data.encoding import ByteTokens, EncodedRow, Encoder, tokens_of
 from shardfold.tools.tune.data.row_formats import Message, read_example
 from shardfold.tools.tune.data.sources import Raw
 from shardfold.tools.tune.data.templates import TEMPLATES, ChatTemplate
@@ -114,6 +114,49 @@ def trained_text(tokenizer: Any, row: EncodedRow) -> list[str]:
     [tokens] = row.sequences
     edges = np.flatnonzero(np.diff(np.concatenate([[0], tokens.trained.astype(int), [0]])))
     return [tokenizer.decode(tokens.ids[start:stop]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+LETTERS = "aab bc  .\nöÖéé語言🙂e\u0301"
+
+
+def test_places_in_tokens_of_bytes_are_those_that_the_tokenizer_says() -> None:
+    """Whose tokens may be parts of characters, or of two; texts that it changes first are left to it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    draw = random.Random(0)
+    texts = ["".join(draw.choice(LETTERS) for _ in range(draw.randrange(1, 40))) for _ in range(300)]
+    found, left = 0, 0
+    for normalizer, prefix in (
+        (None, False),
+        (normalizers.NFC(), False),
+        (None, True),
+        (normalizers.Lowercase(), False),
+    ):
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+        if normalizer is not None:
+            made.normalizer = normalizer
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        made.train_from_iterator(
+            texts[:150], trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+        )
+        made.add_special_tokens([AddedToken("<é>", special=True)])
+        known = ByteTokens.of(made)
+        assert (known is None) == isinstance(normalizer, normalizers.Lowercase)
+        for text in texts[150:] if known is not None else ():
+            text = f"<é>{text}<é>"
+            edges = [draw.randrange(len(text) + 1) for _ in range(4)]
+            spans = [(min(pair), max(pair)) for pair in zip(edges[::2], edges[1::2], strict=True)]
+            places, encoding = known.places(text, made.encode(text).ids, spans), made.encode(text)
+            if places is None:
+                left += 1
+                assert prefix or normalizer is not None
+                continue
+            found += 1
+            for span, (first, stop) in zip(spans, places, strict=True):
+                assert span[0] == span[1] or (first, max(first, stop)) == tokens_of(encoding, *span)
+    assert found > 150 and left > 100, (found, left)
 
 
 def test_what_is_trained() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.parallel.sequence import whole_attention
-from shardfold.torch_internals import untraced_from_call
+from shardfold.torch_internals import untraced
 
 __all__ = ["PackedRows", "attend_samples", "find_edges", "pack_attention", "why_not_packed"]
 
@@ -106,7 +106,7 @@ def attend_samples(
     return torch.cat(rows)
 
 
-@untraced_from_call
+@untraced
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:

@@ -69,6 +69,7 @@ _ROLES = {
     "function_call": "function_call",
 }
 """Who speaks in ShareGPT's files, by the role that templates know."""
+_KNOWN_ROLES = {*SPEAKERS, *_ROLES}
 
 
 def read_example(raw: Raw, format: str | None, kind: Kind, columns: Mapping[str, str] | None = None) -> Example | None:
@@ -195,11 +196,10 @@ def _turn(value: Any, where: str, name: str) -> Message:
     if "role" in turn:
         if not isinstance(turn["role"], str):
             _refuse(where, f"{name}: 'role' is {turn['role']!r:.60}, but has to be text")
-        near = did_you_mean(turn["role"], SPEAKERS)
-        if (
-            turn["role"] not in (*SPEAKERS, *_ROLES) and "Did you mean" in near
-        ):  # else it may be one of a template's own
-            _refuse(where, f"{name}: there is no role {turn['role']!r}.{near}")
+        if turn["role"] not in _KNOWN_ROLES:
+            near = did_you_mean(turn["role"], SPEAKERS)
+            if "Did you mean" in near:  # else it may be one of a template's own
+                _refuse(where, f"{name}: there is no role {turn['role']!r}.{near}")
         if "content" not in turn:
             others = [key for key in turn if key != "role"]
             if not {"tool_calls", "reasoning_content", "thinking", "function_call"} & turn.keys():

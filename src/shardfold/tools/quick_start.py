@@ -1,0 +1,92 @@
+"""What lets a command begin sooner: garbage is not looked for meanwhile, and what only trainings use stays away."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+__all__ = ["QuickStart"]
+
+MASKS = "_trace_wrapped_higher_order_op"
+"""Module of the compiler, of which transformers has a class in its masks."""
+UNUSED = ("is_accelerate_available", "is_scipy_available", "is_torch_distributed_available")
+"""Questions of transformers, whose answer decides what it imports besides."""
+
+
+class QuickStart:
+    """How a process of the command line begins, which has no code but ours and that of packages.
+
+    Attributes:
+        only_answers: the process trains and compiles nothing.
+    """
+
+    only_answers = False
+
+    @staticmethod
+    @contextmanager
+    def uncollected() -> Iterator[None]:
+        """Inside, no garbage is collected; what is there behind it, modules above all, is not looked through later."""
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.freeze()
+            gc.enable()
+
+    @classmethod
+    def import_models(cls) -> None:
+        """Import what all models of transformers stand on.
+
+        It marks functions for torch.compile as it is imported, and has base classes for trainings over its own meshes:
+        the compiler, sympy, accelerate and scipy take longer to import than all the rest. A process that only answers
+        has none of that.
+        """
+        from shardfold.torch_internals import COMPILER
+
+        if not cls.only_answers or COMPILER in sys.modules or "transformers.modeling_utils" in sys.modules:
+            return
+        utils: Any = importlib.import_module("transformers.utils")
+        for module in (utils, utils.import_utils):
+            for name in UNUSED:
+                setattr(module, name, _never)
+        names = (COMPILER, f"{COMPILER}.{MASKS}")
+        marks, masks = map(ModuleType, names)
+        marks.__dict__.update(__path__=[], __getattr__=_mark_nothing)
+        masks.__dict__["__getattr__"] = partial(_later, names[1])
+        sys.modules.update(zip(names, (marks, masks), strict=True))
+        try:
+            importlib.import_module("transformers.masking_utils")
+            importlib.import_module("transformers.modeling_utils")
+        except ImportError:  # of a version that asks for more: it is imported whole
+            pass
+        finally:
+            for name in names:
+                del sys.modules[name]
+
+
+def _never(*_args: Any, **_kwargs: Any) -> bool:
+    return False
+
+
+def _mark_nothing(name: str) -> Callable[..., Any]:
+    """In place of a decorator of the compiler's."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return lambda function=None, *_, **__: function if function is not None else lambda given: given
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """In place of a class of the compiler's, which is imported once one is made."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return made
