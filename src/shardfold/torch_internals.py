@@ -31,6 +31,8 @@ Pack = Callable[[Tensor], Any]
 
 COMPILER = "torch._dynamo"
 """The module that is imported once something is to be compiled."""
+HIDDEN = "_torchdynamo_disable"
+"""The mark of a function that it does not look into."""
 
 __all__ = [
     "ATTRIBUTES",
@@ -98,6 +100,7 @@ __all__ = [
     "replace_data_check",
     "scaled_mm",
     "set_versions",
+    "spare_compiler",
     "step_pre_hooks",
     "storage_key",
     "swap_impl",
@@ -134,7 +137,19 @@ def untraced(function: Any) -> Any:
             hidden.append(torch.compiler.disable(function))
         return hidden[0](*args, **kwargs)
 
+    # The compiler does not look into functions that say so, and begins no graph in files of its own.
+    setattr(run, HIDDEN, True)
+    run.__code__ = run.__code__.replace(co_filename=torch.compiler.__file__)
     return run
+
+
+def spare_compiler() -> None:
+    """Methods of PyTorch's optimizers hide from the compiler, and import it for that when one is first called; from now
+    on they hide as :func:`untraced` functions do. In a version that hides them in another way they stay as they are."""
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        method = getattr(vars(torch.optim.Optimizer).get(name), "__wrapped__", None)
+        if method is not None and not hasattr(method, "__dynamo_disable"):
+            setattr(method, "__dynamo_disable", untraced(method))  # noqa: B010 (a name that is not mangled)
 
 
 class Internal(NamedTuple):
@@ -280,6 +295,11 @@ ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch._dynamo.list_backends", "deepspeed's accelerator interface", "that call"),
     Internal("torch._dynamo.exc", "units that cannot be one graph are compiled in pieces", "Runtime(compile='blocks')"),
     Internal("torch._dynamo.callback.callback_handler", "how long graphs are compiled", "the log does not say it"),
+    Internal(
+        "torch.compiler.disable._torchdynamo_disable",
+        "what the compiler, imported later, leaves out",
+        "it breaks graphs",
+    ),
     Internal(
         "torch.optim.lr_scheduler.LRScheduler._update_lr",
         "schedules with a rate for each group",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -170,3 +172,44 @@ def test_inductor_trains_as_plain_pytorch_does(ranks: Ranks, layout: str, way: s
         _difference, layout, way, "before", "inductor", world_size=2, timeout=600, warnings_as_errors=False
     )
     _check(reports, tol=1e-5)
+
+
+LATER = """
+import copy, sys
+from functools import partial
+import torch
+import shardfold as sf
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+plain = copy.deepcopy(model)
+made = partial(torch.optim.AdamW, lr=0.1)
+engine = sf.Engine(model, optimizer=made, layout="zero3", init=sf.Init(units=["0", "1", "2"]))
+
+
+def step(x):
+    loss = engine(x).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+batches = torch.randn(6, 4, 8)
+found = [step(x) for x in batches[:3]]
+assert "torch._dynamo" not in sys.modules
+model.compile(backend="eager")
+found += [step(x) for x in batches[3:]]
+optimizer = made(plain.parameters())
+for x, mine in zip(batches, found):
+    loss = plain(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert abs(mine - loss.item()) < 1e-6, (found, loss)
+engine.close()
+"""
+
+
+def test_the_compiler_is_imported_once_something_is_compiled() -> None:
+    """To import it takes as long as torch. An engine that was made before has the same losses afterwards."""
+    subprocess.run([sys.executable, "-c", LATER], check=True, timeout=120)

@@ -15,6 +15,7 @@ from shardfold.optim.fused import fused_moments, why_not_fused
 from shardfold.optim.parts import PartOptimizer
 from shardfold.plan.layout import Layout, Tier
 from shardfold.sharding.unit import Unit
+from shardfold.torch_internals import spare_compiler
 
 __all__ = ["build", "check_compiled", "check_delayed", "check_rounding", "check_speculation", "check_tier"]
 
@@ -30,6 +31,7 @@ def build(optimizer: Any, model: nn.Module, *, empty: bool = False) -> Optimizer
     Raises:
         ConfigError: it is no optimizer, has stepped already, or its update is not element-wise; or nothing trains.
     """
+    spare_compiler()
     parameters = list(model.parameters())
     if not isinstance(optimizer, Optimizer):
         makes = issubclass(optimizer, Optimizer) if isinstance(optimizer, type) else callable(optimizer)

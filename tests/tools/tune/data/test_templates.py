@@ -90,6 +90,7 @@ def compare(name: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TWINS)
 def test_masks_equal_those_of_training_twins(name: str) -> None:
     """Where a twin marks more, it is what the prompt for an answer holds already, which a model never writes; or blanks
