@@ -149,7 +149,7 @@ def spare_compiler() -> None:
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         method = getattr(vars(torch.optim.Optimizer).get(name), "__wrapped__", None)
         if method is not None and not hasattr(method, "__dynamo_disable"):
-            setattr(method, "__dynamo_disable", untraced(method))  # noqa: B010 (a name that is not mangled)
+            setattr(method, "__dynamo_disable", untraced(method))
 
 
 class Internal(NamedTuple):
