@@ -49,10 +49,11 @@ hypothesis.settings.load_profile("shared")
 
 @pytest.fixture(scope="session")
 def _preload(request: pytest.FixtureRequest) -> list[str]:
-    """What every process of a long run comes to need, and takes five seconds to import: plain PyTorch's optimizers ask
-    for its compiler. Not what imports accelerate, which looks only then whether there is a DeepSpeed."""
-    needed = ["torch._dynamo", "transformers", "transformers.models.auto.configuration_auto"]
-    return needed if len(request.session.items) > LONG_RUN else []
+    """What every process of a long run comes to need, and takes five seconds to import; not what imports accelerate,
+    which looks only then whether there is a DeepSpeed."""
+    return (
+        ["transformers", "transformers.models.auto.configuration_auto"] if len(request.session.items) > LONG_RUN else []
+    )
 
 
 @pytest.fixture(scope="session")
