@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,24 @@ TEMPLATE = """\
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>", "<system>")
 WORDS = ("one", "two", "red", "blue", "cat", "dog", "runs", "sits", "here", "there")
 VOCABULARY = 256 + len(SPECIAL)
+
+
+@dataclass(frozen=True)
+class From:
+    """A source of rows, as a recipe's settings say it."""
+
+    path: str
+    format: str | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class As:
+    """How text becomes tokens, as a recipe's settings say it."""
+
+    length: int = 64
+    template: str = "model"
+    train_on: Any = "assistant"
 
 
 def tiny_tokenizer() -> Any:

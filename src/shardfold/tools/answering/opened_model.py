@@ -130,7 +130,8 @@ def _streamed(model: torch.nn.Module, config: OpenConfig) -> float:
 
 def _of_transformers(folder: Path, config: OpenConfig, adapters: Mapping[str, Path]) -> OpenedModel:
     place = ModelPlace.find(folder)
-    QuickStart.import_models()
+    if not adapters and place.adapter is None:  # peft needs what is left out
+        QuickStart.import_models()
     tokenizer = place.tokenizer()
     with quiet():
         model = hollow_model(place.config, "lm")

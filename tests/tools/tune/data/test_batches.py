@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,23 +24,9 @@ from shardfold.tools.tune.data.batches import Batches
 from shardfold.tools.tune.data.prepared import Prepared, prepare
 from shardfold.tools.tune.data.rows import Labelled, Pair, Prompt, Tokens
 from shardfold.tools.tune.data.show_data import show, show_file
-from tests.tools.tune.support import chats, labelled, model_folder, pairs, texts, tiny_tokenizer, write_rows
+from tests.tools.tune.support import As, From, chats, labelled, model_folder, pairs, texts, tiny_tokenizer, write_rows
 
 pytest.importorskip("transformers")
-
-
-@dataclass(frozen=True)
-class From:
-    path: str
-    format: str | None = None
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class As:
-    length: int = 64
-    template: str = "model"
-    train_on: Any = "assistant"
 
 
 def prepared(folder: Path, rows: list[dict[str, Any]], kind: Any = "chat", **text: Any) -> Prepared:
@@ -393,9 +378,9 @@ def test_weights_of_sources(tmp_path: Path) -> None:
 
 READER = """
 import sys
-from tests.tools.tune.data.test_batches import As, From, prepare, tiny_tokenizer
+from tests.tools.tune.support import As, From, tiny_tokenizer
 import shardfold.tools.tune.data.prepared as module
-rows = prepare([From(sys.argv[1])], tiny_tokenizer(), As(), "text", cache=sys.argv[2])
+rows = module.prepare([From(sys.argv[1])], tiny_tokenizer(), As(), "text", cache=sys.argv[2])
 write, made = module._write, []
 def dies(path, *rest):
     if len(made) == int(sys.argv[3]):

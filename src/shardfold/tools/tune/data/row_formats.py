@@ -162,7 +162,7 @@ def _fit(example: Example, kind: Kind, name: str) -> Example:
     if kind == "chat":
         if not answers:
             _refuse(example.where, f"format {name!r} has no answer to train on: give {_SHAPES[kind]}")
-        return Example(**{**vars(example), "answers": example.answers[:1]})
+        return example if answers == 1 else Example(**{**vars(example), "answers": example.answers[:1]})
     return example
 
 
