@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "As",
+    "From",
     "chats",
     "labelled",
     "model_folder",
