@@ -9,6 +9,7 @@ import typer
 
 from shardfold import launch
 from shardfold.tools.cli_options import argument, with_settings
+from shardfold.tools.quick_start import QuickStart
 from shardfold.tools.serve.serve_config import ServeConfig, read_keys
 
 __all__ = ["register"]
@@ -42,7 +43,8 @@ def serve_command(
         arguments += [argument(name, value) for name, values in listed.items() for value in values]
         debug = ["--debug"] if invocation.obj else []
         raise typer.Exit(launch.launch_local(["serve", str(run), *arguments, *debug], settings.procs))
-    from shardfold.tools.serve.serve import serve
+    with QuickStart.uncollected():
+        from shardfold.tools.serve.serve import serve
 
     serve(settings)
 

@@ -23,6 +23,7 @@ from shardfold.tools.answering.commands import register as register_answers
 from shardfold.tools.cli_options import argument, with_settings
 from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
+from shardfold.tools.quick_start import QuickStart
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.folder import claimed
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings, resumed_settings
@@ -170,7 +171,8 @@ def train(
             arguments = [argument(name, value) for name, value in resolved.items() if name != "procs"]
             debug = ["--debug"] if invocation.obj else []
             raise typer.Exit(launch.launch_local(["train", recipe, *arguments, *debug], settings.procs))
-    from shardfold.tools.recipes import lm
+    with QuickStart.uncollected():
+        from shardfold.tools.recipes import lm
 
     raise typer.Exit(lm.train(settings).exit_status)
 

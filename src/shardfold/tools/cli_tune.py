@@ -15,6 +15,7 @@ import typer
 from shardfold import launch
 from shardfold.errors import ConfigError
 from shardfold.tools.cli_options import argument, with_settings
+from shardfold.tools.quick_start import QuickStart
 from shardfold.tools.recipes.folder import claimed, withdraw
 from shardfold.tools.recipes.train_config import read_settings
 from shardfold.tools.tune.config import (
@@ -134,7 +135,8 @@ def command_of(recipe: str) -> Callable[..., None]:
             check_paths(settings)
         if settings.procs > 1 and not launch.is_rank():
             raise typer.Exit(launch_ranks(recipe, settings, debug=bool(invocation.obj)))
-        from shardfold.tools.tune.tuned import tune
+        with QuickStart.uncollected():
+            from shardfold.tools.tune.tuned import tune
 
         raise typer.Exit(tune(settings).exit_status)
 
