@@ -97,12 +97,11 @@ def attend_samples(
         (B, heads, L, value_dim).
     """
     rows = []
-    for row, places in enumerate(edges):
-        parts = [
-            attend(*(each[row : row + 1, :, start:stop] for each in (query, key, value)))
-            for start, stop in pairwise(places)
-        ]
-        rows.append(torch.cat(parts, dim=2))
+    # Splits, as the gradient of each slice would be a whole row of zeros, to be added up.
+    for places, *whole in zip(edges, *(each.split(1) for each in (query, key, value)), strict=True):
+        sizes = [stop - start for start, stop in pairwise(places)]
+        parts = zip(*(each.split(sizes, dim=2) for each in whole), strict=True)
+        rows.append(torch.cat([attend(*part) for part in parts], dim=2))
     return torch.cat(rows)
 
 
