@@ -14,7 +14,7 @@ from torch import Tensor
 import shardfold as sf
 from shardfold.testing import Ranks
 from shardfold.tools.tune.data.batches import Batch, collate
-from shardfold.tools.tune.data.packed_attention import pack_attention, why_not_packed
+from shardfold.tools.tune.data.packed_attention import attend_samples, pack_attention, why_not_packed
 from shardfold.tools.tune.data.packing import best_fit
 from shardfold.tools.tune.data.rows import Tokens
 
@@ -240,3 +240,16 @@ def test_bins_are_filled() -> None:
         long = sum(length > capacity for length in lengths)
         fewest = long + -(-sum(length for length in lengths if length <= capacity) // capacity)
         assert len(bins) <= 1.02 * fewest + 1
+
+
+def test_gradients_of_samples_are_put_together_once() -> None:
+    """A slice's gradient is as long as all samples: a row of many would take the square of their number."""
+    query, key, value = (torch.randn(2, 2, 12, 4, requires_grad=True) for _ in range(3))
+    found = attend_samples(query, key, value, [(0, 3, 7, 12), (0, 12)], F.scaled_dot_product_attention)
+    names: set[str] = set()
+    nodes = [found.grad_fn]
+    while nodes:
+        if (node := nodes.pop()) is not None:
+            names.add(node.name())
+            nodes += [each for each, _ in node.next_functions]
+    assert not any("Slice" in name or "Select" in name for name in names), names
