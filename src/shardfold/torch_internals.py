@@ -296,11 +296,6 @@ ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch._dynamo.exc", "units that cannot be one graph are compiled in pieces", "Runtime(compile='blocks')"),
     Internal("torch._dynamo.callback.callback_handler", "how long graphs are compiled", "the log does not say it"),
     Internal(
-        "torch.compiler.disable._torchdynamo_disable",
-        "what the compiler, imported later, leaves out",
-        "it breaks graphs",
-    ),
-    Internal(
         "torch.optim.lr_scheduler.LRScheduler._update_lr",
         "schedules with a rate for each group",
         "DeepSpeed's schedules",
