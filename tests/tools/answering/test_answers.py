@@ -121,7 +121,7 @@ finally:
 def test_a_command_that_answers_begins_without_what_only_trainings_use(folder: Path) -> None:
     """Which takes longer to import than the rest; it is there for who asks for it all the same."""
     command = [sys.executable, "-c", BEGUN, "chat", str(folder), "--max-tokens", "8"]
-    done = subprocess.run(command, input="Hello.\n", capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, input="Hello.\n", capture_output=True, text=True, timeout=240, check=True)
     turns = {"messages": [{"role": "user", "content": "Hello."}]}
     said = byte_tokenizer().decode(_alone(folder, turns, 8))
     assert done.stdout.startswith(said) and done.stdout.splitlines()[-3:] == [
