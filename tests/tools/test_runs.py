@@ -67,11 +67,11 @@ LAUNCHER = "import sys; from shardfold import launch; sys.exit(launch.launch([sy
 
 
 @contextmanager
-def running(folder: Path, moment: str, dies: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(folder: Path, moment: str, dies: str, patience: str = PATIENCE) -> Iterator[subprocess.Popen[bytes]]:
     """Two ranks under the launcher, at the moment."""
     script = folder.parent / "loop.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "SHARDFOLD_PATIENCE": PATIENCE}
+    environment = {**os.environ, "SHARDFOLD_PATIENCE": patience}
     command = [sys.executable, "-c", LAUNCHER, str(script), str(folder), moment, dies]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
     try:
@@ -174,7 +174,7 @@ def test_a_run_that_ends_anyhow_is_told_as_such(dies: str, moment: str, tmp_path
 def test_a_run_whose_ranks_wait_in_vain_is_stalled(dies: str, tmp_path: Path) -> None:
     """Its processes live; when a step comes it trains again."""
     folder = tmp_path / "run"
-    with running(folder, "training", dies) as process:
+    with running(folder, "training", dies, patience="60") as process:
         found = RunStatus.of(folder)
         die(dies, folder, process, found)
         stalled = wait_for(folder, lambda now: now.state == "stalled", LIMIT)
