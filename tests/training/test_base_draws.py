@@ -66,7 +66,7 @@ class Draw:
 def compose(seed: int, ranks: int) -> Draw:
     """The draw of that number for so many ranks."""
     draw = random.Random(f"{seed} {ranks}")
-    two = [(draw.choice(list(sf.PRESETS)), draw.choice(("", "", "host", "disk"))) for _ in range(2)]
+    first, then = ((draw.choice(list(sf.PRESETS)), draw.choice(("", "", "host", "disk"))) for _ in range(2))
     options: dict[str, Any] = {"accumulate": draw.choice((1, 1, 2))}
     if draw.random() < 0.3:
         options["clip_norm"] = 0.05
@@ -76,7 +76,7 @@ def compose(seed: int, ranks: int) -> Draw:
         options["overlap"] = sf.Overlap(prefetch=draw.choice((0, 2)))
     return Draw(
         seed, draw.choice((20, 32, 64)), draw.choice(("", "norm", "base.bias")), draw.choice(FORMATS),
-        draw.choice(("here", "weights", "early")), *two, draw.choice(("keep", "skip")),
+        draw.choice(("here", "weights", "early")), first, then, draw.choice(("keep", "skip")),
         {"inter": 2, "intra": 2} if ranks == 4 else None, options,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ and the operation, or the part of the model, at which it is reached is known wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ class Setting:
         micro_batches: of a step.
         clip: the norm of the gradients is taken.
         kept: bytes that the optimizer keeps of a segment, where it is no number of moments of each element.
+        beside: bytes of a second model at rest, by tier.
     """
 
     bound: Bound
@@ -49,6 +50,7 @@ class Setting:
     clip: bool = False
     behaviour: Behaviour = CPU
     kept: Callable[[SegmentSpec], float] | None = None
+    beside: Mapping[Tier, float] = field(default_factory=dict)
 
     @property
     def adopts(self) -> bool:
@@ -57,7 +59,8 @@ class Setting:
 
     def resting(self) -> dict[tuple[str, Tier], float]:
         """Bytes at rest by state and tier; gradients that are adopted are not at rest. ``slabs``: what is pinned
-        besides states in host memory, as slabs of it are powers of 2."""
+        besides states in host memory, as slabs of it are powers of 2; ``second model``: all of one that is not
+        trained."""
         bound = self.bound
         moments, kept = bound.num_moments, self.kept
         found = dict(resting_bytes(bound.layout, bound.units, bound.mesh, num_moments=moments, padded=True, kept=kept))
@@ -70,6 +73,7 @@ class Setting:
                         if segment.trainable and dtype == segment.dtype:
                             large = sum(s.numel * size for s in segment.slots if s.numel * size > SMALL)
                             found["grads", segment.table_or(bound.layout).grads.tier] -= large
+        found |= {("second model", tier): nbytes for tier, nbytes in self.beside.items() if nbytes}
         if self.behaviour.streams:
             there = regions_in(Tier.HOST, bound.layout, bound.units, bound.mesh, bound.num_moments).values()
             regions = [nbytes for each in there for nbytes in each]

@@ -81,6 +81,7 @@ class Subject:
         division: how ranks share the model, besides its states.
         optimizer: makes that of the model, of which nothing but its groups and what it keeps is asked; None: one of
             moments of each element.
+        beside: a model that another engine of the run has under the same table, and does not train.
     """
 
     model: nn.Module
@@ -90,6 +91,7 @@ class Subject:
     real: bool | None = None
     division: Division = UNDIVIDED
     optimizer: Callable[[nn.Module], Optimizer] | None = None
+    beside: Subject | None = None
 
     def __post_init__(self) -> None:
         check_given(self.model, self.batch)
@@ -346,6 +348,7 @@ class Subject:
     ) -> Setting:
         """What an engine with these arguments binds; orders of units are those of the trace."""
         sizes = _for(presets.named(layout), mesh or {})
+        beside = {} if self.beside is None else self.beside.resting(layout, precision, mesh or {}, 0)
         overlap = overlap or Overlap()
         rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes, overlap)
         layout = rules.layouts[-1]
@@ -368,7 +371,9 @@ class Subject:
             unplaced={spec.name for spec in specs} - set(back),
         )
         kept = _kept(self._made, layout, specs, sizes) if isinstance(self._made, PartOptimizer) else None
-        return Setting(bound=bound, micro_batches=micro_batches, clip=clip, behaviour=behaviour, kept=kept)
+        return Setting(
+            bound=bound, micro_batches=micro_batches, clip=clip, behaviour=behaviour, kept=kept, beside=beside
+        )
 
 
 def _kept(

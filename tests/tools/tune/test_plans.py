@@ -30,6 +30,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw8bit": ("sft", {"optimizer": "adamw8bit"}),
     "kto": ("kto", {"adapter": {"rank": 8}}),
     "distill": ("distill", {"adapter": {"rank": 8}}),
+    "qdistill": ("distill", {"adapter": {"rank": 8}, "base": {"bits": 4}}),
+    "grpo": ("grpo", {"adapter": {"rank": 8}, "n": 2, "max_tokens": ANSWER, "micro_batch": 4}),
+    "grpo beside a copy": (
+        "grpo",
+        {"n": 2, "max_tokens": ANSWER, "micro_batch": 4, "beta": 0.1, "reference": "copy"},
+    ),
+    "ppo": ("ppo", {"adapter": {"rank": 8}, "n": 2, "max_tokens": ANSWER, "micro_batch": 4}),
 }
 
 
@@ -78,9 +85,11 @@ def _folder(tmp_path: Path) -> str:
     pairs = [{"prompt": f"{i} ", "chosen": "x" * LENGTH, "rejected": "x" * (LENGTH // 2)} for i in range(24)]
     for recipe in ("dpo", "orpo", "reward"):
         support.write_rows(tmp_path / f"{recipe}.jsonl", pairs)
-    support.write_rows(tmp_path / "distill.jsonl", rows)
+    # Almost every token is a target.
+    full = [{"prompt": f"{i:02}", "completion": "x" * (LENGTH - 8 * (i % 2))} for i in range(24)]
+    support.write_rows(tmp_path / "distill.jsonl", full)
     support.write_rows(tmp_path / "kto.jsonl", [{**row, "label": i % 3 == 0} for i, row in enumerate(rows)])
-    prompts = [{"prompt": f"{i:02}" + "x" * (LENGTH - 2)} for i in range(24)]
+    prompts = [{"prompt": f"{i:02}" + "x" * (LENGTH - 2 - 8 * (i % 2))} for i in range(24)]
     for recipe in ("grpo", "ppo"):
         support.write_rows(tmp_path / f"{recipe}.jsonl", prompts)
     (tmp_path / "rewards.py").write_text("def even(answer):\n    return len(answer.text) % 2\n")

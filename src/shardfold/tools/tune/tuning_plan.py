@@ -33,8 +33,8 @@ __all__ = ["most_samples", "planned_tuning"]
 
 def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0]) -> Planned:
     """The model of a run, and a micro-batch of it as a run has it: of samples of several lengths, so that there is a
-    mask, and keys and values that several heads share are repeated. A second model, which a run has in an engine of its
-    own, lies beside it: a teacher, a reference, or what tells the worth of answers.
+    mask, and keys and values that several heads share are repeated. Of a second model that only runs forward, a teacher
+    or a copy as reference, the states count; one that tells the worth of answers is trained beside the first.
 
     Args:
         config: of the run.
@@ -59,21 +59,26 @@ def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0
         inputs["attention_mask"] = tokens.clone()
     batch = {**inputs, "labels": tokens.clone(), "documents": tokens.int()}
     parameters = sum({id(p): p.numel() for p in model.parameters()}.values())
-    second = _second_model(config, settings)
-    if second is not None:
-        model = _Both(model, second)
+    if isinstance(config, PPOConfig):
+        model = _Both(model, _value_model(config, settings))
+    frozen = _frozen_model(config, settings)
+    beside = None if frozen is None else Subject(frozen, batch, division=division)
     optimizer = partial(_planned_optimizer, config=config)
-    subject = Subject(model, batch, partial(_loss, config=config), division=division, optimizer=optimizer)
+    compute = partial(_loss, config=config)
+    subject = Subject(model, batch, compute, division=division, optimizer=optimizer, beside=beside)
     return Planned(f"{config.recipe} of {config.model}", subject, parameters, length)
 
 
-def _second_model(config: TuneConfig, settings: Any) -> nn.Module | None:
+def _value_model(config: PPOConfig, settings: Any) -> nn.Module:
+    place = ModelPlace.find(config.model if config.value is None else config.value)
+    settings = copy.deepcopy(settings if config.value is None else place.config)
+    return adapted(hollow_model(settings, "score"), config.adapter, "score", place.folder)
+
+
+def _frozen_model(config: TuneConfig, settings: Any) -> nn.Module | None:
+    """A second model that is not trained."""
     if isinstance(config, DistillConfig):
         return hollow_model(ModelPlace.find(config.teacher).config, "lm").requires_grad_(False)
-    if isinstance(config, PPOConfig):
-        place = ModelPlace.find(config.model if config.value is None else config.value)
-        settings = copy.deepcopy(settings if config.value is None else place.config)
-        return adapted(hollow_model(settings, "score"), config.adapter, "score", place.folder)
     if isinstance(config, RolloutConfig) and config.beta and config.reference == "copy":
         return hollow_model(copy.deepcopy(settings), "lm").requires_grad_(False)
     return None
@@ -81,28 +86,28 @@ def _second_model(config: TuneConfig, settings: Any) -> nn.Module | None:
 
 def _planned_optimizer(model: nn.Module, *, config: TuneConfig) -> Optimizer:
     """Of all engines of a run."""
-    found: Optimizer | None = None
+    made: list[Optimizer] = []
     for part in (model.model, model.second) if isinstance(model, _Both) else (model,):
+        found = optimizer_of(config, part)
         trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
-        if trained:
-            made = optimizer_of(config, part)
-            made = made(trained) if isinstance(made, partial) else made
-            for group in made.param_groups if found is not None else ():
-                found.add_param_group(group)
-            found = found or made
-    assert found is not None
-    return found
+        made.append(found(trained) if isinstance(found, partial) else found)
+    for group in (group for more in made[1:] for group in more.param_groups):
+        made[0].add_param_group(group)
+    return made[0]
 
 
 class _Both(nn.Module):
-    """Two models of a run."""
+    """Two models that a run trains."""
 
     def __init__(self, model: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.model, self.second = model, second
 
     def forward(self, batch: dict[str, Tensor], config: TuneConfig) -> Tensor:
-        return _loss_of_two(self.model, self.second, batch, config)
+        assert isinstance(config, PPOConfig)
+        labels, inputs = _inputs(batch)
+        loss = _loss_of_answers(self.model, labels, inputs, config)
+        return loss + self.second(**inputs).logits.square().mean()
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor], *, config: TuneConfig) -> Tensor:
@@ -112,6 +117,8 @@ def _loss(model: nn.Module, batch: dict[str, Tensor], *, config: TuneConfig) -> 
     labels, inputs = _inputs(batch)
     if isinstance(config, RolloutConfig):
         return _loss_of_answers(model, labels, inputs, config)
+    if isinstance(config, DistillConfig):
+        return _loss_beside_teacher(model, labels, inputs, config)
     logits = model(**inputs).logits
     if logits.dim() == 2:  # of a reward model
         return -F.logsigmoid(logits[::2] - logits[1::2]).mean()
@@ -130,31 +137,25 @@ def _inputs(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
     return labels, {**inputs, "use_cache": False}
 
 
+def _copied(logits: Tensor, places: int) -> Tensor:
+    """Logits of the last places, as a mask takes them: a copy, whose gradient is put among zeros for all places."""
+    return logits.narrow(1, logits.shape[1] - places, places).clone().flatten(0, 1)
+
+
 def _loss_of_answers(model: nn.Module, labels: Tensor, inputs: dict[str, Any], config: RolloutConfig) -> Tensor:
     """Logits of answers alone, in fp32, and a value for each of their tokens."""
     targets = labels[:, -config.max_tokens :].flatten()
     logits = model(**inputs).logits[:, -labels.shape[1] :]
-    scores = logits.flatten(0, 1).index_select(0, targets).float() / config.temperature
+    scores = _copied(logits, config.max_tokens).float() / config.temperature
     return (scores.logsumexp(-1) - scores.gather(-1, targets[:, None]).squeeze(-1)).mean()
 
 
-def _loss_of_two(model: nn.Module, second: nn.Module, batch: dict[str, Tensor], config: TuneConfig) -> Tensor:
-    """What trains a model beside a second one, in the order in which a run asks them."""
-    labels, inputs = _inputs(batch)
-    if isinstance(config, PPOConfig):
-        loss = _loss_of_answers(model, labels, inputs, config)
-        return loss + second(**inputs).logits.square().mean()
-    with torch.no_grad():
-        said = second(**inputs).logits
-        if isinstance(config, DistillConfig):
-            said = said.flatten(0, 1).index_select(0, labels.flatten()).float()
-    if isinstance(config, RolloutConfig):
-        del said  # of which a number for each token is kept
-        return _loss_of_answers(model, labels, inputs, config)
-    assert isinstance(config, DistillConfig)
+def _loss_beside_teacher(model: Any, labels: Tensor, inputs: dict[str, Any], config: DistillConfig) -> Tensor:
+    """What a teacher says of each target is there before the model is asked."""
     targets = labels.flatten()
-    student = model(**inputs).logits[:, -labels.shape[1] :].flatten(0, 1).index_select(0, targets).float()
-    apart = divergences(student, said[:, : student.shape[-1]], config).mean()
+    said = torch.empty(len(targets), model.config.get_text_config().vocab_size, device=labels.device)
+    student = _copied(model(**inputs).logits[:, -labels.shape[1] :], labels.shape[1]).float()
+    apart = divergences(student, said, config).mean()
     return (1 - config.mix) * apart + config.mix * F.cross_entropy(student, targets)
 
 
