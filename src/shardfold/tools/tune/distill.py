@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.tools.tune.adapters import beginning
 from shardfold.tools.tune.config import DistillConfig
+from shardfold.tools.tune.log_probs import divergences
 from shardfold.tools.tune.models import ModelPlace, hollow_model
 from shardfold.tools.tune.run import Loss, Recipe
 
@@ -19,21 +19,7 @@ if TYPE_CHECKING:
     from shardfold.tools.tune.data.batches import Batch
     from shardfold.tools.tune.run import TuneRun
 
-__all__ = ["RECIPE", "Distill", "divergences"]
-
-
-def divergences(student: Tensor, teacher: Tensor, config: DistillConfig) -> Tensor:
-    """KL between two distributions at each place, in nats, times the temperature's square (section 2 of the paper).
-
-    Args:
-        student, teacher: ``(n, vocabulary)``, logits.
-
-    Returns:
-        ``(n,)``; forward: ``KL(teacher || student)``; reverse: ``KL(student || teacher)``.
-    """
-    ours, theirs = ((logits / config.temperature).log_softmax(-1) for logits in (student, teacher))
-    of, to = (theirs, ours) if config.divergence == "forward" else (ours, theirs)
-    return config.temperature**2 * (of.exp() * (of - to)).sum(-1)
+__all__ = ["RECIPE", "Distill"]
 
 
 class Distill(Recipe):

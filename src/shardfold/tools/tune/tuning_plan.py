@@ -24,7 +24,7 @@ from shardfold.tools.recipes.largest import most_that_fit
 from shardfold.tools.tune._model_config import changed_config, with_length
 from shardfold.tools.tune.adapters import adapted
 from shardfold.tools.tune.config import DistillConfig, GRPOConfig, PPOConfig, RolloutConfig, TuneConfig
-from shardfold.tools.tune.distill import divergences
+from shardfold.tools.tune.log_probs import divergences
 from shardfold.tools.tune.models import ModelPlace, hollow_model
 from shardfold.tools.tune.run import optimizer_of
 
