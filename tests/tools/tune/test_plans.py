@@ -30,13 +30,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw8bit": ("sft", {"optimizer": "adamw8bit"}),
     "kto": ("kto", {"adapter": {"rank": 8}}),
     "distill": ("distill", {"adapter": {"rank": 8}}),
-    "qdistill": ("distill", {"adapter": {"rank": 8}, "base": {"bits": 4}}),
-    "grpo": ("grpo", {"adapter": {"rank": 8}, "n": 2, "max_tokens": ANSWER, "micro_batch": 4}),
-    "grpo beside a copy": (
-        "grpo",
-        {"n": 2, "max_tokens": ANSWER, "micro_batch": 4, "beta": 0.1, "reference": "copy"},
-    ),
-    "ppo": ("ppo", {"adapter": {"rank": 8}, "n": 2, "max_tokens": ANSWER, "micro_batch": 4}),
 }
 
 
