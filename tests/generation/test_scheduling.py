@@ -71,7 +71,7 @@ def _check_books(books: PageBooks, scheduler: BatchScheduler) -> None:
 
 
 def _run(requests: int, limit: int | None, size: int, seed: int) -> tuple[int, int]:
-    """Random requests, many of which begin alike, that come while others are under way, and some of which nobody waits
+    """Random requests, many of which begin alike and some of which are equal, that come while others are under way, and some of which nobody waits
     for to the end; evictions and the largest number of pages."""
     draw = random.Random(seed)
     books = PageBooks(limit, size, draw.choice([0, 3, None]))
@@ -83,6 +83,8 @@ def _run(requests: int, limit: int | None, size: int, seed: int) -> tuple[int, i
         prompt = draw.choice(beginnings)[: draw.randint(0, 50)] + [
             draw.randrange(23) for _ in range(draw.randint(1, 9))
         ]
+        if coming and not draw.randrange(3):
+            prompt = coming[-1].tokens
         coming.append(_text(number, prompt, draw.randint(1, 40)))
     expected = [_expected(text.tokens, text.most) for text in coming]
     texts, evicted, most = list(coming), 0, 0
