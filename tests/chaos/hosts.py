@@ -106,6 +106,12 @@ class HostCase(Case):
             return self.restarts > 0 and self.backend == "c10d" and self.host != 0
         return self.fault in BAD or self.restarts > 0
 
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether the host that is struck may: it has the store, lives, and one is enough."""
+        alive = self.fault in ("cut", "one way", "freeze")
+        return alive and self.restarts > 0 and self.backend == "c10d" and self.host == 0
+
 
 def of_number(number: int) -> HostCase:
     """The case of a number."""
@@ -272,7 +278,7 @@ class HostLook(Look):
         for node, (status, _) in run.ends.items():
             if status is None:
                 yield f"the launcher of node {node} did not end within {LIMIT:.0f} s"
-        if run.acts:
+        if run.acts and not case.goes_on_alone:
             yield "the host that stood still has changed the folder of checkpoints behind its end"
         others = {node: end for node, end in run.ends.items() if node != case.host}
         if run.behind is None or case.goes_on:
@@ -280,14 +286,17 @@ class HostLook(Look):
             if any(status for status, _ in wanted.values()):
                 yield f"launchers end with {run.ends}"
             yield from trained(self.folder)
-        elif 0 in [status for status, _ in run.ends.values()]:
+        elif 0 in [status for status, _ in (others if case.goes_on_alone else run.ends).values()]:
             yield f"launchers end with {run.ends}"
+        elif case.goes_on_alone:
+            yield from trained(self.folder)
         if run.behind is None:
             return
         yield from self._who()
         most = ((case.patience if case.fault in (*LOST, *HANGS) else 0.0) + MARGIN) * busy()
-        if not case.goes_on and run.behind > most:
-            yield f"they ended {run.behind:.1f} s behind the strike; {most:.1f} s are the most: {run.ends}"
+        last = max(at for _, at in (others if case.goes_on_alone else run.ends).values())
+        if not case.goes_on and last > most:
+            yield f"they ended {last:.1f} s behind the strike; {most:.1f} s are the most: {run.ends}"
 
     def _who(self) -> Iterator[str]:
         """A rank's end is its own, a host's is the host's, and a link that is bad for a while nobody's."""

@@ -445,15 +445,17 @@ def test_nodes_that_met_by_a_store_that_is_gone_do_not_wait_for_it():
         def shutdown(self) -> bool:
             return asked.wait(60.0)
 
-    with socket.socket() as store:
-        store.bind(("127.0.0.1", 0))
-        store.listen()
-        inner = Waits("127.0.0.1", None, 0, 1, "job", 60.0, Patience(3.0))
-        node = Attempts(inner, "host", "127.0.0.1", None, 60.0, Patience(3.0), store.getsockname())
-        for _ in range(2):
-            assert node.next_rendezvous().world_size == 1
-    with pytest.raises(RendezvousTimeoutError, match="nobody answers at"):
-        node.next_rendezvous()
+    inner = Waits("127.0.0.1", None, 0, 1, "job", 60.0, Patience(3.0))
+    store = open_store("127.0.0.1", 0)
+    node = Attempts(inner, "host", "127.0.0.1", None, 60.0, Patience(3.0), ("127.0.0.1", store.port))
+    for _ in range(2):
+        assert node.next_rendezvous().world_size == 1
+    with socket.socket() as frozen:  # its kernel still takes connections
+        frozen.bind(("127.0.0.1", 0))
+        frozen.listen()
+        node.meets = frozen.getsockname()
+        with pytest.raises(RendezvousTimeoutError, match="nobody answers at"):
+            node.next_rendezvous()
     assert node.shutdown() and not asked.is_set()
     asked.set()
 

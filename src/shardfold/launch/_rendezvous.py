@@ -93,7 +93,7 @@ class Attempts(RendezvousHandler):
         self.finished, self._beats, self._lost = False, {}, set()
         self._awaits, self._awaited = set(), (0.0, set())
         if self._met and self.meets is not None:  # torch's handler would wait without end for a thread of its own
-            await_store(*self.meets, self.patience.keep_alive)
+            self._await_answer(*self.meets)
         self._met = True
         try:
             met = self.inner.next_rendezvous()
@@ -116,6 +116,25 @@ class Attempts(RendezvousHandler):
             # A node that is cut off shall notice: what it asks would wait until TCP gives up.
             self.store = Answered(join_store(address, port, self.timeout), self.patience.lost)
         return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))
+
+    def _await_answer(self, host: str, port: int) -> None:
+        """
+        Raises:
+            RendezvousTimeoutError: no store answers there; the kernel of a frozen host still takes connections.
+        """
+        seconds = max(2.0, self.patience.keep_alive)
+        said: list[TCPStore] = []
+
+        def ask() -> None:
+            with suppress(*GONE):
+                limit = timedelta(seconds=seconds)
+                said.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(seconds)
+        if not said:
+            raise RendezvousTimeoutError(f"nobody answers at {host}:{port}")
 
     def num_nodes_waiting(self) -> int:
         return 0 if self.finished else self.inner.num_nodes_waiting()
