@@ -23,6 +23,7 @@ def main() -> NoReturn:
             # Asked for here, as some are imported only once ranks run.
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
+        QuickStart.alone = True
         with QuickStart.uncollected():
             from shardfold.tools import cli
         QuickStart.only_answers = sys.argv[1:2] in (["chat"], ["generate"], ["serve"])

@@ -23,21 +23,26 @@ class QuickStart:
     """How a process of the command line begins, which has no code but ours and that of packages.
 
     Attributes:
-        only_answers: the process trains and compiles nothing.
+        alone: there is such a process; else tools are called in somebody's own.
+        only_answers: it trains and compiles nothing.
     """
 
-    only_answers = False
+    alone = only_answers = False
 
-    @staticmethod
+    @classmethod
     @contextmanager
-    def uncollected() -> Iterator[None]:
-        """Inside, no garbage is collected; what is there behind it, modules above all, is not looked through later."""
+    def uncollected(cls) -> Iterator[None]:
+        """Inside, no garbage is collected. What is there at its end, modules above all, is not looked through later in
+        a process that is ours alone: in another there may be somebody's garbage."""
+        collects = gc.isenabled()
         gc.disable()
         try:
             yield
         finally:
-            gc.freeze()
-            gc.enable()
+            if cls.alone:
+                gc.freeze()
+            if collects:
+                gc.enable()
 
     @classmethod
     def import_models(cls) -> None:
