@@ -439,11 +439,13 @@ def test_a_node_that_gives_no_sign_of_life_is_told_of_in_its_place_and_nobody_wa
 
 def test_nodes_that_met_by_a_store_that_is_gone_do_not_wait_for_it():
     """torch's handler waits for a thread of its own, and that one for an answer: without end, if the host is gone."""
-    asked = threading.Event()
+    asked, over = threading.Event(), threading.Event()
 
     class Waits(FixedRendezvous):
         def shutdown(self) -> bool:
-            return asked.wait(60.0)
+            asked.wait(20.0)
+            over.set()
+            return True
 
     inner = Waits("127.0.0.1", None, 0, 1, "job", 60.0, Patience(3.0))
     store = open_store("127.0.0.1", 0)
@@ -456,7 +458,7 @@ def test_nodes_that_met_by_a_store_that_is_gone_do_not_wait_for_it():
         node.meets = frozen.getsockname()
         with pytest.raises(RendezvousTimeoutError, match="nobody answers at"):
             node.next_rendezvous()
-    assert node.shutdown() and not asked.is_set()
+    assert node.shutdown() and not over.is_set()
     asked.set()
 
 
