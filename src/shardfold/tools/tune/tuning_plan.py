@@ -137,16 +137,11 @@ def _inputs(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
     return labels, {**inputs, "use_cache": False}
 
 
-def _copied(logits: Tensor, places: int) -> Tensor:
-    """Logits of the last places, as a mask takes them: a copy, whose gradient is put among zeros for all places."""
-    return logits.narrow(1, logits.shape[1] - places, places).clone().flatten(0, 1)
-
-
 def _loss_of_answers(model: nn.Module, labels: Tensor, inputs: dict[str, Any], config: RolloutConfig) -> Tensor:
     """Logits of answers alone, in fp32, and a value for each of their tokens."""
     targets = labels[:, -config.max_tokens :].flatten()
     logits = model(**inputs).logits[:, -labels.shape[1] :]
-    scores = _copied(logits, config.max_tokens).float() / config.temperature
+    scores = logits.flatten(0, 1)[targets].float() / config.temperature
     return (scores.logsumexp(-1) - scores.gather(-1, targets[:, None]).squeeze(-1)).mean()
 
 
@@ -154,7 +149,7 @@ def _loss_beside_teacher(model: Any, labels: Tensor, inputs: dict[str, Any], con
     """What a teacher says of each target is there before the model is asked."""
     targets = labels.flatten()
     said = torch.empty(len(targets), model.config.get_text_config().vocab_size, device=labels.device)
-    student = _copied(model(**inputs).logits[:, -labels.shape[1] :], labels.shape[1]).float()
+    student = model(**inputs).logits[:, -labels.shape[1] :].flatten(0, 1)[targets].float()
     apart = divergences(student, said, config).mean()
     return (1 - config.mix) * apart + config.mix * F.cross_entropy(student, targets)
 
