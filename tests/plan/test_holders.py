@@ -77,7 +77,11 @@ def states(name: str) -> tuple[dict[str, set[float]], str]:
     """Of an engine: the values of each state that this rank holds, and what it tells."""
     model = nn.Linear(64, 64, bias=False)
     engine = sf.Engine(
-        model, optimizer=sf.AdamW(lr=0.1), layout=name, precision="bf16", parallel={"inter": 2, "intra": 2}
+        model,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.1),
+        layout=name,
+        precision="bf16",
+        parallel={"inter": 2, "intra": 2},
     )
     for _ in range(2):
         engine.backward(model(torch.randn(4, 64)).float().square().sum())

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
+from socket import gethostname
 from types import FrameType
 from typing import Any, Protocol, cast
 
@@ -200,7 +201,7 @@ class Watchdog:
         """An engine is made; one that nobody closes leaves when it is collected."""
         if not self._engines:
             self._entries.open()
-            self._answered.set(f"{PROCESS}/{self.rank}", json.dumps([_same_processes(), os.getpid()]))
+            self._answered.set(f"{PROCESS}/{self.rank}", json.dumps([_same_processes(), os.getpid(), gethostname()]))
         self._engines[engine] = weakref.ref(watched)
         self._answered.allow(max(each.timeout for _, each in self._present()))
         AtCollection(watched, self.leave, engine)
@@ -295,13 +296,18 @@ class Watchdog:
         said = f"has said nothing for {seconds:.0f} s"
         if not self._answered.check([f"{PROCESS}/{rank}"]):
             return said
-        where, pid = json.loads(self._answered.get(f"{PROCESS}/{rank}"))
+        where, pid, _ = json.loads(self._answered.get(f"{PROCESS}/{rank}"))
         if not where or where != _same_processes():
             return said
         state = process_state(pid)
         if not state or state in "ZX":
             return f"{said}: its process {pid} is gone"
         return f"{said}: its process {pid} is stopped (state T)" if state == "T" else f"{said} (process {pid})"
+
+    def host_of(self, rank: int) -> str:
+        """The name of a rank's host; empty where that is not known."""
+        told = f"{PROCESS}/{rank}"
+        return json.loads(self._answered.get(told))[2] if self._answered.check([told]) else ""
 
     # -- the thread
 

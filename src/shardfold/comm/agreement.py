@@ -157,6 +157,8 @@ class Agreement:
         self._patience, self.timeout = patience, timeout
         self.sequence = 0  # collectives issued by this engine so far
         self.places = 0  # how many bits a round of asking has at most
+        self._room = 0  # bytes of each message for what ranks tell besides
+        self._besides, self._heard_besides = b"", b""  # what this one does, and what all have
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
         self.waited = 0.0  # seconds that the host waited for collectives
         self.messages = MessageCount()
@@ -231,6 +233,25 @@ class Agreement:
     def make_room(self, places: int) -> None:
         """A round of asking has at most so many bits from now on."""
         self.places = places
+
+    def make_room_besides(self, room: int) -> None:
+        """So many bytes come with each message, as many on all ranks, of which each rank writes others."""
+        self._room, self._besides = room, bytes(room)
+
+    def tell_besides(self, told: bytes) -> None:
+        """With the messages from now on."""
+        self._besides = told
+
+    def take_besides(self) -> bytes:
+        """What all ranks have told so in the last message that was read, since it was last taken."""
+        taken, self._heard_besides = self._heard_besides, b""
+        return taken
+
+    def host_of(self, rank: int) -> str:
+        """The name of the host of a rank; empty where it is not known."""
+        with suppress(RuntimeError):  # the process that served the store may have died
+            return self._watch.host_of(rank) if self._watch is not None else ""
+        return ""
 
     def take_control_bytes(self) -> int:
         """Bytes of meetings and rounds of asking, since they were last taken."""
@@ -606,6 +627,8 @@ class Agreement:
         """What all ranks said, once it is there; every rank reads it at the same place of its program."""
         said = values.tolist()
         self.leaving |= bool(said[LEAVING])
+        if self._room:
+            self._heard_besides = bytes(said[-self._room :])
         return said
 
     def _message(
@@ -625,8 +648,10 @@ class Agreement:
         kind = [*map(int, kind), *[0] * (FLAGS - len(kind))]
         kind[LEAVING] = int(self.is_noticed)
         values = [*kind, *map(int, padded), *codes, *told]
-        tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
+        tensor = torch.zeros(BITS + self.places + self._room, dtype=torch.uint8)
         tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)
+        if self._room:
+            tensor[-self._room :] = torch.frombuffer(bytearray(self._besides), dtype=torch.uint8)
         return tensor
 
     def _begin(self, message: torch.Tensor, what: str, *, meets: bool, again: bool = False) -> Any:

@@ -25,6 +25,9 @@ class Runtime:
         patience: seconds until ranks that run parts of the model in contradicting orders raise, and until one that says
             nothing is named; by default what the launcher was given (``shardfold run --patience``), 10.
         debug: freed memory is filled with NaN instead, so that stale aliases show.
+        checksums: each step looks whether bytes of states and of gathered parameters have changed that nobody wrote,
+            and whether ranks that should have the same have it; it raises before anything is updated with them, and
+            says which rank, unit and state. What rests in files is not looked at. See ``sharding.checksums``.
         compile: ``"blocks"``: the forward of each unit that is more than one layer is compiled, and units of one kind
             share a graph; ``"blocks:aot_eager"`` by another backend of ``torch.compile`` than inductor. None: nothing.
 
@@ -38,4 +41,5 @@ class Runtime:
     timeout: float = 1800.0
     patience: float = field(default_factory=usual_patience)
     debug: bool = False
+    checksums: bool = False
     compile: str | None = None

@@ -11,6 +11,7 @@
     freeze        when ranks sum gradients, and when they send signs of momentum
     handlers      one for each verb
     hooks         a model's forward and backward as events
+    pace          who is slower than the others, and by what, from times that ranks tell each other on the way
     pass_context  what kind of pass runs, as a value
     passes        which operations an event of a pass brings about
     peak_rate     operations a second that a device could do

@@ -25,10 +25,12 @@ from shardfold.engine.backward import Backward
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.hooks import Hooks
+from shardfold.engine.pace import Pace
 from shardfold.engine.replicated import Replicated
 from shardfold.engine.rounds import Rounds
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
+from shardfold.errors import ConfigError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.fp8_layers import Fp8Layers
@@ -41,9 +43,12 @@ from shardfold.parallel.pipeline.stage_order import OrderChoice
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.parallel.pipeline.stash import Stash
 from shardfold.parallel.sequence import SequenceAxis
+from shardfold.plan.axes import Role
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Layout
 from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.changes import Changes
+from shardfold.sharding.checksums import Checksums
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.unit import Life
@@ -64,6 +69,7 @@ class PartOptions:
         scaler: of the loss; None: it is not scaled.
         is_cut: a plan has cut layers along an axis of tensor.
         order: in which stages run.
+        checksums: of states and of what is gathered.
         versions: of its weights, that this rank keeps for micro-batches that outlast their batch; None: on no rank one
             does.
     """
@@ -77,6 +83,7 @@ class PartOptions:
     is_cut: bool
     order: OrderChoice
     versions: int | None
+    checksums: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,10 @@ def make_parts(
         stash=stash,
     )
     held.callback(handlers.cursor.close)
-    alarm, clock = Alarm(sharded, scaler, options.clip), Clock(sharded.comm.agreement.waited)
+    agreement = sharded.comm.agreement
+    pace = None if sharded.comm.mesh.on_streams else Pace.among(agreement.peers.ranks, agreement.peers.rank)
+    agreement.make_room_besides(0 if pace is None else pace.room)
+    alarm, clock = Alarm(sharded, scaler, options.clip), Clock(agreement.waited, pace)
     held.callback(alarm.close)
     away, announced = Away(sharded, updater), Announced()
     runner = Runner(
@@ -138,11 +148,17 @@ def make_parts(
     backward = Backward(sharded, runner, scaler, alarm, shares)
     replicated = Replicated(sharded, always=sharded.tiers.device.debug, losses=options.is_cut)
     stepper = None
+    if updater is None and options.checksums:
+        raise ConfigError(
+            "Runtime(checksums=True) looks in front of updates, and this engine has no optimizer: leave it out."
+        )
     if updater is not None:
         rounds, freeze = _meet_rarely(sharded, runner, changes)
+        checksums = _make_checksums(sharded, updater, held) if options.checksums else None
         stepper = Stepper(
-            sharded, updater, runner, changes, scaler, alarm, shares, replaced, replicated, clock, rounds, freeze
-        )
+            sharded, updater, runner, changes, scaler, alarm, shares, replaced, replicated, clock, rounds, freeze,
+            checksums,
+        )  # fmt: skip
     gate = PassGate(runner, hooks, changes, stepper)
     sharded.connect(gate)
     saver, base = Saver(sharded), FrozenBase(sharded)
@@ -174,6 +190,23 @@ def make_parts(
         saver=saver,
         base=base,
     )
+
+
+def _make_checksums(sharded: ShardedModel, updater: ShardedOptimizer, held: ExitStack) -> Checksums:
+    """
+    Raises:
+        ConfigError: updates go on while the next passes run, so that there is no moment at which nobody writes.
+    """
+    if updater.delayed:
+        raise ConfigError("Runtime(checksums=True) does not go with delayed updates: leave one of the two out.")
+    sizes, table = sharded.comm.mesh.sizes, sharded.layout
+    # Along an axis of tensor ranks compute what they have alike each for itself; of formats that round a rank may keep
+    # its own part exact.
+    compares = not sizes.of_role(Role.TENSOR) and FORMATS[table.gather.format].native is not None
+    checksums = Checksums(lambda: sharded.units, updater.regions_of, compares=compares)
+    checksums.connect()
+    held.callback(checksums.close)
+    return checksums
 
 
 def _make_hooks(sharded: ShardedModel, runner: Runner, announced: Announced, replaced: Replacements) -> Hooks:

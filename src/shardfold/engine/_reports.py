@@ -204,6 +204,7 @@ class Reports:
             put_off=model.run.put_off,
             messages=clock.messages.sent,
             blocking_messages=clock.messages.blocking,
+            straggler=clock.straggler,
         )
 
 

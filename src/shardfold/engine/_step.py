@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from logging import getLogger
 
 import torch
 import torch.distributed as dist
@@ -42,9 +43,12 @@ from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport, TierSeconds
 from shardfold.sharding.changes import Changes
+from shardfold.sharding.checksums import Checksums
 from shardfold.sharding.model import ShardedModel
 
 __all__ = ["Stepper"]
+
+LOG = getLogger("shardfold")
 
 
 class Stepper:
@@ -63,6 +67,7 @@ class Stepper:
         clock: takes a lap.
         rounds: of outer steps; None: there are none.
         freeze: of the variance of an optimizer that sends signs behind it; None: it sends gradients.
+        checksums: of what is in memory; None: nobody asked for them.
     """
 
     def __init__(
@@ -79,10 +84,11 @@ class Stepper:
         clock: Clock,
         rounds: Rounds | None,
         freeze: Freeze | None,
+        checksums: Checksums | None = None,
     ) -> None:
         self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
         self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
-        self._replicated = replicated
+        self._replicated, self._checksums = replicated, checksums
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
         self.rounds, self.freeze = rounds, freeze
         runner.expect_steps(self.expectation)
@@ -120,7 +126,10 @@ class Stepper:
             runner.visible.compare("engine.step()")
             bits = ()
         scale = self._handlers.lifted
+        self._verify()
         updated = self._update(bits)
+        if self._checksums is not None:
+            self._checksums.rest()
         findings = self._alarm.report.findings if self._alarm.report is not None else ()
         if scaler is not None:
             scaler.update(not updated)
@@ -130,7 +139,14 @@ class Stepper:
             if scaler is not None and scaler.exhausted:
                 raise self._alarm.failure()
             return StepReport(
-                run.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings, tiers=took
+                run.steps,
+                updated=False,
+                skipped=True,
+                lr=lr,
+                loss_scale=scale,
+                findings=findings,
+                tiers=took,
+                straggler=self._clock.straggler,
             )
         run.count_step()
         if self.freeze is not None:
@@ -145,12 +161,43 @@ class Stepper:
         if (problem := run.take_unwritten() or self._not_back(run.steps)) is not None:
             raise problem
         norm = self._norms.norm
-        return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings, tiers=took)
+        return StepReport(
+            run.steps,
+            updated=True,
+            lr=lr,
+            loss_scale=scale,
+            norm=norm,
+            findings=findings,
+            tiers=took,
+            straggler=self._clock.straggler,
+        )
+
+    def _verify(self) -> None:
+        """
+        Raises:
+            StepError: on every rank: bytes in memory have changed that nobody wrote.
+        """
+        if self._checksums is not None:
+            number = self._model.run.steps + 1
+            try:
+                self._checksums.verify(self._runner.agreement.exchange, number)
+            except StepError as error:
+                self._model.run.spoil(f"step {number} found changed memory ({str(error).partition('.')[0]})")
+                raise
 
     def _lap(self, *, skipped: bool = False) -> TierSeconds:
         """A step is over; what slower tiers took of it."""
-        comm = self._model.comm
-        return self._clock.end_step(comm.waited, self._handlers.tier_seconds, comm.messages, skipped=skipped)
+        comm, clock, runner = self._model.comm, self._clock, self._runner
+        took = clock.end_step(comm.waited, self._handlers.tier_seconds, comm.messages, runner.outside, skipped=skipped)
+        runner.leave()
+        if clock.pace is not None:
+            agreement = runner.agreement
+            if clock.pace.hear(agreement.take_besides(), agreement.host_of) and agreement.peers.rank == min(
+                agreement.peers.ranks
+            ):
+                LOG.warning("%s.", clock.straggler or "no rank and no link makes steps longer any more")
+            agreement.tell_besides(clock.pace.told(clock.spent))
+        return took
 
     def _meet(self) -> Meeting:
         """All that take this step together are about to take it, with the same settings of the optimizer: flags, of
@@ -198,7 +245,7 @@ class Stepper:
         alone = self._scaler is None and self.rounds is None and self.freeze is None
         damage, behind = self._handlers.damage, self._runner.orders.tracks["behind"].ops
         tells = self._replicated.on or (damage.together and not damage.later) or bool(behind)
-        return alone and comm.group is comm.agreement and not tells
+        return alone and comm.group is comm.agreement and not tells and self._checksums is None
 
     def expectation(self) -> tuple[Expectation, list[bool]]:
         """What this rank says of the next step when its last backward is over, with the flags of :meth:`_meet`."""

@@ -125,7 +125,7 @@ def check_settings(parallel: Parallel, runtime: Runtime, init: Init, overlap: An
     if not is_integer(init.seed):
         raise ConfigError(f"Init(seed=...) is {described(init.seed)}: it is an integer.")
     check_times("Runtime", patience=runtime.patience, timeout=runtime.timeout)
-    check_flags("Runtime", debug=runtime.debug)
+    check_flags("Runtime", debug=runtime.debug, checksums=runtime.checksums)
     check_flags("Parallel", sequence_parallel=parallel.sequence_parallel)
     check_accumulate(accumulate)
     check_choice(parallel.attention)

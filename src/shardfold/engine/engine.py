@@ -230,7 +230,7 @@ class Engine:
         table, activations = in_table(table, None if planned else activations)
         graphs = UnitGraphs.named(runtime.compile, place)
         announce(model.parameters(), "an engine of their model")
-        waits = runtime.patience, runtime.timeout
+        waits, self._checksums = (runtime.patience, runtime.timeout), runtime.checksums
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
             data_mesh, job = joined(self, mesh, place, *waits, held, table.rare, bool(table.signs),
                                     "given" if planned else "")  # fmt: skip
@@ -439,6 +439,7 @@ class Engine:
             is_cut=self._is_cut,
             order=order,
             versions=versions,
+            checksums=self._checksums,
         )
         parts = make_parts(
             self.sharded, self._updater, self._changes, self._replaced, self.sequence, staged, options, held

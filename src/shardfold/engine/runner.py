@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from threading import get_ident
+from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakMethod
 
@@ -88,6 +89,7 @@ class Runner:
         visible: gradients as users see them.
         interrupted: an exception has left the model's forward or backward, which is not settled yet.
         lost: how often :meth:`reset` has forgotten gradients of earlier backwards.
+        outside: seconds between a backward or a step and the next forward.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class Runner:
         self.visible = VisibleGradients(model)
         self.buffers = Buffers(model.module, model.comm, always=model.tiers.device.debug)
         self._state = model.run
+        self.outside = 0.0
+        self._left = 0.0  # when that began; 0: it has not
         self._boundary_before = False
         self._scaled = False  # whether the backward under way is that of a loss that the engine scaled
         self.interrupted = False
@@ -421,6 +425,8 @@ class Runner:
     def begin_forward(self, context: PassContext) -> None:
         if self.under_way:  # of an interrupted pass: the hooks deliver no forward inside of another
             self.reset()
+        self.outside += perf_counter() - self._left if self._left else 0.0
+        self._left = 0.0
         self._passes.prepare(context)
         self._scaled = False
         self._thread = get_ident()
@@ -705,6 +711,11 @@ class Runner:
         if self._met and self._passes.run is None:
             self._met = False
             self.foresee()
+        self.leave()
+
+    def leave(self) -> None:
+        """A backward or a step is over."""
+        self._left = perf_counter()
 
     def count_backward(self, before: int, *, final: bool) -> None:
         """A backward of a stage is over, of which there were so many ``before``; it counts, whatever gradients came.

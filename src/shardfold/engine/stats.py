@@ -13,11 +13,12 @@ from time import perf_counter
 from typing import NamedTuple
 
 from shardfold.comm.agreement import MessageCount
+from shardfold.engine.pace import Pace, Spent
 from shardfold.engine.peak_rate import PeakFlops
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.checks import described, human, is_number
-from shardfold.plan.report import MemoryReport, TierSeconds, TrafficReport
+from shardfold.plan.report import MemoryReport, Straggler, TierSeconds, TrafficReport
 
 __all__ = ["Clock", "Stats"]
 
@@ -56,6 +57,8 @@ class Stats:
         messages: small messages between the hosts of ranks in the last step.
         blocking_messages: of these, the round trips: this rank waited for them where it sent them, and did nothing
             else. What others say in the rest is looked at later.
+        straggler: what makes steps longer, a rank or a link; None: nothing, or it is not known. The same on all ranks
+            that run one program.
 
     Examples:
         >>> engine.stats().skipped
@@ -78,6 +81,7 @@ class Stats:
     put_off: int = 0
     messages: int = 0
     blocking_messages: int = 0
+    straggler: Straggler | None = None
 
     def __repr__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
@@ -90,6 +94,8 @@ class Stats:
             yield "a step", f"{self.step_seconds:.4g} s"
         if self.exposed_seconds is not None:
             yield "of it waiting", f"{self.exposed_seconds:.4g} s"
+        if self.straggler is not None:
+            yield "slowed down", str(self.straggler)
         for name, rate in (("tokens", self.tokens_per_second), ("samples", self.samples_per_second)):
             if rate is not None:
                 yield f"{name}/s", f"{rate:,.4g}" if rate < 1000 else f"{rate:,.0f}"
@@ -124,6 +130,14 @@ class Lap(NamedTuple):
     samples: float | None
     waited: float
     tiers: TierSeconds
+    outside: float = 0.0
+
+    @property
+    def spent(self) -> Spent | None:
+        """What the step took of this rank; None: that is not known."""
+        if self.seconds is None:
+            return None
+        return Spent(self.seconds - self.waited - self.outside, self.outside, self.waited)
 
 
 class Clock:
@@ -131,10 +145,12 @@ class Clock:
 
     Attributes:
         messages: between hosts in the last step.
+        pace: of all ranks; None: there is one, or the host does not see what they wait for.
     """
 
-    def __init__(self, waited: float = 0.0) -> None:
-        self.skipped = 0
+    def __init__(self, waited: float = 0.0, pace: Pace | None = None) -> None:
+        self.skipped, self.pace = 0, pace
+        self._outside = 0.0  # and beside passes
         self._laps: deque[Lap] = deque(maxlen=WINDOW)
         self._last: float | None = None  # when the last update ended
         self._waited = waited  # seconds of waiting until then
@@ -161,19 +177,38 @@ class Clock:
             self._samples = (self._samples or 0.0) + samples
 
     def end_step(
-        self, waited: float, tiers: TierSeconds = NO_TIERS, messages: MessageCount = NONE, *, skipped: bool = False
+        self,
+        waited: float,
+        tiers: TierSeconds = NO_TIERS,
+        messages: MessageCount = NONE,
+        outside: float = 0.0,
+        *,
+        skipped: bool = False,
     ) -> TierSeconds:
         """An update is done; ``waited`` is how many seconds the engine has waited in its life, ``tiers`` what slower
-        tiers have taken, ``messages`` how many there were between hosts. What tiers took of this step is given back."""
+        tiers have taken, ``messages`` how many there were between hosts, ``outside`` what passed beside passes. What
+        tiers took of this step is given back."""
         now = perf_counter()
         seconds = now - self._last if self._last is not None else None
         took = TierSeconds(*(new - old for new, old in zip(tiers, self._tiers, strict=True)))
-        self._laps.append(Lap(seconds, self._tokens, self._samples, waited - self._waited, took))
+        self._laps.append(
+            Lap(seconds, self._tokens, self._samples, waited - self._waited, took, outside - self._outside)
+        )
+        self._outside = outside
         self._last, self._waited, self._tiers = now, waited, tiers
         self.messages, self._messages = messages.since(self._messages), messages
         self._tokens = self._samples = None
         self.skipped += skipped
         return took
+
+    @property
+    def spent(self) -> Spent | None:
+        """What the last step took of this rank."""
+        return self._laps[-1].spent
+
+    @property
+    def straggler(self) -> Straggler | None:
+        return self.pace.slowest if self.pace is not None else None
 
     @property
     def tiers(self) -> TierSeconds:

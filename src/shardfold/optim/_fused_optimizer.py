@@ -220,6 +220,9 @@ class FusedOptimizer(ShardedOptimizer):
     def regions(self) -> list[Region]:
         return [moment for shard in self._fused.values() for moment in shard.moments.values()]
 
+    def regions_of(self, segment: Segment) -> list[Region]:
+        return list(self._shard(segment).moments.values())
+
     def state_dtypes(self) -> dict[str, torch.dtype]:
         return dict.fromkeys(self._names, self._dtype)
 

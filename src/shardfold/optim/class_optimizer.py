@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -80,9 +80,15 @@ class ClassOptimizer(ShardedOptimizer):
         return max((len(self.dtypes(piece)) for piece in self._every_piece()), default=0)
 
     def regions(self) -> list[Region]:
+        return self._regions(self._every_piece())
+
+    def regions_of(self, segment: Segment) -> list[Region]:
+        return self._regions(piece for piece in self._every_piece() if piece.segment is segment)
+
+    def _regions(self, pieces: Iterable[MasterPiece]) -> list[Region]:
         return [
             self._tiers.over(str(self._tier_of(piece.segment)), value)
-            for piece in self._every_piece()
+            for piece in pieces
             for value in self.torch_optimizer.state.get(piece.tensor, {}).values()
             if isinstance(value, Tensor)
         ]

@@ -312,6 +312,10 @@ class ShardedOptimizer(Updater):
         """What the optimizer's own state rests in."""
         raise NotImplementedError
 
+    def regions_of(self, segment: Segment) -> list[Region]:
+        """Those of one segment."""
+        raise NotImplementedError
+
     def fetched(self) -> list[Tensor]:
         """Of a state that rests elsewhere, what is on the device for an update now."""
         return []

@@ -17,6 +17,7 @@ __all__ = [
     "SavedReport",
     "SavedRow",
     "StepReport",
+    "Straggler",
     "TierSeconds",
     "TrafficReport",
     "TrafficRow",
@@ -241,6 +242,29 @@ class TierSeconds(NamedTuple):
     update: float = 0.0
 
 
+class Straggler(NamedTuple):
+    """What makes steps longer.
+
+    Attributes:
+        rank: that is slower than the others; None: none is, they all wait longer for what they send.
+        host: its name; empty where that is not known.
+        kind: ``computation``, ``data``, or ``link``.
+        factor: by which a step is longer for it.
+    """
+
+    rank: int | None
+    host: str
+    kind: str
+    factor: float
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return f"steps take {self.factor:.2f} times as long by what ranks send: a link is slower than it was"
+        where = f" on host {self.host}" if self.host else ""
+        by = {"computation": "its computation", "data": "its data, or what else it does between passes"}[self.kind]
+        return f"steps take {self.factor:.2f} times as long as without rank {self.rank}{where}, by {by}"
+
+
 class StepReport(NamedTuple):
     """What ``engine.step()`` did.
 
@@ -254,6 +278,7 @@ class StepReport(NamedTuple):
         findings: what was inf or NaN on any rank, the likely cause first, where the step was skipped, or where a loss
             of it was not finite and those of the step before were; the same on every rank.
         tiers: seconds that slower tiers took since the update before.
+        straggler: what makes steps longer, as ranks have found together; None: nothing, or it is not known.
 
     Examples:
         >>> engine.backward(engine(x).square().mean())
@@ -270,6 +295,7 @@ class StepReport(NamedTuple):
     norm: object = None
     findings: tuple[Finding, ...] = ()
     tiers: TierSeconds = TierSeconds()
+    straggler: Straggler | None = None
 
     @property
     def grad_norm(self) -> float | None:

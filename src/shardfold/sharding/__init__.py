@@ -3,6 +3,7 @@
     autograd         what autograd is doing at this moment, and what it could save of a value
     buffers          buffers are rank 0's on every rank, as under DDP
     changes          whether a model still is what its units were made of
+    checksums        whether bytes in memory have changed that nobody wrote, of which unit and state, on which rank
     compared         what every rank has to have alike of a model's units, as texts
     dtensor_load     DTensors of a state dict into shards: each rank gets of them what is in its own ranges
     dtensors         a model's values as DTensors, PyTorch's own word for a tensor that ranks have in parts

@@ -87,6 +87,8 @@ class Unit:
         self._on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
         self._fence: Callable[[Tensor], None] = lambda _: None  # see Transport: before a shard is written inside a pass
         self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
+        self.on_gathered: Callable[[Unit], None] | None = None  # told when its values are there,
+        self.on_release: Callable[[Unit], None] | None = None  # and in front of when they are given back
         self._touch = _Touch(self)
         self._found: list[list[int]] = []  # versions of the parameters that are split, when the unit was gathered
 
@@ -151,6 +153,8 @@ class Unit:
         self._store.settle()
         self._found = self.open()
         self.life = Life.GATHERED
+        if self.on_gathered is not None:
+            self.on_gathered(self)
 
     def release(self, *, keep: bool = True) -> None:
         """GATHERED -> RESTING: the parameters are sealed and the flat's memory is given back.
@@ -158,6 +162,8 @@ class Unit:
         ``keep``: what the model wrote into its parameters since the gather stays, as this rank's part of it.
         """
         self._expect(Life.GATHERED)
+        if self.on_release is not None:
+            self.on_release(self)
         self.kept = False
         if keep and self._found:
             self._keep_written()

@@ -8,7 +8,11 @@ from typing import Any
 
 __all__ = ["StepMetrics"]
 
-OPTIONAL = ("bits_per_byte", "held_out_loss")  # of other recipes: the lines of those that lack them do not name them
+OPTIONAL = (
+    "bits_per_byte",
+    "held_out_loss",
+    "straggler",
+)  # of other recipes: the lines of those that lack them do not name them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,8 @@ class StepMetrics:
     """What this step's losses were multiplied by, in fp16."""
     skipped: int = 0
     """Steps so far, this one included, that were left out because gradients overflowed."""
+    straggler: str | None = None
+    """What makes steps longer, a rank or a link, and by what factor."""
 
     def row(self) -> dict[str, Any]:
         """A line of ``metrics.jsonl``."""

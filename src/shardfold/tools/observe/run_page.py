@@ -131,6 +131,8 @@ def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequenc
     ]
     if summary.get("num_parameters"):
         shown.insert(1, ("parameters", format_count(summary["num_parameters"])))
+    if last.get("straggler"):
+        shown.append(("slowed down", str(last["straggler"])))
     if last.get("skipped"):
         shown.append(("steps skipped by the loss scale", str(last["skipped"])))
     return tiles(shown)

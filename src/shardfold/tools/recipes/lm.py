@@ -251,6 +251,7 @@ class LanguageRun:
             # Walking live storages every step would cost time, and at rest between steps nothing changes.
             memory_bytes=self.history[-1].memory_bytes if self.history else held_in_memory(self.engine.memory()),
             loss_scale=done.loss_scale if scaler is not None else None,
+            straggler=str(done.straggler) if done.straggler is not None else None,
             skipped=scaler.skipped if scaler is not None else 0,
         )
 

@@ -436,6 +436,7 @@ class TuneRun:
             seconds=now - self.began,
             memory_bytes=self.history[-1].memory_bytes if self.history else held_in_memory(self.engine.memory()),
             loss_scale=said.loss_scale if scaler is not None else None,
+            straggler=str(said.straggler) if said.straggler is not None else None,
             skipped=scaler.skipped if scaler is not None else 0,
             figures=means,
         )

@@ -1,0 +1,219 @@
+"""Checksums of what is in memory: whether bytes that nobody wrote have changed, of which unit and state, on which rank.
+
+    shards, replicas    summed behind an update, looked at in front of the next one, which reads them
+    gathered buffers    summed when all is there, looked at when they are given back; and, as all ranks have the same in
+                        them, compared between ranks, and so are replicas
+
+What is written on purpose, from a user's hand or a load, tells by PyTorch's count of writes, and is summed anew. A sum
+is of all 64-bit words, modulo 2^64, once plain and once weighted by the row that a word is in: a single flipped bit
+changes the first by a power of two, which is never 0, so it is always found; what is swapped between rows shows in the
+second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import StepError, by_rank
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.unit import Unit
+from shardfold.tiers.tier import Region
+
+__all__ = ["Checksums", "summed"]
+
+WIDTH = 1024
+"""Words of a row."""
+RESTS = ("params", "master", "global", "momentum")
+"""States of a segment that only steps write."""
+TOLD = 4
+"""Places that are named."""
+
+
+@dataclass
+class _Known:
+    """What lay in memory when it was summed.
+
+    Attributes:
+        where: unit and state, for people.
+        memory: as it is now; None: it is elsewhere.
+        writes: how often it, and parameters that are views of it, have been written by now.
+    """
+
+    where: str
+    memory: Callable[[], Tensor | None]
+    writes: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self.place, self.written, self.sums = self._place(), self.writes(), self.now()
+
+    def _place(self) -> int:
+        values = self.memory()
+        return 0 if values is None else values.data_ptr()
+
+    def now(self) -> Tensor:
+        """The sums of what lies there."""
+        values = self.memory()
+        return torch.zeros(2, dtype=torch.int64) if values is None else summed(values)
+
+    @property
+    def holds(self) -> bool:
+        """Whether nobody has written it, or moved it, since."""
+        return self._place() == self.place and self.writes() == self.written
+
+
+class Checksums:
+    """Of one engine's states, on one rank.
+
+    Args:
+        units: as they are now.
+        moments: what the optimizer keeps of a segment.
+        compares: all ranks have the same bytes in what is gathered and in replicas.
+    """
+
+    def __init__(
+        self,
+        units: Callable[[], Iterable[Unit]],
+        moments: Callable[[Segment], list[Region]],
+        *,
+        compares: bool,
+    ) -> None:
+        self._units, self._moments, self._compares = units, moments, compares
+        self._resting: list[_Known] = []
+        self._gathered: dict[str, list[_Known]] = {}
+        self._ended: list[
+            tuple[str, Tensor, Tensor]
+        ] = []  # gathered: sums when it was there, and when it was given back
+        self._alike: list[tuple[str, Tensor]] = []  # what all ranks have the same of, since the last step
+
+    def connect(self) -> None:
+        """Units tell of what is gathered from now on."""
+        for unit in self._units():
+            unit.on_gathered, unit.on_release = self.gathered, self.released
+
+    def close(self) -> None:
+        for unit in self._units():
+            unit.on_gathered = unit.on_release = None
+        self._resting, self._gathered, self._ended = [], {}, []
+
+    # -- gathered buffers
+
+    def gathered(self, unit: Unit) -> None:
+        """A unit's values are there."""
+        known = [
+            _Known(f"the gathered parameters of {unit.name}", _of(segment.flat), lambda: unit.version)
+            for segment in unit.segments
+            if segment.split
+        ]
+        self._gathered[unit.name] = known
+        if not any(segment.spec.distinct for segment in unit.segments):
+            self._alike += [(each.where, each.sums) for each in known]
+
+    def released(self, unit: Unit) -> None:
+        """They are about to be given back."""
+        for known in self._gathered.pop(unit.name, ()):
+            if known.holds:
+                self._ended.append((known.where, known.sums, known.now()))
+
+    # -- what rests
+
+    def rest(self) -> None:
+        """Behind an update: what rests now stays as it is until the next one."""
+        self.connect()
+        self._resting = list(self._places())
+
+    def _places(self) -> Iterator[_Known]:
+        for unit in self._units():
+            for segment in unit.segments:
+                regions = [(state, segment.regions.get(state)) for state in RESTS]
+                if segment.spec.trainable:
+                    regions += [("moments", region) for region in self._moments(segment)]
+                for state, region in regions:
+                    if region is not None and region.resting is not None and region.resting.numel():
+                        whole = state == "params" and not segment.split
+                        views = segment.parameters if whole else []
+                        what = "replica" if whole else "shard"
+                        yield _Known(f"the {what} of {state} of {unit.name}", _rested(region), _count(region, views))
+
+    # -- in front of an update
+
+    def verify(self, exchange: Callable[[str, str], list[str]], number: int) -> None:
+        """All ranks: nothing has changed that nobody wrote, and what all have the same is the same.
+
+        Args:
+            exchange: what every rank says under a name.
+            number: of the step.
+
+        Raises:
+            StepError: on every rank: where bytes have changed, and on which.
+        """
+        there = [*self._resting, *(known for each in self._gathered.values() for known in each)]
+        found = [known.where for known in there if known.holds and not torch.equal(known.sums, known.now())]
+        found += [where for where, before, after in self._ended if not torch.equal(before, after)]
+        replicas = [(known.where, known.sums) for known in self._resting if known.where.startswith("the replica")]
+        alike = [(where, sums.tolist()) for where, sums in [*self._alike, *replicas]] if self._compares else []
+        self._ended, self._alike = [], []
+        mine = json.dumps([list(dict.fromkeys(found))[:TOLD], crc32(json.dumps(alike).encode())])
+        said = [json.loads(text) for text in exchange(f"checksums/{number}", mine)]
+        wrong = {rank: ", ".join(places) for rank, (places, _) in enumerate(said)}
+        if any(wrong.values()):
+            raise _corrupt(by_rank(wrong))
+        if len({code for _, code in said}) > 1:
+            told = [json.loads(text) for text in exchange(f"checksums/{number}/apart", json.dumps(alike))]
+            raise _corrupt(_apart(told))
+
+
+def _of(flat: Tensor) -> Callable[[], Tensor | None]:
+    return lambda: flat if flat.untyped_storage().size() else None
+
+
+def _rested(region: Region) -> Callable[[], Tensor | None]:
+    return lambda: None if region.resting is None else region.values()
+
+
+def _count(region: Region, views: list[torch.nn.Parameter]) -> Callable[[], int]:
+    def writes() -> int:
+        resting = region.resting
+        return (resting._version if resting is not None else -1) + sum(view._version for view in views)
+
+    return writes
+
+
+def _apart(every: list[list[tuple[str, list[int]]]]) -> str:
+    """Which ranks have other bytes than most, and of what; at first."""
+    for place in range(min(map(len, every))):
+        sums = [tuple(each[place][1]) for each in every]
+        most = max(sums, key=sums.count)
+        if odd := [rank for rank, own in enumerate(sums) if own != most]:
+            where = every[0][place][0]
+            if 2 * sums.count(most) <= len(sums):
+                return f"{where} differs between ranks {', '.join(map(str, range(len(sums))))}"
+            return f"rank {', '.join(map(str, odd))}: {where} differs from the other ranks'"
+    return "ranks have gathered different units"
+
+
+def _corrupt(where: str) -> StepError:
+    return StepError(
+        f"memory has changed that nobody wrote: {where}. Nothing was updated with it on any rank; engine.load() of a "
+        "checkpoint puts it right. If a rank is named again, its memory or device is broken: take its host out."
+    )
+
+
+def summed(values: Tensor) -> Tensor:
+    """Two sums modulo 2^64 of the bytes of ``values``, which are contiguous: int64, ``(2,)``, on their device."""
+    raw = values.detach().reshape(-1).view(torch.uint8)
+    size = raw.numel() // 8
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    tail = raw[size * 8 :]
+    words = raw[: size * 8].view(torch.int64)
+    rows = size // WIDTH
+    each = words[: rows * WIDTH].view(rows, WIDTH).sum(1)
+    rest = torch.cat([each, words[rows * WIDTH :], tail.to(torch.int64)])
+    weights = torch.arange(1, rest.numel() + 1, device=rest.device)
+    return torch.stack([rest.sum(), (rest * weights).sum()])

@@ -1,0 +1,225 @@
+"""A bit that somebody else flips in a rank's memory is found in the step that would use it, and located; and nothing
+else is."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardfold as sf
+from shardfold.errors import ConfigError, StepError
+from shardfold.plan.presets import PRESETS
+from shardfold.sharding.checksums import summed
+from shardfold.testing import Ranks
+
+FLIPS = """
+import os, sys
+memory = os.open(f"/proc/{sys.argv[1]}/mem", os.O_RDWR)
+for line in sys.stdin:
+    at, bit = map(int, line.split())
+    byte = os.pread(memory, 1, at)[0]
+    os.pwrite(memory, bytes([byte ^ 1 << bit]), at)
+    print(flush=True)
+"""
+"""A process of its own, which changes a bit of another's memory."""
+
+
+class Flipper:
+    """Changes bits of this process, from another one."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", FLIPS, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def flip(self, at: int, bit: int) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(at, bit, file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "\n"
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Block(nn.Module):
+    """``heard`` is called in its forward, when its parameters are gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(33, 33)
+        self.heard: Any = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.heard()
+        return torch.tanh(self.linear(x))
+
+
+def made(layout: str, precision: str = "bf16") -> tuple[sf.Engine, nn.ModuleList]:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    model = nn.Sequential()
+    model.blocks = blocks
+    model.forward = lambda x: blocks[2](blocks[1](blocks[0](x)))  # type: ignore[method-assign]
+    engine = sf.Engine(
+        model,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        layout=layout,
+        precision=precision,
+        runtime=sf.Runtime(checksums=True),
+    )
+    return engine, blocks
+
+
+def step(engine: sf.Engine) -> None:
+    engine.backward(engine(torch.ones(2, 33)).float().square().sum())
+    engine.step()
+
+
+def flipped(layout: str, count: int, seed: int) -> list[tuple[int, str, str]]:
+    """So many flips, drawn alike on all ranks: on which rank, of what, and what was raised."""
+    engine, blocks = made(layout)
+    flipper, draw, found = Flipper(), random.Random(seed), list[tuple[int, str, str]]()
+    for _ in range(3):
+        step(engine)
+    units = [unit for unit in engine.sharded.units if unit.trainable]
+    for _ in range(count):
+        victim, unit = draw.randrange(engine.world_size), draw.choice(units)
+        segment = unit.segments[0]
+        moments = engine._updater.regions_of(segment)  # type: ignore[union-attr]
+        places = {state: segment.regions[state] for state in ("params", "master") if state in segment.regions}
+        places |= {f"moments{n}": region for n, region in enumerate(moments)}
+        what = draw.choice([*places, *["gathered"] * (2 * segment.split and unit.name.startswith("blocks"))])
+        at, bit, mine = draw.random(), draw.randrange(8), victim == engine.rank
+
+        def flip(values: torch.Tensor) -> tuple[int, int]:
+            where = values.data_ptr() + int(at * values.numel() * values.element_size()), bit  # noqa: B023
+            flipper.flip(*where)
+            return where
+
+        done: tuple[int, int] | None = None
+        block = next((each for name, each in enumerate(blocks) if unit.name == f"blocks.{name}"), None)
+        if what == "gathered":
+            assert block is not None
+            block.heard = lambda: flip(segment.flat) if mine else None  # noqa: B023
+        elif mine:
+            done = flip(places[what].resting)
+        try:
+            step(engine)
+            said = "nothing"
+        except StepError as error:
+            said = str(error)
+        if block is not None:
+            block.heard = lambda: None
+        found.append((victim, f"{what} of {unit.name}", said))
+        if done is not None:
+            flipper.flip(*done)
+        engine.reset()
+        engine.sharded.run.mend()
+        step(engine)
+    flipper.close()
+    engine.close()
+    return found
+
+
+def check(found: list[tuple[int, str, str]]) -> None:
+    for victim, where, said in found:
+        what, _, unit = where.partition(" of ")
+        kind = "the gathered parameters" if what == "gathered" else f"of {what.rstrip('0123456789')}"
+        assert f"rank {victim}: " in said and f"{kind} of {unit}" in said, (victim, where, said)
+
+
+def needs_memory() -> None:
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if os.geteuid() and scope.exists() and scope.read_text().strip() != "0":
+        pytest.skip("a process may not write another's memory here")
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_flipped_bit_is_found_and_located(ranks: Ranks, layout: str) -> None:
+    needs_memory()
+    each = ranks.run(flipped, layout, 8, 1, world_size=2)
+    assert all(found == each[0] for found in each)
+    check(each[0])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+def test_a_thousand_flipped_bits_are_found_and_located(ranks: Ranks, layout: str) -> None:
+    needs_memory()
+    check(ranks.run(flipped, layout, 200, 7, world_size=3)[0])
+
+
+def apart(layout: str) -> str:
+    """A rank has other bytes than the others, which were so when they were summed."""
+    engine, _ = made(layout)
+    step(engine)
+    if engine.rank == 1:
+        with torch.no_grad():
+            next(engine.sharded.segments()).parameters[0][0, 0] += 1  # a write, which tells of itself
+        engine._stepper._checksums.rest()  # type: ignore[union-attr]
+    try:
+        step(engine)
+    except StepError as error:
+        engine.close()
+        return str(error)
+    return ""
+
+
+def test_a_rank_whose_bytes_differ_is_told(ranks: Ranks) -> None:
+    for said in ranks.run(apart, "ddp", world_size=3):
+        assert "rank 1: the replica of params of " in said and "differs from the other ranks'" in said
+
+
+def quiet(layout: str, folder: str) -> int:
+    """Nobody but who may has written: steps, accumulation, a user's hand, a save and a load."""
+    engine, blocks = made(layout, "fp32" if layout == "hsdp" else "bf16")
+    for number in range(8):
+        step(engine)
+        if number == 3:
+            with engine.gathered(write=True), torch.no_grad():
+                blocks[1].linear.weight.mul_(0.5)
+        if number == 5:
+            engine.save(Path(folder, "step"), wait=True)
+            engine.load(folder)
+        if number == 6:
+            with torch.no_grad():
+                engine(torch.ones(2, 33))
+    steps = engine.steps
+    engine.close()
+    return steps
+
+
+@pytest.mark.parametrize(
+    "layout", ["zero3", *(pytest.param(name, marks=pytest.mark.soak) for name in sorted({*PRESETS} - {"zero3"}))]
+)
+def test_nothing_is_found_where_nothing_is(ranks: Ranks, layout: str, tmp_path: Path) -> None:
+    assert set(ranks.run(quiet, layout, str(tmp_path), world_size=2)) == {8}
+
+
+def test_each_bit_and_each_exchange_changes_the_sums() -> None:
+    """Of any dtype and length, at any place."""
+    for dtype, numel in ((torch.float32, 5000), (torch.bfloat16, 4099), (torch.uint8, 8203), (torch.float32, 1)):
+        values = torch.randint(1, 100, (numel,)).to(dtype)
+        before, raw = summed(values), values.view(torch.uint8)
+        for at in random.Random(0).sample(range(raw.numel()), min(raw.numel(), 40)):
+            for bit in range(8):
+                raw[at] ^= 1 << bit
+                assert not torch.equal(summed(values), before)
+                raw[at] ^= 1 << bit
+        assert torch.equal(summed(values), before)
+    rows = torch.arange(4096 * 2, dtype=torch.int64)
+    assert not torch.equal(summed(rows), summed(rows.view(8, 1024).flip(0).reshape(-1)))
+
+
+def test_it_needs_updates() -> None:
+    with pytest.raises(ConfigError, match="has no optimizer"):
+        sf.Engine(nn.Linear(2, 2), runtime=sf.Runtime(checksums=True))
