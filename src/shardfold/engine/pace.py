@@ -30,6 +30,8 @@ WARM, KNOWN, WINDOW = 4, 16, 50
 """Steps that tell nothing, as caches fill; until noise is known; that noise and what was usual are taken of."""
 SLACK, ALARM, MOST = 0.05, 1.25, 0.3
 """Of the logarithm: what is taken off in each step, what sums are reported, and what one step adds or takes at most."""
+LINK = (0.1, 1.1)
+"""Slack and alarm of the link. Its usual is its own past, and that of all ranks at once: a host's load shows there."""
 OF_NOISE = (0.5, 14.0)
 """Slack and alarm where the deviation is so large that these times it are more."""
 RECENT, OVER = 8, 0.04
@@ -49,7 +51,8 @@ class Spent(NamedTuple):
 class _Drift:
     """Of one rank, or of the link."""
 
-    def __init__(self) -> None:
+    def __init__(self, slack: float = SLACK, alarm: float = ALARM) -> None:
+        self._least = slack, alarm
         self.values: deque[float] = deque(maxlen=WINDOW)
         self.data: deque[float] = deque([0.0], maxlen=RECENT)  # what of the last ones is data
         self.total = self.noise = 0.0
@@ -57,7 +60,7 @@ class _Drift:
 
     def add(self, value: float) -> None:
         self.values.append(value)
-        slack, alarm = (max(least, times * self.noise) for least, times in zip((SLACK, ALARM), OF_NOISE, strict=True))
+        slack, alarm = (max(least, times * self.noise) for least, times in zip(self._least, OF_NOISE, strict=True))
         if len(self.values) < KNOWN:
             alarm *= 2
         self.total = min(max(0.0, self.total + max(min(value, MOST), -MOST) - slack), 2 * alarm)
@@ -93,7 +96,7 @@ class Pace:
         self._turns = ceil(len(self._ranks) / TALKERS)
         self._steps = 0
         self._drifts = [_Drift() for _ in self._ranks]
-        self._link, self._waits = _Drift(), deque[float](maxlen=WINDOW)
+        self._link, self._waits = _Drift(*LINK), deque[float](maxlen=WINDOW)
         self._usual: float | None = None  # waiting that is what links take
         self.slowest: Straggler | None = None
 
