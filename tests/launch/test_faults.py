@@ -450,3 +450,69 @@ def test_hosts_with_unequal_slots_train(two: Namespaces) -> None:
         for each in again:
             each.kill()
             each.communicate()
+
+
+HANGS = TRAINS.replace(
+    "    if step == 3:",
+    """    if step == 6 and os.environ["RANK"] == "1":
+        ctypes.PyDLL(None).sleep(600)
+    if step == 3:""",
+).replace("import os,", "import ctypes, os,")
+
+
+@pytest.mark.soak
+def test_a_hang_on_another_host_is_named(two: Namespaces) -> None:
+    """The rank that waits is on one host, the one that holds its interpreter on the other, whose launcher ends it."""
+    launchers = agents(two, write("hangs.py", HANGS))
+    try:
+        said = [each.communicate(timeout=200)[1] for each in launchers]
+        errors = [[line for line in text.splitlines() if line.startswith("Error")] for text in said]
+        assert "gave no sign of life" in errors[1][-1] and "rank 1 on host" in errors[1][-1], said
+        assert "at hangs.py:" in errors[1][-1]
+        assert [each.returncode for each in launchers] == [128 + signal.SIGKILL] * 2
+    finally:
+        for each in launchers:
+            each.kill()
+            each.communicate()
+
+
+FREEZER = Path("/sys/fs/cgroup/freezer")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not os.access(FREEZER, os.W_OK), reason="there is no freezer of control groups here")
+def test_a_frozen_host_writes_nothing_when_it_goes_on(two: Namespaces, tmp_path: Path) -> None:
+    """Launcher and rank are frozen together, given up by the other host, and thawed: they end, and the rank, which
+    tries without end, has written nothing since."""
+    writes = """
+import threading, time
+from shardfold.comm.launcher_notes import refuse_without_lease
+def writing():
+    while True:
+        refuse_without_lease("a line")
+        with open("lines" + os.environ["RANK"], "a") as file:
+            file.write("x")
+        time.sleep(0.01)
+threading.Thread(target=writing, daemon=True).start()
+"""
+    launchers = agents(two, write("writes.py", "import os\n" + writes + TRAINS))
+    group = FREEZER / f"shardfold-{os.getpid()}"
+    group.mkdir()
+    try:
+        pids = [int(await_(tmp_path / f"trains{rank}")) for rank in range(2)]
+        frozen = [pids[1], *(child.pid for child in psutil.Process(launchers[1].pid).children(recursive=True))]
+        for pid in {launchers[1].pid, *frozen}:
+            (group / "cgroup.procs").write_text(str(pid))
+        (group / "freezer.state").write_text("FROZEN")
+        size = (tmp_path / "lines1").stat().st_size
+        _, error = launchers[0].communicate(timeout=120)
+        assert "does not answer any more" in error, error
+        (group / "freezer.state").write_text("THAWED")
+        launchers[1].communicate(timeout=60)
+        assert all(map(gone, pids)) and (tmp_path / "lines1").stat().st_size == size
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        for each in launchers:
+            each.kill()
+            each.communicate()
+        group.rmdir()

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,10 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def made(layout: str, precision: str = "bf16") -> tuple[sf.Engine, nn.ModuleList]:
+def made(layout: str, precision: str = "bf16") -> tuple[sf.Engine, list[Block]]:
     torch.manual_seed(0)
-    blocks = nn.ModuleList(Block() for _ in range(3))
-    model = nn.Sequential()
-    model.blocks = blocks
-    model.forward = lambda x: blocks[2](blocks[1](blocks[0](x)))  # type: ignore[method-assign]
+    blocks = [Block() for _ in range(3)]
+    model = nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks)))
     engine = sf.Engine(
         model,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -100,7 +99,8 @@ def flipped(layout: str, count: int, seed: int) -> list[tuple[int, str, str]]:
         what = draw.choice([*places, *["gathered"] * (2 * segment.split and unit.name.startswith("blocks"))])
         at, bit, mine = draw.random(), draw.randrange(8), victim == engine.rank
 
-        def flip(values: torch.Tensor) -> tuple[int, int]:
+        def flip(values: torch.Tensor | None) -> tuple[int, int]:
+            assert values is not None
             where = values.data_ptr() + int(at * values.numel() * values.element_size()), bit  # noqa: B023
             flipper.flip(*where)
             return where
