@@ -165,7 +165,7 @@ def test_without_word_of_the_launcher_a_rank_writes_nothing() -> None:
             file.write(refused)
         """,
     )
-    assert run("--nproc-per-node=1", "--patience=0.5", script) == 0
+    assert run("--nproc-per-node=1", "--patience=0.5", "--monitor-interval=0.1", script) == 0
     assert Path("told").read_text().startswith("x is not written: this process was stopped or cut off")
 
 

@@ -147,8 +147,9 @@ class Agent(SimpleElasticAgent):
             self.death = self._heard() or self.meeting.beat()
         if self.death is not None:
             return self._failed(worker_group, failed)
+        lease = max(self.patience.lease, 2 * self.options.monitor_interval)
         for worker in self.workers:  # the run was this node's when it was asked
-            worker.lease(asked + self.patience.lease - time.monotonic())
+            worker.lease(asked + lease - time.monotonic())
         if all(worker.returncode == 0 for worker in self.workers):
             for worker in self.workers:
                 worker.drain()
