@@ -90,13 +90,13 @@ def flipped(layout: str, count: int, seed: int) -> list[tuple[int, str, str]]:
     for _ in range(3):
         step(engine)
     units = [unit for unit in engine.sharded.units if unit.trainable]
-    for _ in range(count):
+    for number in range(count):
         victim, unit = draw.randrange(engine.world_size), draw.choice(units)
         segment = unit.segments[0]
         moments = engine._updater.regions_of(segment)  # type: ignore[union-attr]
         places = {state: segment.regions[state] for state in ("params", "master") if state in segment.regions}
         places |= {f"moments{n}": region for n, region in enumerate(moments)}
-        what = draw.choice([*places, *["gathered"] * (2 * segment.split and unit.name.startswith("blocks"))])
+        what = "gathered" if segment.split and number % 2 else draw.choice([*places])
         at, bit, mine = draw.random(), draw.randrange(8), victim == engine.rank
 
         def flip(values: torch.Tensor | None) -> tuple[int, int]:
