@@ -37,7 +37,7 @@ def made(folder: str | None) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=16384, hidden_size=448, intermediate_size=1216, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=1024, pad_token_id=0, eos_token_id=None,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=1024, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
