@@ -103,6 +103,28 @@ def test_a_model_of_many_units_is_not_walked_through_for_each() -> None:
     assert walks(9) == walks(3)
 
 
+class Filled(nn.Module):
+    """A matrix of one value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value, self.weight = value, nn.Parameter(torch.empty(4, 4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.value)
+
+
+def test_a_tied_parameter_has_the_values_of_the_last_module_that_makes_them() -> None:
+    """As in a model that is made with memory, whose modules are initialized one after the other."""
+    with sf.meta_init():
+        model = nn.Sequential(Filled(1.0), Filled(2.0))
+        model[0].weight = model[1].weight
+    engine = sf.Engine(model, layout="ddp")
+    assert torch.equal(engine.state_dict()["0.weight"], torch.full((4, 4), 2.0))
+    engine.close()
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="the largest resident set is asked of Linux")
 @pytest.mark.parametrize(
