@@ -19,12 +19,12 @@ from shardfold.testing import Ranks
 from tests.support.clients import needs
 from tests.tools.tune import support
 
-pytestmark = [needs("transformers", "peft"), pytest.mark.soak]
+pytestmark = [needs("transformers", "peft"), pytest.mark.soak, pytest.mark.timeout(900)]
 
 STEPS = 12
 WINDOW = 4
 """Samples, packs or prompts of a step, however they are shared out."""
-LIMIT = 120.0  # seconds in which a run says what is waited for
+LIMIT = 300.0  # seconds in which a run says what is waited for
 PACK = {"pack": True, "length": 64}
 PROMPTS = {"reward": "contains,ends", "max_tokens": 6, "reference": "adapter", "beta": 0.05}
 LIVES: dict[str, tuple[str, dict[str, Any]]] = {
