@@ -216,7 +216,8 @@ def padding(threads: int = 1, turns: int = 7) -> None:
         source = OnnxSource.open(place)
         graphs: dict[bool, OnnxSession] = {}
         for packed in (False, True):
-            made = LayerGraph(source.call(packed=packed), source.layers, source.num_layers)
+            layers = source.layers if packed else None
+            made = LayerGraph(source.call(packed=packed), layers, source.num_layers)
             onnx_ir.save(made.graph_model, place / f"{packed}.onnx")
             graphs[packed] = OnnxSession(place / f"{packed}.onnx", threads)
     seconds: dict[bool, list[float]] = {False: [], True: []}
