@@ -190,13 +190,42 @@ def test_norms_of_rows_are_found_from_factors() -> None:
     """Of a weight with a change of low rank, which is not formed: those of the sum, to rounding."""
     import torch
 
-    from shardfold.tools.tune.adapters import LowRank, row_norms
+    from shardfold.tools.tune.adapters import row_norms
 
     draw = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randn(*shape, generator=draw) for shape in ((24, 40), (4, 40), (24, 4)))
     wanted = (weight.double() + 0.7 * b.double() @ a.double()).norm(dim=1)
-    assert torch.allclose(row_norms(weight, LowRank(a, b), 0.7).double(), wanted, rtol=1e-6)
+    assert torch.allclose(row_norms(weight, a, b, 0.7).double(), wanted, rtol=1e-6)
     assert not torch.allclose(weight.double().norm(dim=1), wanted, rtol=0.1)
+
+
+@pytest.mark.parametrize(("bias", "dropout"), [(False, 0.0), (True, 0.0), (True, 0.5)])
+def test_dora_is_that_of_peft(bias: bool, dropout: float) -> None:
+    """Output and gradients of a layer, with and without a bias, and where its input is dropped out."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from shardfold.tools.tune.adapters import _with_quick_dora
+
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["0"], r=2, use_dora=True, lora_dropout=dropout, init_lora_weights=False)
+    base = torch.nn.Sequential(torch.nn.Linear(12, 8, bias=bias))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+        model: Any = get_peft_model(base, config).double()
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+
+    def ran() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        out = model(x)
+        wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
+        return [out, *torch.autograd.grad(out.square().sum(), wanted)]
+
+    theirs = ran()
+    _with_quick_dora(model)
+    for found, wanted in zip(ran(), theirs, strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-9 * float(wanted.detach().abs().max()))
+    assert type(model.base_model.model[0].lora_variant["default"]).__name__ == "QuickDora"
 
 
 @pytest.mark.parametrize("name", ["lora", "projected"])

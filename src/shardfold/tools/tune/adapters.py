@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,57 +115,56 @@ def adapted(model: nn.Module, adapter: Adapter | None, task: str, base: Path) ->
         made = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
     made.peft_config[NAME].base_model_name_or_path = str(base.resolve())
     if adapter.variant == "dora":
-        _with_quick_norms(made)
+        _with_quick_dora(made)
     return made
 
 
-class LowRank(NamedTuple):
-    """A product ``B @ A`` that is not formed.
-
-    Attributes:
-        a: ``(rank, in)``.
-        b: ``(out, rank)``.
-    """
-
-    a: Tensor
-    b: Tensor
-
-    def to(self, dtype: torch.dtype) -> LowRank:
-        """As it is: what is made of it is in fp32."""
-        return self
-
-    def detach(self) -> LowRank:
-        return LowRank(self.a.detach(), self.b.detach())
-
-
-def row_norms(weight: Tensor, change: LowRank, scaling: float) -> Tensor:
-    """Norms of the rows of ``weight + scaling * B @ A``, ``(out,)``, by the norms and products of the parts: no matrix
-    of that size is made.
+def row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Norms of the rows of ``weight + scaling * b @ a``, ``(out,)``, by the norms and products of the parts: no matrix
+    of that size is made. They are in fp32, of fp64 in that.
 
     Args:
         weight: ``(out, in)``.
+        a: ``(rank, in)``.
+        b: ``(out, rank)``.
     """
-    a, b = change.a.to(weight.dtype), change.b.float()
-    across = ((weight @ a.T).float() * b).sum(1)
-    change_squares = ((b @ (a.float() @ a.float().T)) * b).sum(1)
-    squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
-    return (squares + 2 * scaling * across + scaling**2 * change_squares).clamp(min=0).sqrt().to(weight.dtype)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide_a, wide_b = a.to(wide), b.to(wide)
+    across = ((weight @ a.to(weight.dtype).T).to(wide) * wide_b).sum(1)
+    change_squares = ((wide_b @ (wide_a @ wide_a.T)) * wide_b).sum(1)
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+    return (squares + 2 * scaling * across + scaling**2 * change_squares).clamp(min=0).sqrt()
 
 
-def _with_quick_norms(model: nn.Module) -> None:
-    """DoRA needs the norms of a whole weight with its change in each forward, and peft forms both for it; here they are
-    found from the factors."""
-    from peft.tuners.lora.dora import DoraLinearLayer
+def _with_quick_dora(model: nn.Module) -> None:
+    """DoRA needs the norms of a whole weight with its change in each forward, for which peft forms both; here they are
+    found from the factors, and the sum of both outputs is scaled at once."""
+    from peft.tuners.lora.variants import DoraLinearVariant
 
-    def factors(lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> LowRank:
-        return LowRank(lora_A.weight, lora_B.weight)
-
-    def norms(weight: Tensor, lora_weight: LowRank, scaling: float, adapter_name: str | None = None) -> Tensor:
-        return row_norms(weight, lora_weight, scaling)
+    class QuickDora(DoraLinearVariant):
+        @staticmethod
+        def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+            base, scaling = module.get_base_layer(), module.scaling[active_adapter]
+            a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
+            dropout = module.lora_dropout[active_adapter]
+            if isinstance(dropout, nn.Identity) or not module.training:
+                rest = base.bias
+                plain = result if rest is None else result - rest
+            else:
+                x = dropout(x)
+                plain = nn.functional.linear(x, base.weight)
+                rest = result - plain
+            with torch.no_grad():  # norms count as constants (arXiv 2402.09353, section 4.3)
+                norms = row_norms(base.weight, a.weight, b.weight, scaling)
+            factor = (module.lora_magnitude_vector[active_adapter].weight / norms).to(plain.dtype)
+            scaled = factor * torch.add(plain, b(a(x)), alpha=scaling)
+            return scaled if rest is None else scaled + rest
 
     for module in model.modules():
-        if type(module) is DoraLinearLayer and not module.fan_in_fan_out:
-            vars(module).update(get_lora_weight=factors, get_weight_norm=norms)
+        variants = getattr(module, "lora_variant", {})
+        for name, variant in variants.items():
+            if type(variant) is DoraLinearVariant and not module.fan_in_fan_out:
+                variants[name] = QuickDora()
 
 
 def _train_blocks(model: nn.Module, adapter: Adapter, task: str) -> None:
