@@ -134,7 +134,9 @@ def make_parts(
     )
     held.callback(handlers.cursor.close)
     agreement = sharded.comm.agreement
-    pace = None if sharded.comm.mesh.on_streams else Pace.among(agreement.peers.ranks, agreement.peers.rank)
+    mesh = sharded.comm.mesh
+    links = mesh.per_host is None or mesh.per_host < mesh.world
+    pace = None if mesh.on_streams else Pace.among(agreement.peers.ranks, agreement.peers.rank, links=links)
     agreement.make_room_besides(0 if pace is None else pace.room)
     alarm, clock = Alarm(sharded, scaler, options.clip), Clock(agreement.waited, pace)
     held.callback(alarm.close)

@@ -86,13 +86,15 @@ class Pace:
     Args:
         ranks: these, by their number in the job.
         me: which of them this one is.
+        links: there are links between them, and not the memory of one host only.
 
     Attributes:
         slowest: what makes steps longer; None: nothing does, or it is not known yet.
     """
 
-    def __init__(self, ranks: Sequence[int], me: int) -> None:
+    def __init__(self, ranks: Sequence[int], me: int, *, links: bool = True) -> None:
         self._ranks, self._me = tuple(ranks), list(ranks).index(me)
+        self._links = links
         self._turns = ceil(len(self._ranks) / TALKERS)
         self._steps = 0
         self._drifts = [_Drift() for _ in self._ranks]
@@ -101,9 +103,9 @@ class Pace:
         self.slowest: Straggler | None = None
 
     @classmethod
-    def among(cls, ranks: Sequence[int], me: int) -> Pace | None:
+    def among(cls, ranks: Sequence[int], me: int, *, links: bool = True) -> Pace | None:
         """None: there is one rank."""
-        return cls(ranks, me) if len(ranks) > 1 else None
+        return cls(ranks, me, links=links) if len(ranks) > 1 else None
 
     @property
     def room(self) -> int:
@@ -158,7 +160,7 @@ class Pace:
         measured = list(each)[self._steps // self._turns % len(each)]
         self._drifts[measured].measure()
         least = min(spent.waiting for spent in each.values())
-        if self._usual is not None and (typical := median(busy) + self._usual) > 0:
+        if self._links and self._usual is not None and (typical := median(busy) + self._usual) > 0:
             self._link.add(log(max(1 + (least - self._usual) / typical, 1e-3)))
             if self._steps % RECENT == 0:
                 self._link.measure()
