@@ -138,9 +138,10 @@ def untraced(function: Any) -> Any:
         return hidden[0](*args, **kwargs)
 
     # The compiler does not look into functions that say so, and begins no graph in files of its own.
-    setattr(run, HIDDEN, True)
-    run.__code__ = run.__code__.replace(co_filename=torch.compiler.__file__)
-    return run
+    made: Any = run
+    setattr(made, HIDDEN, True)
+    made.__code__ = made.__code__.replace(co_filename=torch.compiler.__file__)
+    return made
 
 
 def spare_compiler() -> None:
