@@ -3,7 +3,7 @@
 The mathematics are peft's own, of every kind of adapter that it can merge. It wraps a model without memory, which gets
 the adapter's tensors; when the tensor of a layer is asked for, the layer is given its base's values and one call of
 ``merge()``. Rows of a linear layer have nothing to do with each other, in LoRA and in DoRA, so such layers are merged
-by parts of :data:`AT_ONCE`: a merge needs the adapter and the one tensor that is made in memory, in the dtype that is
+by parts of :data:`AT_ONCE`: a merge needs the adapter and one tensor in memory, as it is and in the dtype that is
 asked for. Other layers are merged as a whole.
 
 A head that is tied to the embedding cannot have a sum that the embedding has not: where an adapter changes one of them,
@@ -263,7 +263,7 @@ def merge(
     """Writes a base with an adapter merged into it, as a folder of transformers with config, tokenizer, chat template
     and a generation config that ends where the tokenizer's turns do.
 
-    One tensor is in memory at a time, in the dtype that is written, and the adapter.
+    One tensor is in memory at a time, as it is and as it is written, and the adapter.
 
     Args:
         source: a run of ``shardfold tune`` with an adapter, or an adapter of peft, whose config names the base.
