@@ -94,11 +94,11 @@ class Checksums:
     def connect(self) -> None:
         """Units tell of what is gathered from now on."""
         for unit in self._units():
-            unit.on_gathered, unit.on_release = self.gathered, self.released
+            unit.tell(self.gathered, self.released)
 
     def close(self) -> None:
         for unit in self._units():
-            unit.on_gathered = unit.on_release = None
+            unit.tell(None, None)
         self._resting, self._gathered, self._ended = [], {}, []
 
     # -- gathered buffers

@@ -110,6 +110,10 @@ class Unit:
         """What gathers the unit if a pass is under way, and what waits before a shard is written inside a pass."""
         self._on_touch, self._fence = on_touch, fence
 
+    def tell(self, gathered: Callable[[Unit], None] | None, release: Callable[[Unit], None] | None) -> None:
+        """Who is told when its values are there, and in front of when they are given back; None: nobody."""
+        self.on_gathered, self.on_release = gathered, release
+
     def enter(self) -> None:
         """A forward of one of its modules begins, or something else that reads its values."""
         self.running += 1
