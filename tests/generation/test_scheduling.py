@@ -71,8 +71,8 @@ def _check_books(books: PageBooks, scheduler: BatchScheduler) -> None:
 
 
 def _run(requests: int, limit: int | None, size: int, seed: int) -> tuple[int, int]:
-    """Random requests, many of which begin alike and some of which are equal, that come while others are under way, and some of which nobody waits
-    for to the end; evictions and the largest number of pages."""
+    """Random requests, many of which begin alike and some of which are equal, that come while others are under way, and
+    some of which nobody waits for to the end; evictions and the largest number of pages."""
     draw = random.Random(seed)
     books = PageBooks(limit, size, draw.choice([0, 3, None]))
     scheduler = BatchScheduler(books, rows=draw.choice([3, 16, 64]), chunk=draw.choice([5, 40, 300]))

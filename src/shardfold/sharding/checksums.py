@@ -36,7 +36,7 @@ TOLD = 4
 
 
 @dataclass
-class _Known:
+class _Summed:
     """What lay in memory when it was summed.
 
     Attributes:
@@ -84,8 +84,8 @@ class Checksums:
         compares: bool,
     ) -> None:
         self._units, self._moments, self._compares = units, moments, compares
-        self._resting: list[_Known] = []
-        self._gathered: dict[str, list[_Known]] = {}
+        self._resting: list[_Summed] = []
+        self._gathered: dict[str, list[_Summed]] = {}
         self._ended: list[
             tuple[str, Tensor, Tensor]
         ] = []  # gathered: sums when it was there, and when it was given back
@@ -106,7 +106,7 @@ class Checksums:
     def gathered(self, unit: Unit) -> None:
         """A unit's values are there."""
         known = [
-            _Known(f"the gathered parameters of {unit.name}", _of(segment.flat), lambda: unit.version)
+            _Summed(f"the gathered parameters of {unit.name}", _of(segment.flat), lambda: unit.version)
             for segment in unit.segments
             if segment.split
         ]
@@ -127,7 +127,7 @@ class Checksums:
         self.connect()
         self._resting = list(self._places())
 
-    def _places(self) -> Iterator[_Known]:
+    def _places(self) -> Iterator[_Summed]:
         for unit in self._units():
             for segment in unit.segments:
                 regions = [(state, segment.regions.get(state)) for state in RESTS]
@@ -138,7 +138,7 @@ class Checksums:
                         whole = state == "params" and not segment.split
                         views = segment.parameters if whole else []
                         what = "replica" if whole else "shard"
-                        yield _Known(f"the {what} of {state} of {unit.name}", _rested(region), _count(region, views))
+                        yield _Summed(f"the {what} of {state} of {unit.name}", _rested(region), _count(region, views))
 
     # -- in front of an update
 

@@ -126,13 +126,12 @@ def serving(
     if engine.rank:
         yield TrainingServer(engine, ranks, None, None)
         return
-    end = tokenizer.eos_token_id
     web, app, answers = endpoint(
         ranks,
         tokenizer,
         names=(name,),
         template=template,
-        stops=stop if stop is not None else [end] * (end is not None),
+        stops=[each for each in [tokenizer.eos_token_id] if each is not None] if stop is None else stop,
         most=rows * ranks.num_places + queue,
         address=(host, port),
         keys=[key.encode() for key in keys],
