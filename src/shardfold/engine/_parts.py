@@ -149,18 +149,12 @@ def make_parts(
     runner.connect(hooks)
     backward = Backward(sharded, runner, scaler, alarm, shares)
     replicated = Replicated(sharded, always=sharded.tiers.device.debug, losses=options.is_cut)
+    checksums = _make_checksums(sharded, updater, held) if options.checksums else None
     stepper = None
-    if updater is None and options.checksums:
-        raise ConfigError(
-            "Runtime(checksums=True) looks in front of updates, and this engine has no optimizer: leave it out."
-        )
     if updater is not None:
-        rounds, freeze = _meet_rarely(sharded, runner, changes)
-        checksums = _make_checksums(sharded, updater, held) if options.checksums else None
-        stepper = Stepper(
-            sharded, updater, runner, changes, scaler, alarm, shares, replaced, replicated, clock, rounds, freeze,
-            checksums,
-        )  # fmt: skip
+        met = _meet_rarely(sharded, runner, changes)
+        own = (scaler, alarm, shares, replaced, replicated, clock)
+        stepper = Stepper(sharded, updater, runner, changes, *own, *met, checksums)
     gate = PassGate(runner, hooks, changes, stepper)
     sharded.connect(gate)
     saver, base = Saver(sharded), FrozenBase(sharded)
@@ -194,11 +188,16 @@ def make_parts(
     )
 
 
-def _make_checksums(sharded: ShardedModel, updater: ShardedOptimizer, held: ExitStack) -> Checksums:
+def _make_checksums(sharded: ShardedModel, updater: ShardedOptimizer | None, held: ExitStack) -> Checksums:
     """
     Raises:
-        ConfigError: updates go on while the next passes run, so that there is no moment at which nobody writes.
+        ConfigError: there are no updates, or they go on while the next passes run, so that there is no moment at which
+            nobody writes.
     """
+    if updater is None:
+        raise ConfigError(
+            "Runtime(checksums=True) looks in front of updates, and this engine has no optimizer: leave it out."
+        )
     if updater.delayed:
         raise ConfigError("Runtime(checksums=True) does not go with delayed updates: leave one of the two out.")
     sizes, table = sharded.comm.mesh.sizes, sharded.layout

@@ -40,6 +40,7 @@ _generated        answers that a model gives to the prompts of an evaluation, an
 _likelihoods      from rows to the tokens that are scored, and from scores to loss, bits per byte and accuracy
 _loftq            LoftQ: a rounded weight and two small matrices that together are near the weight
 _model_config     transformers' config of the model that a tuning trains
+_named_optimizer  the optimizer and the schedule that a tuning's settings name
 _noise            noise on embeddings while a model is tuned: NEFTune
 _scoring          how likely a model finds given tokens
 _written          what a tuning leaves behind that others read: an adapter in peft's format, or a folder of transformers

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,9 @@ from shardfold.tools.observe.progress import Progress
 from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite
 from shardfold.tools.stop_signal import StopSignal
 from shardfold.tools.tune._model_config import changed_config, with_length
+from shardfold.tools.tune._named_optimizer import optimizer_of, schedule_of
 from shardfold.tools.tune._noise import EmbeddingNoise, sample_lengths
-from shardfold.tools.tune.adapters import BASE_CHANGES, beginning, optimizer_groups
+from shardfold.tools.tune.adapters import BASE_CHANGES, beginning
 from shardfold.tools.tune.config import Kind, Source, TuneConfig
 from shardfold.tools.tune.models import ModelPlace, hollow_model
 
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from shardfold.tools.tune.data.batches import Batch, Batches, Window
     from shardfold.tools.tune.data.prepared import Prepared
 
-__all__ = ["Loss", "Recipe", "Totals", "TuneRun", "optimizer_of"]
-
-BETAS = (0.9, 0.999)
+__all__ = ["Loss", "Recipe", "Totals", "TuneRun"]
 
 SAME = {"pt": "sft"}
 """Recipes that are another one with other targets."""
@@ -173,49 +171,6 @@ class Totals:
         }
 
 
-def _schedule(config: TuneConfig, total: int) -> Any:
-    from torch.optim.lr_scheduler import LambdaLR
-
-    if config.schedule == "cosine":
-        return sf.optim.warmup_cosine(warmup=min(config.warmup, total), total=total, floor=0.0)
-
-    def factor(step: int) -> float:
-        if step < config.warmup:
-            return (step + 1) / config.warmup
-        if config.schedule == "constant":
-            return 1.0
-        return max(0.0, (total - step) / max(1, total - config.warmup))
-
-    return lambda optimizer: LambdaLR(optimizer, factor)
-
-
-def optimizer_of(config: TuneConfig, model: nn.Module) -> Any:
-    """As an engine takes it."""
-    if config.optimizer == "muon":
-        return sf.optim.Muon(
-            sf.optim.muon_groups(model, lr=config.lr, adamw_lr=config.lr, betas=BETAS), weight_decay=config.weight_decay
-        )
-    if config.optimizer in ("galore", "galore8bit"):
-        names = {"rank": config.galore_rank, "update_proj_gap": config.galore_every, "scale": config.galore_scale}
-        return sf.optim.GaLore(
-            sf.optim.galore_groups(model, others=("*head*", "score*"), **names),
-            lr=config.lr,
-            betas=BETAS,
-            weight_decay=config.weight_decay,
-            bits=8 if config.optimizer == "galore8bit" else 32,
-        )
-    classes: dict[str, tuple[type, dict[str, Any]]] = {
-        "adamw": (torch.optim.AdamW, {"betas": BETAS}),
-        "adamw8bit": (sf.optim.AdamW8bit, {"betas": BETAS}),
-        "adafactor": (sf.optim.Adafactor, {}),
-        "lion": (sf.optim.Lion, {}),
-    }
-    kind, options = classes[config.optimizer]
-    if config.adapter is not None and config.adapter.lr_ratio is not None:
-        return optimizer_groups(model, config.adapter, kind, config.lr, config.weight_decay, **options)
-    return partial(kind, lr=config.lr, weight_decay=config.weight_decay, **options)
-
-
 class TuneRun:
     """One training of a recipe.
 
@@ -301,7 +256,7 @@ class TuneRun:
             precision=config.precision,
             accumulate=config.accumulate,
             clip_norm=clip_of(config),
-            lr_schedule=_schedule(config, updates),
+            lr_schedule=schedule_of(config, updates),
             init=sf.Init(weights=tensors, seed=config.seed),
         )
 
@@ -343,7 +298,7 @@ class TuneRun:
         """The rates of as many steps as the data make."""
         if self.config.steps is None and (schedule := self.engine.lr_schedule) is not None:
             other = torch.optim.SGD([torch.zeros(())])  # a second schedule of the run's own would step twice
-            fresh = _schedule(self.config, self.total * self.recipe.updates)(other)
+            fresh = schedule_of(self.config, self.total * self.recipe.updates)(other)
             schedule.lr_lambdas = [fresh.lr_lambdas[0]] * len(schedule.lr_lambdas)
             renew_rates(schedule)
 
