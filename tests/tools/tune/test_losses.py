@@ -289,8 +289,8 @@ def test_distillation_comes_nearer_to_its_teacher(ranks: Ranks, tmp_path: Path) 
     import torch
     import torch.nn.functional as F
 
+    from shardfold.tools.tune._divergences import divergences
     from shardfold.tools.tune.config import DistillConfig
-    from shardfold.tools.tune.log_probs import divergences
 
     support.model_folder(tmp_path / "base", scale=4.0)
     support.model_folder(tmp_path / "teacher", scale=4.0, seed=1, num_hidden_layers=3)

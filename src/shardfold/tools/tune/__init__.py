@@ -35,6 +35,7 @@ _dataset_info     what LLaMA-Factory's ``dataset_info.json`` says of files of ro
 _demo_base        what the demo begins with: text, a tokenizer of its words, and a small LLaMA with random values
 _demo_page        the page of the demo: what each recipe did, in figures, curves and answers
 _demo_text        the text of the demo: little stories from templates and lists of words
+_divergences      how far two distributions are apart, as distillation has it
 _eval_rows        rows as an evaluation takes them: to score, to answer, to choose
 _generated        answers that a model gives to the prompts of an evaluation, and what they are held to
 _likelihoods      from rows to the tokens that are scored, and from scores to loss, bits per byte and accuracy

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 import shardfold as sf
 from shardfold.errors import ConfigError
+from shardfold.tools.tune._divergences import divergences
 from shardfold.tools.tune.adapters import beginning
 from shardfold.tools.tune.config import DistillConfig
-from shardfold.tools.tune.log_probs import divergences
 from shardfold.tools.tune.models import ModelPlace, hollow_model
 from shardfold.tools.tune.run import Loss, Recipe
 

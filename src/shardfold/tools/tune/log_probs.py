@@ -1,4 +1,4 @@
-"""Log-probabilities of samples, and how far two distributions are apart, as losses need them."""
+"""Log-probabilities of samples, as losses need them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shardfold.tools.tune.config import DistillConfig
     from shardfold.tools.tune.data.batches import Batch
     from shardfold.tools.tune.run import TuneRun
 
-__all__ = ["by_sample", "divergences", "number_of_samples", "sample_log_probs", "token_log_probs"]
+__all__ = ["by_sample", "number_of_samples", "sample_log_probs", "token_log_probs"]
 
 IGNORED = -100
 
@@ -30,21 +29,6 @@ def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
     """
     losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return -losses.view_as(labels)
-
-
-def divergences(student: Tensor, teacher: Tensor, config: DistillConfig) -> Tensor:
-    """KL between two distributions at each place, in nats, times the temperature's square (Hinton et al., arXiv
-    1503.02531, section 2).
-
-    Args:
-        student, teacher: ``(n, vocabulary)``, logits.
-
-    Returns:
-        ``(n,)``; forward: ``KL(teacher || student)``; reverse: ``KL(student || teacher)``.
-    """
-    ours, theirs = ((logits / config.temperature).log_softmax(-1) for logits in (student, teacher))
-    of, to = (theirs, ours) if config.divergence == "forward" else (ours, theirs)
-    return config.temperature**2 * (of.exp() * (of - to)).sum(-1)
 
 
 def number_of_samples(batch: Batch) -> int:

@@ -21,11 +21,11 @@ from shardfold.planner.division import Division
 from shardfold.planner.setting import LINE, PlannedRank, Subject
 from shardfold.tools.planning.known_models import Planned
 from shardfold.tools.recipes.largest import most_that_fit
+from shardfold.tools.tune._divergences import divergences
 from shardfold.tools.tune._model_config import changed_config, with_length
 from shardfold.tools.tune._named_optimizer import optimizer_of
 from shardfold.tools.tune.adapters import adapted
 from shardfold.tools.tune.config import DistillConfig, GRPOConfig, PPOConfig, RolloutConfig, TuneConfig
-from shardfold.tools.tune.log_probs import divergences
 from shardfold.tools.tune.models import ModelPlace, hollow_model
 
 __all__ = ["most_samples", "planned_tuning"]
