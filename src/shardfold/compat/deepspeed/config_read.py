@@ -396,12 +396,7 @@ def read(
         ranks_from += f", of which {sizes.sequence} share sequences" * (sizes.sequence > 1)
         if told.get("pipeline"):  # in a pipeline DeepSpeed counts each copy of the model once
             readers, ranks_from = sizes.data, f"copies of the model on {ranks} ranks"
-    if early:
-        batch = None
-    elif get(f"{ELASTIC}enabled"):
-        batch = _elastic(get, given, readers, notes)
-    else:
-        batch = solve(train, micro, accumulate, readers, ranks_from)
+    batch = None if early else _batch_of(get, given, readers, ranks_from, notes)
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
     if optimizer_given and optimizer is not None:
         why = "it is not used: initialize(optimizer=...) was given one, which is; leave one of them out"
@@ -429,6 +424,19 @@ def read(
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
         wires=wires, base=base, notes=tuple(notes),
     )  # fmt: skip
+
+
+def _batch_of(
+    get: Callable[[str], Any], given: Mapping[str, Any], ranks: int, ranks_from: str, notes: list[Note]
+) -> Batch:
+    """
+    Raises:
+        DeepSpeedConfigError: there is no batch for these ranks.
+    """
+    if get(f"{ELASTIC}enabled"):
+        return _elastic(get, given, ranks, notes)
+    train, micro, accumulate = (given.get(name) for name in TRIAD)
+    return solve(train, micro, accumulate, ranks, ranks_from)
 
 
 def _value(given: Mapping[str, Any], path: str) -> Any:
