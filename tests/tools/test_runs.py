@@ -220,6 +220,23 @@ def test_a_loop_writes_what_it_is_at_and_figures_that_are_json(tmp_path: Path) -
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
+@pytest.mark.parametrize(("status", "state"), [(0, "done"), (None, "done"), (3, "failed")])
+def test_who_leaves_by_sys_exit_is_told_by_its_status(status: int | None, state: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), sf.observe.Run(tmp_path):
+        sys.exit(status)
+    assert RunStatus.of(tmp_path).state == state
+
+
+def test_who_begins_first_keeps_its_record_when_rank_0_forgets(tmp_path: Path) -> None:
+    other = OwnRecord(tmp_path, 1, 2)
+    other.write(phase="starting")
+    own = OwnRecord(tmp_path, 0, 2)
+    own.write(phase="starting")
+    assert [each.rank for each in RunStatus.of(tmp_path).ranks] == [0, 1]
+    for each in (own, other):
+        each.close()
+
+
 def test_an_attempt_forgets_what_an_earlier_one_of_more_ranks_left(tmp_path: Path) -> None:
     earlier = [OwnRecord(tmp_path, rank, 3) for rank in range(3)]
     for each in earlier:
@@ -282,6 +299,8 @@ HOSTILE: dict[str, bytes] = {
     "kinds": json.dumps({"rank": "0", "ranks": [], "phase": {}}).encode().ljust(SIZE) * 3,
     "deep": (b"[" * 1000).ljust(SIZE) * 3,
     "another's": (b" " * SIZE) + json.dumps({"rank": 5, "ranks": 2, "phase": "training"}).encode().ljust(SIZE),
+    "beyond floats": (b" " * SIZE)
+    + json.dumps({"rank": 0, "ranks": 1, "phase": "training", "at": 10**400}).encode().ljust(SIZE),
     "code": (b" " * SIZE)
     + json.dumps({"rank": 0, "ranks": 1, "phase": "\x1b[2J", "step": 10**30}).encode().ljust(SIZE),
 }
@@ -301,6 +320,9 @@ def test_a_file_that_no_run_has_written_is_read_without_harm(
 
     Console(force_terminal=False, width=300).print(runs_table([found]))
     assert "\x1b" not in capfd.readouterr().out
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"loss": 1' + b"0" * 400 + b"}\n" + b"[" * 60000 + b"\n")
+    assert "loss" in found.last_figures
+    Console(force_terminal=False, width=300).print(runs_table([found]))
 
 
 def test_pipes_and_links_are_no_files_of_a_run(tmp_path: Path) -> None:

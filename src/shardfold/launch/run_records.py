@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
 import stat
@@ -122,10 +123,11 @@ class OwnRecord:
         """What an earlier attempt in this folder left, which may have had more ranks, and whose launcher said how it
         ended."""
         with suppress(OSError):
-            size = os.fstat(self._file).st_size
+            size, whole = os.fstat(self._file).st_size, (ranks - LAUNCHER) * SIZE
             if size and not _is_locked(self._file, 0):
                 os.pwrite(self._file, _padded({}), 0)
-            os.truncate(self._file, min(size, (ranks - LAUNCHER) * SIZE))
+            if size > whole:  # else others may be making it longer right now
+                os.truncate(self._file, whole)
 
     def write(self, **said: Any) -> None:
         """Say what is new: fields of :class:`Record`. What does not reach the disk is lost in silence."""
@@ -194,11 +196,19 @@ def _record(file: int, place: int) -> Record | None:
             isinstance(value, kinds[name] | int if kinds[name] is float else kinds[name])
             for name, value in taken.items()
         )
+        right = right and all(_is_finite(taken[name]) for name in taken if kinds[name] is float)
         right = right and {"rank", "ranks", "phase"} <= set(taken) and taken["phase"] in PHASES
         if not right or taken["rank"] != place // SIZE + LAUNCHER:
             return None
         return Record(**taken, lives=_is_locked(file, place))
     return None
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _is_locked(file: int, place: int) -> bool | None:

@@ -64,7 +64,7 @@ class RunStatus:
             finally:
                 os.close(file)
             for line in reversed(lines.split(b"\n")[:-1]):
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     row = json.loads(line)
                     if isinstance(row, dict):
                         return row
@@ -93,7 +93,7 @@ class RunStatus:
             lives = launcher.lives is not False
             words = "" if lives else "its launcher ended before its ranks had begun"
             return cls(folder=folder, state="starting" if lives else "lost", words=launcher.words or words)
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             if isinstance(summary, dict):
                 steps = summary.get("steps") if isinstance(summary.get("steps"), int) else 0

@@ -164,7 +164,7 @@ def runs_table(runs: Sequence[RunStatus]) -> Group:
             Text(printable(str(run.folder), lines=False)),
             Text(run.state, style=STYLES.get(run.state, "cyan")),
             f"{run.step}/{run.steps}" if run.steps else str(run.step or ""),
-            f"{loss:.4g}" if isinstance(loss, int | float) else "",
+            f"{loss:.4g}" if isinstance(loss, int | float) and abs(loss) < 1e300 else "",
             "" if run.age is None else f"{format_duration(run.age)} ago",
             Text(printable(words.partition("\n")[0], lines=False), style="dim"),
         )
