@@ -180,7 +180,7 @@ class Stepper:
         if self._checksums is not None:
             number = self._model.run.steps + 1
             try:
-                self._checksums.verify(self._runner.agreement.exchange, number)
+                self._checksums.verify(self._runner.agreement.exchange, self._runner.agreement.peers.ranks, number)
             except StepError as error:
                 self._model.run.spoil(f"step {number} found changed memory ({str(error).partition('.')[0]})")
                 raise

@@ -13,7 +13,7 @@ second.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -142,11 +142,12 @@ class Checksums:
 
     # -- in front of an update
 
-    def verify(self, exchange: Callable[[str, str], list[str]], number: int) -> None:
+    def verify(self, exchange: Callable[[str, str], list[str]], ranks: Sequence[int], number: int) -> None:
         """All ranks: nothing has changed that nobody wrote, and what all have the same is the same.
 
         Args:
             exchange: what every rank says under a name.
+            ranks: these, in their order there, by their number in the job.
             number: of the step.
 
         Raises:
@@ -160,12 +161,12 @@ class Checksums:
         self._ended, self._alike = [], []
         mine = json.dumps([list(dict.fromkeys(found))[:TOLD], crc32(json.dumps(alike).encode())])
         said = [json.loads(text) for text in exchange(f"checksums/{number}", mine)]
-        wrong = {rank: ", ".join(places) for rank, (places, _) in enumerate(said)}
+        wrong = {rank: ", ".join(places) for rank, (places, _) in zip(ranks, said, strict=True)}
         if any(wrong.values()):
             raise _corrupt(by_rank(wrong))
         if len({code for _, code in said}) > 1:
             told = [json.loads(text) for text in exchange(f"checksums/{number}/apart", json.dumps(alike))]
-            raise _corrupt(_apart(told))
+            raise _corrupt(_apart(told, ranks))
 
 
 def _of(flat: Tensor) -> Callable[[], Tensor | None]:
@@ -184,15 +185,15 @@ def _count(region: Region, views: list[torch.nn.Parameter]) -> Callable[[], int]
     return writes
 
 
-def _apart(every: list[list[tuple[str, list[int]]]]) -> str:
+def _apart(every: list[list[tuple[str, list[int]]]], ranks: Sequence[int]) -> str:
     """Which ranks have other bytes than most, and of what; at first."""
     for place in range(min(map(len, every))):
         sums = [tuple(each[place][1]) for each in every]
         most = max(sums, key=sums.count)
-        if odd := [rank for rank, own in enumerate(sums) if own != most]:
+        if odd := [rank for rank, own in zip(ranks, sums, strict=True) if own != most]:
             where = every[0][place][0]
             if 2 * sums.count(most) <= len(sums):
-                return f"{where} differs between ranks {', '.join(map(str, range(len(sums))))}"
+                return f"{where} differs between ranks {', '.join(map(str, ranks))}"
             return f"rank {', '.join(map(str, odd))}: {where} differs from the other ranks'"
     return "ranks have gathered different units"
 
