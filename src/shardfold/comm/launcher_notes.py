@@ -126,7 +126,10 @@ def beat_no_more() -> None:
 
 def note_awaited(ranks: Iterable[int]) -> None:
     """Leaves which ranks, that say nothing, this one waits for; none: it does not wait."""
-    _write(",".join(map(str, ranks)).encode()[:MOST] + b"\0", AWAITED)
+    text = ",".join(map(str, ranks))
+    if len(text) >= MOST:  # no part of a number: it would be another rank's
+        text = text[:MOST].rpartition(",")[0]
+    _write(text.encode() + b"\0", AWAITED)
 
 
 def refuse_without_lease(what: str) -> None:
