@@ -170,6 +170,35 @@ def test_without_word_of_the_launcher_a_rank_writes_nothing() -> None:
     assert Path("told").read_text().startswith("x is not written: this process was stopped or cut off")
 
 
+def test_who_is_asked_to_end_may_write_as_long_as_it_has_time() -> None:
+    """Longer than a lease lasts and is waited for, as a large checkpoint takes."""
+    script = write(
+        "saves.py",
+        """
+        import os, signal, sys, time
+        from shardfold.comm import launcher_notes as notes
+        def saves(number, frame):
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                time.sleep(0.01)
+            notes.refuse_without_lease("x")
+            open("saved", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, saves)
+        while notes._lease() is None:
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGTERM)
+        while True:
+            time.sleep(0.05)
+        """,
+    )
+    said = subprocess.run(
+        command("--nproc-per-node=1", "--patience=0.5", "--monitor-interval=0.1", script),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert Path("saved").exists(), said.stderr
+
+
 def test_a_rank_that_goes_on_in_time_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     """Stopped twice, each time for less than the patience: the times are not added up."""
     script = write(

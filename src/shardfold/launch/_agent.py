@@ -103,6 +103,7 @@ class Agent(SimpleElasticAgent):
         self.logs = log_folder(options)
         self.patience, self.leftovers = Patience(options.patience), Leftovers()
         self.notice = Notice(options.notice, options.notice_file)
+        self._ours_until = 0.0  # by the monotonic clock: so long the run is this node's, as was last heard
         self.alike: list[tuple[Any, ...]] = []  # how attempts failed, those of the same kind at the end
 
     # What torch's agent asks for.
@@ -122,7 +123,11 @@ class Agent(SimpleElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         given = self.options.shutdown_timeout
         grace = AFTER_SIGNAL if self.death is None else AFTER_DEATH
-        end_all(self.workers, death_sig, grace if given is None else min(grace, given) if self.death else given)
+        grace = grace if given is None else min(grace, given) if self.death else given
+        if self.death is None and time.monotonic() < self._ours_until:  # what ranks save when they are asked to end
+            for worker in self.workers:
+                worker.lease(grace)
+        end_all(self.workers, death_sig, grace)
         self.leftovers.end(LEAVE if given is None else min(LEAVE, given))
 
     def _exit_barrier(self) -> None:
@@ -147,9 +152,9 @@ class Agent(SimpleElasticAgent):
             self.death = self._heard() or self.meeting.beat()
         if self.death is not None:
             return self._failed(worker_group, failed)
-        lease = max(self.patience.lease, 2 * self.options.monitor_interval)
+        self._ours_until = asked + max(self.patience.lease, 2 * self.options.monitor_interval)
         for worker in self.workers:  # the run was this node's when it was asked
-            worker.lease(asked + lease - time.monotonic())
+            worker.lease(self._ours_until - time.monotonic())
         if all(worker.returncode == 0 for worker in self.workers):
             for worker in self.workers:
                 worker.drain()
