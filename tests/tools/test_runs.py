@@ -220,6 +220,26 @@ def test_a_loop_writes_what_it_is_at_and_figures_that_are_json(tmp_path: Path) -
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
+def test_a_rank_that_comes_before_the_folder_is_known_from_its_first_step(tmp_path: Path) -> None:
+    early = sf.observe.Run(tmp_path / "run", rank=1, ranks=2)
+    with sf.observe.Run(tmp_path / "run", rank=0, ranks=2) as lead:
+        lead.log(1)
+        early.log(1)
+        assert [(each.rank, each.step) for each in RunStatus.of(lead.folder).ranks] == [(0, 1), (1, 1)]
+        early.close()
+
+
+def test_a_run_is_at_and_ends_as_what_there_is(tmp_path: Path) -> None:
+    with sf.observe.Run(tmp_path) as run:
+        with pytest.raises(ConfigError, match=r"no phase 'savng'.*saving"), run.during("savng"):
+            pass
+        with pytest.raises(ConfigError, match="no phase 'done'"), run.during("done"):
+            pass
+        with pytest.raises(ConfigError, match='as "done" or "stopped"'):
+            run.close("finished")
+        assert RunStatus.of(tmp_path).state == "starting"
+
+
 @pytest.mark.parametrize(("status", "state"), [(0, "done"), (None, "done"), (3, "failed")])
 def test_who_leaves_by_sys_exit_is_told_by_its_status(status: int | None, state: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit), sf.observe.Run(tmp_path):

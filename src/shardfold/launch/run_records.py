@@ -26,7 +26,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAUNCHER", "PHASES", "STATUS", "OwnRecord", "Record", "boot_of_this_machine", "note_end", "read_records"]
+__all__ = [
+    "LAUNCHER",
+    "OVER",
+    "PHASES",
+    "STATUS",
+    "OwnRecord",
+    "Record",
+    "boot_of_this_machine",
+    "note_end",
+    "read_records",
+]
 
 STATUS = "run.status"
 SIZE = 1024

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardfold.comm.launcher_notes import has_followed, note_folder, refuse_without_lease
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.launch.run_records import PHASES, OwnRecord
+from shardfold.launch.run_records import OVER, PHASES, OwnRecord
 
 __all__ = ["Run"]
 
@@ -60,7 +60,8 @@ class Run:
     ) -> None:
         self.folder = Path(folder)
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
+        self._ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
+        self._steps, self._is_absent = steps, False
         self._began = self._last = time.perf_counter()
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._step, self._phase, self._promise = 0, "starting", 0.0
@@ -68,8 +69,7 @@ class Run:
         try:
             if self.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            self._record = OwnRecord(self.folder, self.rank, ranks)
-            self._record.write(phase=self._phase, steps=steps)
+            self._begin()
             if self.rank == 0:
                 if config is not None:
                     text = json.dumps(dict(config), indent=2, default=str)
@@ -82,11 +82,21 @@ class Run:
                 raise ConfigError(
                     f"the run folder {str(self.folder)!r} cannot be written to: {error.strerror}; give another one."
                 ) from None
-            # else another host's disk, where the folder is not: this rank is known by its launcher alone
+            # else rank 0 has not made the folder yet, or never does on another host's disk: there this rank is known by
+            # its launcher alone
+            self._is_absent = True
         note_folder(os.path.abspath(self.folder))
         self._hook = sys.excepthook
         sys.excepthook = self._excepted
         atexit.register(self.close)
+
+    def _begin(self) -> None:
+        """
+        Raises:
+            OSError: the folder is not there, or cannot be written to.
+        """
+        self._record = OwnRecord(self.folder, self.rank, self._ranks)
+        self._record.write(phase=self._phase, steps=self._steps)
 
     def log(self, step: int, **figures: float | None) -> None:
         """Say that a step is done, on every rank; rank 0 writes its figures, a line of ``metrics.jsonl``.
@@ -109,6 +119,10 @@ class Run:
         self._took.append(now - self._last)
         self._last, self._step, self._phase = now, row["step"], "training"
         self._promise = max(LEAST_PROMISE, SLOWER * max(self._took))
+        if self._is_absent:
+            with suppress(OSError):
+                self._begin()
+                self._is_absent = False
         if self._record is not None:
             self._record.write(phase=self._phase, step=self._step, promise=self._promise)
         if self._metrics is not None:
@@ -121,8 +135,9 @@ class Run:
         Raises:
             ConfigError: there is no such phase.
         """
-        if phase not in PHASES:
-            raise ConfigError(f"a run has no phase {phase!r}.{did_you_mean(phase, PHASES)}")
+        phases = [each for each in PHASES if each not in OVER]
+        if phase not in phases:
+            raise ConfigError(f"a run has no phase {phase!r}.{did_you_mean(phase, phases)}")
         before = self._phase, self._promise
         self._say(phase, 0.0)
         try:
@@ -142,7 +157,12 @@ class Run:
 
         Args:
             state: ``"done"``, or ``"stopped"`` if somebody asked it to end before.
+
+        Raises:
+            ConfigError: it is neither.
         """
+        if state not in ("done", "stopped"):
+            raise ConfigError(f'close({state!r}): a run is closed as "done" or "stopped".')
         if self._record is not None:
             self._record.write(phase=state, promise=0.0)
         self._release()
@@ -163,7 +183,7 @@ class Run:
         if self._metrics is not None:
             with suppress(OSError):  # a full disk
                 self._metrics.close()
-        self._record = self._metrics = None
+        self._record, self._metrics, self._is_absent = None, None, False
         atexit.unregister(self.close)
         if getattr(sys.excepthook, "__self__", None) is self:
             sys.excepthook = self._hook
