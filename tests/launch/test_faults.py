@@ -391,6 +391,44 @@ def test_whether_an_address_is_of_this_host_is_found_by_binding() -> None:
     assert rendezvous._is_local("127.0.0.1") and not rendezvous._is_local("192.0.2.1")
 
 
+# -- two launchers on one host
+
+
+def test_the_cause_may_end_behind_those_of_other_nodes_that_it_made_fail(tmp_path: Path) -> None:
+    """A process that raises takes seconds to end where much is imported: the other node's rank is gone before, and only
+    that one's launcher knows so. Both wait for the cause."""
+    os.mkfifo(tmp_path / "ended")
+    script = write(
+        "late.py",
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            hold = open("ended", "w")  # open as long as this process is there
+            note = os.open(os.environ["SHARDFOLD_FOLLOWS"], os.O_WRONLY)
+            os.pwrite(note, b"1", 0)  # as an engine does that lost a rank
+            sys.exit(1)
+        open("ended").read()
+        time.sleep(2)
+        sys.exit(3)
+        """,
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    there = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1", "--patience=60"]
+    started = [
+        subprocess.Popen(command(*there, f"--node-rank={node}", script), stderr=subprocess.PIPE, text=True)
+        for node in range(2)
+    ]
+    try:
+        for each in started:
+            assert "Error: rank 1 on host " in (said := each.communicate(timeout=120)[1]) and "status 3" in said
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
 # -- hosts: network namespaces
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shardfold as sf
+from shardfold.comm import launcher_notes
 from shardfold.errors import ConfigError, StepError
 from shardfold.plan.presets import PRESETS
 from shardfold.sharding.checksums import summed
@@ -156,6 +157,27 @@ def test_a_flipped_bit_is_found_and_located(ranks: Ranks, layout: str) -> None:
 def test_a_thousand_flipped_bits_are_found_and_located(ranks: Ranks, layout: str) -> None:
     needs_memory()
     check(ranks.run(flipped, layout, 200, 7, world_size=3)[0])
+
+
+def blamed() -> tuple[str, bool]:
+    """What the launcher is told where rank 1's memory has changed, and whether that another rank is the cause."""
+    engine, _ = made("zero1")
+    step(engine)
+    if engine.rank == 1:
+        flipper, values = Flipper(), next(engine.sharded.segments()).regions["params"].values()
+        flipper.flip(values.data_ptr(), 3)
+        flipper.close()
+    with pytest.raises(StepError):
+        step(engine)
+    engine.close()
+    return launcher_notes._told[0], launcher_notes.has_followed()
+
+
+def test_the_launcher_is_told_whose_memory_has_changed(ranks: Ranks) -> None:
+    needs_memory()
+    told = ranks.run(blamed, world_size=2)
+    assert all(why.startswith("memory has changed that nobody wrote: rank 1: ") for why, _ in told)
+    assert [follows for _, follows in told] == [True, False]
 
 
 def apart(layout: str) -> str:

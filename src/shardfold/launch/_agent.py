@@ -145,7 +145,7 @@ class Agent(SimpleElasticAgent):
         end_hung(by_rank, awaited | self.meeting.awaited(awaited), self.patience.lost)
         failed = [worker for worker in self.workers if worker.returncode]
         failed.sort(key=lambda worker: worker.ended or 0.0)
-        running = any(worker.returncode is None for worker in self.workers)
+        running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in self.workers)
         if failed and (first := caused(failed, running, self.patience.echo)) is not None:
             self.death = self._own(worker_group, first)
         else:

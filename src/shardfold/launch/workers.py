@@ -348,7 +348,7 @@ def caused(failed: Sequence[_Failed], running: bool, echo: float) -> _Failed | N
 
     Args:
         failed: in the order in which they ended, at least one.
-        running: whether other ranks of this node still run.
+        running: whether other ranks may still run, of this node or of another.
         echo: seconds for which one that failed because of another one is held back, for that one to end.
     """
     cause = next((worker for worker in failed if not worker.follows), None)

@@ -20,6 +20,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from shardfold.comm.launcher_notes import tell_launcher
 from shardfold.errors import StepError, by_rank
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
@@ -163,7 +164,7 @@ class Checksums:
         said = [json.loads(text) for text in exchange(f"checksums/{number}", mine)]
         wrong = {rank: ", ".join(places) for rank, (places, _) in zip(ranks, said, strict=True)}
         if any(wrong.values()):
-            raise _corrupt(by_rank(wrong))
+            raise _corrupt(by_rank(wrong), follows=not found)
         if len({code for _, code in said}) > 1:
             told = [json.loads(text) for text in exchange(f"checksums/{number}/apart", json.dumps(alike))]
             raise _corrupt(_apart(told, ranks))
@@ -198,11 +199,14 @@ def _apart(every: list[list[tuple[str, list[int]]]], ranks: Sequence[int]) -> st
     return "ranks have gathered different units"
 
 
-def _corrupt(where: str) -> StepError:
-    return StepError(
+def _corrupt(where: str, *, follows: bool = False) -> StepError:
+    """The error, of which the launcher is told too; ``follows``: only other ranks' memory has changed."""
+    error = StepError(
         f"memory has changed that nobody wrote: {where}. Nothing was updated with it on any rank; engine.load() of a "
         "checkpoint puts it right. If a rank is named again, its memory or device is broken: take its host out."
     )
+    tell_launcher(str(error), follows=follows)
+    return error
 
 
 def summed(values: Tensor) -> Tensor:
