@@ -257,6 +257,16 @@ def test_who_begins_first_keeps_its_record_when_rank_0_forgets(tmp_path: Path) -
         each.close()
 
 
+def test_a_record_has_room_for_any_words(tmp_path: Path) -> None:
+    own = OwnRecord(tmp_path, 0, 1)
+    for words in ("é" * 5000, '"' * 999, ""):
+        own.write(phase="failed", words=words)
+        assert RunStatus.of(tmp_path).words == words[-len(RunStatus.of(tmp_path).words or " ") :]
+    own.write(phase="training", step=10**2000)  # which no loop counts to
+    assert RunStatus.of(tmp_path).state == "unknown" or RunStatus.of(tmp_path).step == 0
+    own.close()
+
+
 def test_an_attempt_forgets_what_an_earlier_one_of_more_ranks_left(tmp_path: Path) -> None:
     earlier = [OwnRecord(tmp_path, rank, 3) for rank in range(3)]
     for each in earlier:

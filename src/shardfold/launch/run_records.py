@@ -237,8 +237,10 @@ def _lock(kind: int, place: int) -> bytes:
 
 def _padded(said: Mapping[str, Any]) -> bytes:
     words, most = str(said.get("words", "")), MOST_WORDS
-    while len(text := json.dumps({**said, **({"words": words[-most:]} if words else {})}).encode()) >= SIZE:
-        most //= 2
+    while len(text := json.dumps({**said, **({"words": words[-most:]} if words and most else {})}).encode()) >= SIZE:
+        if not most:
+            return b"{}".ljust(SIZE - 1) + b"\n"
+        said, most = {**said, "words": ""}, most // 2
     return text.ljust(SIZE - 1) + b"\n"
 
 

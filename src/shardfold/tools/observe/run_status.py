@@ -104,11 +104,11 @@ class RunStatus:
 def _judge(ranks: Sequence[Record], launcher: Record | None, age: float, changed: float) -> dict[str, Any]:
     """The state, the rank that is to blame, and the words."""
     lead = ranks[0]
-    if lead.phase in ("done", "stopped"):
-        return {"state": lead.phase}
     if launcher is not None and launcher.phase in OVER:
         own = next((each.words for each in ranks if each.rank == launcher.about), "")
         return {"state": launcher.phase, "rank": launcher.about, "words": own or launcher.words}
+    if lead.phase in ("done", "stopped"):
+        return {"state": lead.phase}
     failed = sorted((each for each in ranks if each.phase == "failed"), key=lambda each: (each.follows, each.clock))
     gone = [each for each in ranks if each.phase not in OVER and not _lives(each, changed)]
     if failed and not (gone and failed[0].follows):

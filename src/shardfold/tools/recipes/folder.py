@@ -35,12 +35,15 @@ def claimed(out: Path | None) -> Iterator[Path]:
     """
     token = secrets.token_hex(8)
     made: list[Path] = []
+    folder = None
     try:
         folder = new_folder(made) if out is None else given_folder(out, made)
         mark(folder, token)
         record = OwnRecord(folder, LAUNCHER, 0)
         record.write(phase="starting")
     except OSError as error:
+        if folder is not None and token_in(folder) == token:
+            (folder / FIRST).unlink()
         remove(made)
         place = "a run folder" if out is None else f"the run folder {str(out)!r}"
         raise ConfigError(f"{place} cannot be made: {error.strerror}; give another --out.") from None
