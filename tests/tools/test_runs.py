@@ -257,6 +257,30 @@ def test_who_begins_first_keeps_its_record_when_rank_0_forgets(tmp_path: Path) -
         each.close()
 
 
+LEAVES = """
+import sys, time
+from shardfold.comm.launcher_notes import is_given_notice
+from shardfold.tools.observe.run_folder import Run
+with Run(sys.argv[1], steps=10**9) as run:
+    for step in range(1, 10**9):
+        run.log(step, loss=1.0)
+        time.sleep(0.01)
+        if is_given_notice(): break
+"""
+
+
+@pytest.mark.parametrize("notice", [(), ("--notice", "20")], ids=["sigterm", "notice"])
+def test_a_run_that_its_launcher_was_asked_to_end_is_stopped(notice: tuple[str, ...], tmp_path: Path) -> None:
+    script, folder = tmp_path / "loop.py", tmp_path / "run"
+    script.write_text(LEAVES)
+    command = [sys.executable, "-m", "shardfold", "run", *notice, "--nproc-per-node", "1", str(script), str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        wait_for(folder, lambda found: found.step >= 3)
+        process.terminate()
+        process.wait()
+    assert RunStatus.of(folder).state == "stopped"
+
+
 def test_a_record_has_room_for_any_words(tmp_path: Path) -> None:
     own = OwnRecord(tmp_path, 0, 1)
     for words in ("é" * 5000, '"' * 999, ""):

@@ -127,6 +127,9 @@ class Agent(SimpleElasticAgent):
         if self.death is None and time.monotonic() < self._ours_until:  # what ranks save when they are asked to end
             for worker in self.workers:
                 worker.lease(grace)
+        if self.death is None and any(worker.returncode is None for worker in self.workers):
+            for worker in self.workers[:1]:
+                worker.note_end("stopped", worker.local_rank, f"it was asked to end by {death_sig.name}")
         end_all(self.workers, death_sig, grace)
         self.leftovers.end(LEAVE if given is None else min(LEAVE, given))
 

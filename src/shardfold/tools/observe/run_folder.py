@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardfold.comm.launcher_notes import has_followed, note_folder, refuse_without_lease
+from shardfold.comm.launcher_notes import has_followed, is_given_notice, note_folder, refuse_without_lease
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.launch.run_records import OVER, PHASES, OwnRecord
 
@@ -156,7 +156,8 @@ class Run:
         """The run is over; a second call does nothing.
 
         Args:
-            state: ``"done"``, or ``"stopped"`` if somebody asked it to end before.
+            state: ``"done"``, or ``"stopped"`` if somebody asked it to end before; of ranks that were given notice it is
+                that in any case.
 
         Raises:
             ConfigError: it is neither.
@@ -164,7 +165,8 @@ class Run:
         if state not in ("done", "stopped"):
             raise ConfigError(f'close({state!r}): a run is closed as "done" or "stopped".')
         if self._record is not None:
-            self._record.write(phase=state, promise=0.0)
+            left = self._step < self._steps and is_given_notice()
+            self._record.write(phase="stopped" if left else state, promise=0.0)
         self._release()
 
     def fail(self, error: BaseException) -> None:
