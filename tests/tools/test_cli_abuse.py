@@ -116,7 +116,7 @@ def test_what_a_refused_run_made_is_removed_and_no_more():
     assert Path("old").is_dir() and not Path("old/new").exists()
     with claimed(Path("old/run")) as folder:
         (folder / "config.json").write_text('{"steps": 3}')
-    assert [path.name for path in Path("old/run").iterdir()] == ["config.json"]
+    assert sorted(path.name for path in Path("old/run").iterdir()) == ["config.json", "run.status"]
     for steps in ("", "{}\n"):
         with pytest.raises(ConfigError), claimed(Path("old/refused")) as folder:
             (folder / "config.json").write_text('{"steps": 3}')

@@ -32,6 +32,7 @@ def _tuned(folder: str, name: str, stages: Steps) -> dict[str, dict[str, Any]]:
 
     from shardfold.tools.observe.console import lenient_console
     from shardfold.tools.observe.progress import Progress
+    from shardfold.tools.observe.run_folder import Run
     from shardfold.tools.tune._written import write_model
     from shardfold.tools.tune.config import config_class
     from shardfold.tools.tune.run import TuneRun
@@ -47,7 +48,7 @@ def _tuned(folder: str, name: str, stages: Steps) -> dict[str, dict[str, Any]]:
         if run.leads:
             out.mkdir()
         with Progress(run.total, enabled=False) as progress:
-            run.train(progress, out, None)
+            run.train(progress, Run(out, steps=run.total))
         after = run.evaluate() if run.held_out is not None else {}
         model = out / write_model(run, out)
         ids = torch.tensor([run.tokenizer("Tom has 3 apples and buys 4.")["input_ids"]])

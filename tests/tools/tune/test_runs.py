@@ -81,7 +81,8 @@ def test_what_a_run_leaves_behind(ranks: Ranks, tmp_path: Path) -> None:
     out = tmp_path / "a"
     names = {each.name for each in out.iterdir()}
     assert names == {
-        "adapter", "config.json", "data.json", "metrics.jsonl", "program.txt", "report.html", "summary.json",
+        "adapter", "config.json", "data.json", "metrics.jsonl", "program.txt", "report.html", "run.status",
+        "summary.json",
     }  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and all("accuracy" in row for row in rows)

@@ -156,7 +156,7 @@ class Run:
         """The run is over; a second call does nothing.
 
         Args:
-            state: ``"done"``, or ``"stopped"`` if somebody asked it to end before; of ranks that were given notice it is
+            state: ``"done"``, or ``"stopped"`` if somebody asked it to end before; of ranks that had notice it is
                 that in any case.
 
         Raises:
