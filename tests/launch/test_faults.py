@@ -18,6 +18,7 @@ import pytest
 from shardfold import launch
 from shardfold.errors import ConfigError
 from shardfold.launch import _rendezvous as rendezvous
+from shardfold.launch import workers
 from shardfold.launch._agent import Notice, SignalException, signals
 from shardfold.launch.leftovers import MARK, Leftovers
 from shardfold.launch.namespaces import Namespaces, why_not
@@ -93,6 +94,7 @@ def beats():  # as an engine does
         notes.beat()
         time.sleep(0.05)
 notes.offer_stack()
+notes.beat()
 threading.Thread(target=beats, daemon=True).start()
 def hangs():
     if sys.argv[1] == "holds":
@@ -118,6 +120,7 @@ def test_a_rank_without_a_sign_of_life_is_ended_and_its_stack_told(
 ) -> None:
     """Its process lives, but no thread of its interpreter runs. One that is stopped goes on for its stack, and writes
     nothing then."""
+    monkeypatch.setattr(workers, "ANSWER", 30.0)  # on a busy machine
     script = write("lives.py", LIVES)
     if train:
         monkeypatch.setenv(PATIENCE, "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ __all__ = [
     "is_rank",
     "num_cores",
     "python_module",
+    "signal_main_thread",
 ]
 
 INTERRUPTED = 130
@@ -29,6 +31,7 @@ SAID = 2
 PR_SET_PDEATHSIG = 1
 # Looked up before any process is forked: the child may then only call it.
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+TGKILL = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None) if sys.platform == "linux" else None
 
 
 # What ``-m`` does, but that modules of the current folder are not found: for Pythons that have no option for it.
@@ -77,6 +80,19 @@ def end_at_signals() -> None:
     if os.getpid() == 1:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, lambda number, _: sys.exit(exit_status(-number)))
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal that the main thread of a process takes: in which thread a handler runs is else left to Linux, and
+    the main thread of one that was stopped may go on meanwhile.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    if TGKILL is None:
+        os.kill(pid, number)
+    elif TGKILL(pid, pid, number) and ctypes.get_errno() == errno.ESRCH:
+        raise ProcessLookupError(errno.ESRCH, "no such process", pid)
 
 
 def exit_status(returncode: int) -> int:

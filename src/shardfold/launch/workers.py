@@ -37,7 +37,7 @@ from shardfold.comm.launcher_notes import (
 )
 from shardfold.launch.death import resident
 from shardfold.launch.leftovers import MARK
-from shardfold.launch.process import die_with_parent
+from shardfold.launch.process import die_with_parent, signal_main_thread
 from shardfold.launch.run_records import note_end
 from shardfold.tiers.limit import process_state, switched
 
@@ -286,7 +286,7 @@ class Worker:
             return ""
         os.pwrite(self._sign, REVOKED, LEASE)
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid, STACK)
+            signal_main_thread(self.process.pid, STACK)
             if process_state(self.process.pid) == "T":
                 os.kill(self.process.pid, signal.SIGCONT)
         deadline, size, before = time.monotonic() + ANSWER, 0, -1
