@@ -372,6 +372,7 @@ def test_slow_clients_hold_nobody(server: Served, monkeypatch: pytest.MonkeyPatc
     until(lambda: server.app.load == 0 and server.ranks.used_pages == 0)
 
 
+@pytest.mark.soak  # how much the sockets of a machine hold decides whether anything is left to send
 def test_who_reads_nothing_is_given_up(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer larger than what the sockets hold (220 tokens with 20 others each): the connection ends, although it
     is never read; others are answered meanwhile."""
