@@ -372,13 +372,11 @@ def test_slow_clients_hold_nobody(server: Served, monkeypatch: pytest.MonkeyPatc
     until(lambda: server.app.load == 0 and server.ranks.used_pages == 0)
 
 
-@pytest.mark.soak  # how much the sockets of a machine hold decides whether anything is left to send
 def test_who_reads_nothing_is_given_up(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer larger than what the sockets hold (220 tokens with 20 others each): the connection ends, although it
-    is never read; others are answered meanwhile."""
+    is never read; others are answered meanwhile. Whether its last tokens were made before that is a matter of pace."""
     monkeypatch.setattr("shardfold.tools.serve._web_side.STALL_SECONDS", 0.5)
     server.web._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of connections that are made from now on
-    cancelled = server.app.counts["cancelled"]
     place = urlsplit(server.url)
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -386,7 +384,6 @@ def test_who_reads_nothing_is_given_up(server: Served, monkeypatch: pytest.Monke
         fields = {"n": 2, "max_tokens": 110, "logprobs": True, "top_logprobs": 20, "stream": True}
         reader.sendall(request(server.url, CHAT, body_of(**fields)))
         assert server.chat("one", max_tokens=5)[0] == 200
-        until(lambda: server.app.counts["cancelled"] == cancelled + 1)
         until(lambda: server.app.load == 0 and server.ranks.used_pages == 0)
         said = b""
         with suppress(ConnectionResetError):
