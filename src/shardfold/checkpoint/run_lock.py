@@ -35,6 +35,7 @@ from weakref import WeakValueDictionary
 
 from shardfold.checkpoint.folders import INDEX, LATEST, LEFT_OVER, OWNER, listed, origin, write_synced
 from shardfold.errors import CheckpointError
+from shardfold.tiers.limit import boot_id
 
 __all__ = ["LOCK", "Holder", "RunLock"]
 
@@ -90,7 +91,7 @@ class Holder:
 def _host() -> str:
     said = [socket.gethostname()]
     with suppress(OSError):
-        said.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        said.append(boot_id())
         said.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(said)
 

@@ -10,13 +10,13 @@ import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardfold.comm._boards import WORD, Board, Door, Mark, Neighbour, Pages, read, wait_for
 from shardfold.comm._words import Words
 from shardfold.comm.cores import allowed, share
 from shardfold.comm.transport import Waiter
+from shardfold.tiers.limit import boot_id
 
 __all__ = ["SLOTS", "Group", "neighbours"]
 
@@ -207,7 +207,7 @@ def _of_this_user(process: int) -> bool:
 def _place() -> str | None:
     """What ranks of one host have in common, and containers or simulated hosts on it do not; None: it does not say."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
     except OSError:
         return None

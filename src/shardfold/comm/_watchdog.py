@@ -36,7 +36,7 @@ from shardfold.comm.answered import Answered
 from shardfold.comm.launcher_notes import beat, beat_no_more, note_awaited, offer_stack
 from shardfold.errors import OrderError
 from shardfold.tiers.collection import AtCollection
-from shardfold.tiers.limit import process_state
+from shardfold.tiers.limit import boot_id, process_state
 from shardfold.torch_internals import default_store, when_groups_end
 
 __all__ = ["Watchdog", "Whereabouts"]
@@ -453,7 +453,7 @@ def _user_collective(frame: FrameType | None) -> str | None:
 def _same_processes() -> str:
     """The same for processes that see each other by their numbers; "" where nothing is known of that."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return boot_id() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from time import process_time
 
+from shardfold.tiers.limit import boot_id
+
 __all__ = ["allowed", "machine", "occupied", "share", "share_of_cores"]
 
 
@@ -43,7 +45,7 @@ def allowed() -> list[int]:
 def machine() -> str:
     """What ranks of one machine have in common; containers on it count its cores alike."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id()
     except OSError:
         return socket.gethostname()
 

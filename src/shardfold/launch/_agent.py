@@ -128,8 +128,7 @@ class Agent(SimpleElasticAgent):
             for worker in self.workers:
                 worker.lease(grace)
         if self.death is None and any(worker.returncode is None for worker in self.workers):
-            for worker in self.workers[:1]:
-                worker.note_end("stopped", worker.local_rank, f"it was asked to end by {death_sig.name}")
+            self._note_end("stopped", 0, f"it was asked to end by {death_sig.name}")
         end_all(self.workers, death_sig, grace)
         self.leftovers.end(LEAVE if given is None else min(LEAVE, given))
 
@@ -279,15 +278,18 @@ class Agent(SimpleElasticAgent):
             "the batch or the checkpoint of that step"
         )
 
-    def _note_end(self, death: Death) -> None:
+    def _note_death(self, death: Death) -> None:
+        self._note_end("failed", death.rank, death.sentence("").removeprefix("Error: ").removesuffix("."))
+
+    def _note_end(self, state: str, rank: int, words: str) -> None:
         """Say in the run's folder, if it has one, how it ended."""
         for worker in self.workers[:1]:
-            worker.note_end("failed", death.rank, death.sentence("").removeprefix("Error: ").removesuffix("."))
+            worker.note_end(state, rank, words)
 
     def _failed(self, group: WorkerGroup, failed: list[Worker]) -> RunResult:
         """End the other ranks, say what happened and let torch's agent start all again or give up."""
         assert self.death is not None
-        self._note_end(self.death)  # first of all: who looks now finds that, and not that all are gone
+        self._note_death(self.death)  # first of all: who looks now finds that, and not that all are gone
         self.meeting.tell_no_more()
         self._shutdown()
         # A rank fails because another is gone: the earliest death is the cause, and only together do agents know it.
@@ -322,7 +324,7 @@ class Agent(SimpleElasticAgent):
         # Nodes that were started by hand have terminals of their own; others share one output.
         if self.mine or not (self.labelled or find_task(os.environ)):
             say(self.death.sentence(then))
-            self._note_end(self.death)
+            self._note_death(self.death)
         failures = {
             group.workers[worker.local_rank].global_rank: ProcessFailure(
                 local_rank=worker.local_rank,

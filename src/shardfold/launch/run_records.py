@@ -26,9 +26,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from shardfold.tiers.limit import boot_id
+
 __all__ = [
+    "ENDS",
     "LAUNCHER",
-    "OVER",
     "PHASES",
     "STATUS",
     "OwnRecord",
@@ -40,8 +42,8 @@ __all__ = [
 
 STATUS = "run.status"
 SIZE = 1024
-OVER = ("done", "stopped", "failed")
-PHASES = ("starting", "training", "saving", "evaluating", *OVER)
+ENDS = ("done", "stopped", "failed")
+PHASES = ("starting", "training", "saving", "evaluating", *ENDS)
 LAUNCHER = -1
 """The rank that a launcher has in its record."""
 MOST_WORDS = 600
@@ -89,7 +91,7 @@ class Record:
     def age(self, changed: float) -> float:
         """Seconds since it was said; ``changed``: when the file was written to last."""
         here = self.boot == boot_of_this_machine() and self.boot
-        return max(0.0, _sinceboot_of_this_machine() - self.at if here else time.time() - max(changed, self.clock))
+        return max(0.0, _since_boot() - self.at if here else time.time() - max(changed, self.clock))
 
 
 class OwnRecord:
@@ -141,7 +143,7 @@ class OwnRecord:
 
     def write(self, **said: Any) -> None:
         """Say what is new: fields of :class:`Record`. What does not reach the disk is lost in silence."""
-        self._said.update(said, pid=os.getpid(), at=_sinceboot_of_this_machine(), clock=time.time())
+        self._said.update(said, pid=os.getpid(), at=_since_boot(), clock=time.time())
         if self._ends.alive:
             with suppress(OSError):
                 os.pwrite(self._file, _padded(self._said), self._place)
@@ -150,13 +152,10 @@ class OwnRecord:
         """Give the lock back."""
         self._ends()
 
-    def leave_to_parent(self) -> None:
-        """A process that was forked off has the file too; its parent's lock must not outlive the parent in it."""
-        self._ends()
-
 
 _own: weakref.WeakSet[OwnRecord] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [each.leave_to_parent() for each in list(_own)])
+# A process that is forked off has the file too; its parent's lock must not outlive the parent in it.
+os.register_at_fork(after_in_child=lambda: [each.close() for each in list(_own)])
 
 
 def note_end(folder: Path, phase: str, rank: int, words: str) -> None:
@@ -165,7 +164,7 @@ def note_end(folder: Path, phase: str, rank: int, words: str) -> None:
     with suppress(OSError):
         file = os.open(folder / STATUS, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            os.pwrite(file, _padded({**said, "boot": boot_of_this_machine(), "at": _sinceboot_of_this_machine()}), 0)
+            os.pwrite(file, _padded({**said, "boot": boot_of_this_machine(), "at": _since_boot()}), 0)
         finally:
             os.close(file)
 
@@ -245,11 +244,11 @@ def _padded(said: Mapping[str, Any]) -> bytes:
 
 
 def boot_of_this_machine() -> str:
-    """What tells this start of the machine from all others; "" where the system has no name for it."""
+    """ "" where the system has no name for it."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot_id()
     return ""
 
 
-def _sinceboot_of_this_machine() -> float:
+def _since_boot() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -52,6 +52,15 @@ def memory_limit(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgrou
     return min(limits, default=0)
 
 
+def boot_id() -> str:
+    """What tells this start of this machine from all others.
+
+    Raises:
+        OSError: the system has no name for it.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
 def process_state(pid: int, proc: Path = Path("/proc")) -> str:
     """Return the letter that Linux has for what a process does (``T``: it is stopped); "" if it is gone or that is not
     told here."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardfold.comm.launcher_notes import has_followed, is_given_notice, note_folder, refuse_without_lease
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.launch.run_records import OVER, PHASES, OwnRecord
+from shardfold.launch.run_records import ENDS, PHASES, OwnRecord
 
 __all__ = ["Run"]
 
@@ -135,7 +135,7 @@ class Run:
         Raises:
             ConfigError: there is no such phase.
         """
-        phases = [each for each in PHASES if each not in OVER]
+        phases = [each for each in PHASES if each not in ENDS]
         if phase not in phases:
             raise ConfigError(f"a run has no phase {phase!r}.{did_you_mean(phase, phases)}")
         before = self._phase, self._promise

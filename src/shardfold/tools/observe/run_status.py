@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardfold.launch.run_records import LAUNCHER, STATUS, Record, boot_of_this_machine, read_records
+from shardfold.launch.run_records import ENDS, LAUNCHER, STATUS, Record, boot_of_this_machine, read_records
 from shardfold.tiers.limit import process_state
 
 __all__ = ["OVER", "RunStatus", "runs_in"]
 
-OVER = ("done", "stopped", "failed", "lost")
+OVER = (*ENDS, "lost")
 """States in which nothing of a run goes on."""
 DEEP = 3  # levels of folders that runs are looked for in
 TAIL = 64 * 1024  # bytes of figures that are read for the last ones
