@@ -1,0 +1,171 @@
+// Runs beside each other: lines by step, tokens or time, what their settings differ in, bytes, samples.
+
+import { get, ofRun, query, repeat } from "./asking.js";
+import { Chart, Curves, swatch } from "./chart.js";
+import { bytes, count, duration, empty, link, make, number, stateBadge, table, words } from "./parts.js";
+import { chartControls, samplesOf, shownKeys, tierRows, unitOf, view } from "./shared.js";
+import { runAddress } from "./runs.js";
+
+const EVERY = 2; // seconds
+
+export function compareView(main, route, { entitle, trouble }) {
+  entitle("Compare");
+  const ids = [...new Set(route.given.getAll("id"))];
+  if (ids.length) return compared(main, route, ids, trouble);
+  main.append(empty("Tick runs in the list to compare them."), make("p", {}, link("#/runs", "To the list", { class: "button main" })));
+  return { end() {} };
+}
+
+function compared(main, route, ids, trouble) {
+  const details = new Map(), hidden = new Set(route.given.getAll("hide"));
+  const curves = new Curves();
+  const legend = make("ul", { class: "legend", "aria-label": "Runs" }), held = make("div", { class: "charts" });
+  const [facts, differs, memory, samples] = ["facts", "differs", "memory", "samples"].map((each) => make("section", { class: each }));
+  const shown = view(route);
+  const choice = make("fieldset", { class: "figures" }, make("legend", {}, "Figures"));
+  let keys = route.given.getAll("key"), charts = new Map(), known = "";
+  const controls = chartControls(route, shown, (asksAgain) => { if (asksAgain) poll.once(); redraw(); });
+  main.append(make("div", { class: "tools" }, choice, controls), legend, held, facts, differs, memory, samples);
+
+  function name(id) {
+    return details.get(id)?.name || id;
+  }
+
+  function chosen() {
+    keys = [...choice.querySelectorAll("input:checked")].map((each) => each.value);
+    route.put({ key: keys });
+    rebuild();
+    list();
+    poll.once();
+  }
+
+  function rebuild() {
+    charts = new Map((keys.length ? keys : ["loss"]).map((key) => [key, new Chart(words(key), {
+      unit: unitOf(key), onZoom: (from, to) => { zoom(from, to); } })]));
+    held.replaceChildren(...[...charts.values()].map((each) => each.element));
+  }
+
+  function zoom(from = null, to = null) {
+    Object.assign(shown, { from, to });
+    route.put({ from, to });
+    poll.once();
+  }
+
+  function redraw() {
+    for (const [key, chart] of charts) {
+      chart.set(ids.filter((id) => !hidden.has(id)).map((id) => ({
+        name: name(id), slot: ids.indexOf(id), points: curves.of(id, key),
+      })), { axis: shown.by, weight: shown.smooth, log: shown.log, zoomed: shown.from !== null });
+    }
+  }
+
+  function list() {
+    legend.replaceChildren(...ids.map((id, slot) => {
+      const on = make("input", { type: "checkbox", "aria-label": `Show ${name(id)}`, change: () => {
+        if (on.checked) hidden.delete(id); else hidden.add(id);
+        route.put({ hide: [...hidden] });
+        redraw();
+      } });
+      on.checked = !hidden.has(id);
+      const without = ids.filter((each) => each !== id);
+      return make("li", {}, make("label", {}, on, swatch(slot)), link(runAddress(id), name(id)),
+        details.has(id) ? stateBadge(details.get(id).state) : null,
+        make("a", { href: "api/csv?" + query({ id, key: keys.length ? keys : ["loss"] }), download: true, "aria-label": `CSV of ${name(id)}` }, "CSV"),
+        make("a", { href: "#/compare?" + query({ id: without }), class: "drop", "aria-label": `Without ${name(id)}`, title: "Without this one" }, "×"));
+    }));
+  }
+
+  function section_(of, title, inner) {
+    of.replaceChildren(make("h2", {}, title), inner);
+  }
+
+  const heads = () => ids.map((id, slot) => ({ name: make("span", { class: "head" }, swatch(slot), name(id)), number: true }));
+
+  function results() {
+    const of = [...details.values()], best = (value, low) => {
+      const good = of.map(value).filter((each) => typeof each === "number" && Number.isFinite(each));
+      return good.length > 1 ? (low ? Math.min(...good) : Math.max(...good)) : null;
+    };
+    const row = (title, value, shownAs, low = null) => {
+      const first = low === null ? null : best(value, low);
+      return [title, ...ids.map((id) => {
+        const each = details.has(id) ? value(details.get(id)) : null;
+        return first !== null && each === first ? make("b", { class: "best" }, shownAs(each), make("span", { class: "aside" }, " (best)")) : shownAs(each);
+      })];
+    };
+    const kept = (path) => (run) => path.split(".").reduce((at, part) => at?.[part], run) ?? null;
+    const rows = [
+      row("state", (run) => run.state, String),
+      row("steps", (run) => run.step, number),
+      row("loss, last", (run) => run.loss, number, true),
+      row("loss, held out", kept("summary.held_out_loss"), number, true),
+      row("bits per byte, held out", kept("summary.bits_per_byte.model"), number, true),
+      row("tokens", kept("summary.tokens"), count),
+      row("time", (run) => run.summary?.seconds ?? run.seconds ?? null, duration),
+      row("tokens/s", (run) => run.rate, count, false),
+      row("ranks", (run) => run.ranks || null, number),
+      row("layout", (run) => run.layout || "–", String),
+    ].filter(([, ...cells]) => cells.some((cell) => cell !== "–"));
+    section_(facts, "Results", table("Results", [{ name: "figure" }, ...heads()], rows));
+  }
+
+  function memories() {
+    const found = new Map();
+    ids.forEach((id, place) => {
+      for (const [title, value] of tierRows(details.get(id) || {})) {
+        if (!found.has(title)) found.set(title, ids.map(() => null));
+        found.get(title)[place] = value;
+      }
+    });
+    const rows = [...found].map(([title, values]) => [title, ...values.map(bytes)]);
+    section_(memory, "Bytes on rank 0", rows.length ? table("Bytes on rank 0", [{ name: "state, tier" }, ...heads()], rows)
+      : empty("Written when a run ends."));
+  }
+
+  async function settings(signal) {
+    const said = await get("differences", { id: ids }, signal);
+    const rows = said.rows.map(({ key, values }) => [key, ...values.map((value) => value === null || value === undefined ? "–"
+      : typeof value === "object" ? JSON.stringify(value) : String(value))]);
+    section_(differs, "Settings that differ", rows.length ? table("Settings that differ",
+      [{ name: "setting" }, ...heads().map((each) => ({ ...each, number: false }))], rows)
+      : empty(ids.length > 1 ? "All settings are equal." : "One run alone differs in nothing: tick another in the list."));
+  }
+
+  const texts = samplesOf(samples, ids, name);
+  async function turn(signal) {
+    const found = await Promise.all(ids.map((id) => get(ofRun(id), {}, signal).catch((error) => {
+      if (error.status === 404) return { name: id, state: "unknown", keys: [], why: "it is gone" };
+      throw error;
+    })));
+    ids.forEach((id, place) => details.set(id, found[place]));
+    const all = shownKeys(found.flatMap((each) => each.keys || []));
+    if (all.join("\n") !== known) {
+      known = all.join("\n");
+      if (!keys.length) keys = all.filter((key) => ["loss", "held_out_loss"].includes(key)).slice(0, 1);
+      choice.replaceChildren(make("legend", {}, "Figures"), ...all.map((key) => {
+        const tick = make("input", { type: "checkbox", value: key, change: chosen });
+        tick.checked = keys.includes(key);
+        return make("label", { class: "tick" }, tick, words(key));
+      }));
+      rebuild();
+    }
+    const ran = [...details.values()].map(({ state, step, name: called }) => [state, step, called]).join();
+    const pixels = charts.size ? [...charts.values()][0].pixels : 600;
+    const changed = await curves.turn(ids, [...charts.keys()], { ...shown, pixels }, signal);
+    if (changed) redraw();
+    if (curves.share < 1) setTimeout(() => poll.once());
+    if (ran !== before) {
+      if (!legend.contains(document.activeElement)) list();
+      results();
+      memories();
+      if (before === "") { await settings(signal); redraw(); }
+      await texts.turn(signal);
+      before = ran;
+    }
+  }
+  let before = "";
+  rebuild();
+  list();
+  const poll = repeat(turn, EVERY, trouble);
+  return { end: poll.end };
+}
