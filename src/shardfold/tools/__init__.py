@@ -2,6 +2,7 @@
 
     answering     what `generate`, `chat` and `serve` share
     bench         the benchmark: layouts and peers that take turns
+    board         a page on which runs are started, watched, compared and stopped
     cli           the command `shardfold`
     cli_ckpt      the commands `shardfold ckpt`: look into checkpoints, check them, carry them out and in
     cli_options   options of commands that are made of settings, and settings as options again
@@ -23,6 +24,7 @@
     serve         a model answers over HTTP: `shardfold serve`
     stop_signal   the signals that end a run at a step, and not within one
     tune          fine-tuning of transformers models: recipes, their settings, the run
+    _cli_board    the command `shardfold board`: its options are the fields of its settings
     _cli_serve    the command `shardfold serve`: its options are the fields of its settings
     _explained    what ``shardfold explain --config`` prints
 

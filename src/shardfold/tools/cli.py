@@ -18,7 +18,7 @@ from shardfold import launch
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.offload import offloaded
-from shardfold.tools import _cli_serve, cli_ckpt, cli_plan, cli_run, cli_tune, extras
+from shardfold.tools import _cli_board, _cli_serve, cli_ckpt, cli_plan, cli_run, cli_tune, extras
 from shardfold.tools.answering.commands import register as register_answers
 from shardfold.tools.cli_options import argument, with_settings
 from shardfold.tools.interruption import INTERRUPTION
@@ -61,6 +61,7 @@ shardfold tune sft --help           fine-tune a model of transformers, whole or 
 shardfold chat runs/sft             talk with what was trained; shardfold generate answers a file of prompts
 shardfold serve runs/sft            answer over HTTP as OpenAI's API does, with a page to chat at
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
+shardfold board                     the same as a page that lives: watch, compare, start, stop and go on with runs
 shardfold runs                      which runs there are and what each is at, also those that died
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
 shardfold doctor                    what is wrong with this installation, what costs speed, what this machine can do
@@ -366,6 +367,7 @@ cli_plan.register(app)
 cli_tune.register(app)
 register_answers(app)
 _cli_serve.register(app)
+_cli_board.register(app)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from shardfold.tools.answering.opened_model import OpenConfig, OpenedModel
+from shardfold.tools.serve._endpoint import endpoint
 from shardfold.tools.serve._web_app import WebApp
-from shardfold.tools.serve._web_side import WebSide, endpoint
 from shardfold.tools.serve.answer_loop import AnswerLoop
 from shardfold.tools.serve.text_ranks import TextRanks
+from shardfold.tools.serve.web_side import WebSide
 
 __all__ = ["Pace", "Served", "alone", "asked", "chunks", "paced", "served", "spoken"]
 

@@ -353,7 +353,7 @@ def test_slow_clients_hold_nobody(server: Served, monkeypatch: pytest.MonkeyPatc
     """A body that never ends, a head that never ends, a reader that never reads: others are answered meanwhile, and
     these are let go."""
     monkeypatch.setattr("shardfold.tools.serve._web_app.BODY_SECONDS", 0.5)
-    monkeypatch.setattr("shardfold.tools.serve._web_side.HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("shardfold.tools.serve.web_side.HEAD_SECONDS", 0.5)
     place = urlsplit(server.url)
     whole = request(server.url, CHAT, body_of(max_tokens=100, stream=True))
     with (
@@ -375,7 +375,7 @@ def test_slow_clients_hold_nobody(server: Served, monkeypatch: pytest.MonkeyPatc
 def test_who_reads_nothing_is_given_up(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer larger than what the sockets hold (220 tokens with 20 others each): the connection ends, although it
     is never read; others are answered meanwhile. Whether its last tokens were made before that is a matter of pace."""
-    monkeypatch.setattr("shardfold.tools.serve._web_side.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("shardfold.tools.serve.web_side.STALL_SECONDS", 0.5)
     server.web._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of connections that are made from now on
     place = urlsplit(server.url)
     with socket.socket() as reader:

@@ -17,9 +17,9 @@ import shardfold as sf
 from shardfold.testing import Ranks
 from shardfold.tools.answering.opened_model import OpenConfig, OpenedModel
 from shardfold.tools.serve._web_app import ServedModel, WebApp
-from shardfold.tools.serve._web_side import WebSide
 from shardfold.tools.serve.answer_loop import AnswerLoop
 from shardfold.tools.serve.text_ranks import TextRanks
+from shardfold.tools.serve.web_side import WebSide
 from tests.tools.serve.support import CHAT, COMPLETION, NAME, alone, asked, chunks, served
 from tests.tools.tune.support import TEMPLATE, VOCABULARY, model_folder, tiny_tokenizer
 

@@ -9,6 +9,7 @@ pictures    pictures of a run
 printable   what comes from files, hosts and models, on its way to a terminal
 progress    live progress: two lines redrawn in place on a terminal, a plain line every few seconds anywhere else
 readable    numbers as people read them: bytes, counts, durations, a curve as one line of bars
+run_files   files of a run, which may be anybody's
 run_folder  a run folder and what a loop writes into it: figures of its steps, and what the run is at
 run_page    the page of a run: what its folder says, as one HTML file that needs nothing else
 run_status  what a run is at, as its folder says and as is true

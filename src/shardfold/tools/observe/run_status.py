@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from shardfold.launch.run_records import ENDS, LAUNCHER, STATUS, Record, boot_of_this_machine, read_records
 from shardfold.tiers.limit import process_state
+from shardfold.tools.observe.run_files import opened, read_object
 
 __all__ = ["OVER", "RunStatus", "runs_in"]
 
@@ -56,13 +56,8 @@ class RunStatus:
     @property
     def last_figures(self) -> dict[str, Any]:
         """The last whole line of ``metrics.jsonl``; empty if there is none."""
-        with suppress(OSError):
-            file = os.open(self.folder / "metrics.jsonl", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                found = os.fstat(file)
-                lines = os.pread(file, TAIL, max(0, found.st_size - TAIL)) if stat.S_ISREG(found.st_mode) else b""
-            finally:
-                os.close(file)
+        with opened(self.folder / "metrics.jsonl") as file, suppress(OSError):
+            lines = os.pread(file, TAIL, max(0, os.fstat(file).st_size - TAIL)) if file is not None else b""
             for line in reversed(lines.split(b"\n")[:-1]):
                 with suppress(ValueError, RecursionError):
                     row = json.loads(line)
@@ -93,11 +88,9 @@ class RunStatus:
             lives = launcher.lives is not False
             words = "" if lives else "its launcher ended before its ranks had begun"
             return cls(folder=folder, state="starting" if lives else "lost", words=launcher.words or words)
-        with suppress(OSError, ValueError, RecursionError):
-            summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            if isinstance(summary, dict):
-                steps = summary.get("steps") if isinstance(summary.get("steps"), int) else 0
-                return cls(folder=folder, state="stopped" if summary.get("interrupted") else "done", step=steps or 0)
+        if summary := read_object(folder / "summary.json"):
+            steps = summary.get("steps") if isinstance(summary.get("steps"), int) else 0
+            return cls(folder=folder, state="stopped" if summary.get("interrupted") else "done", step=steps or 0)
         return cls(folder=folder, state="unknown", words=f"it has no {STATUS}")
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import hmac
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,9 +24,10 @@ from starlette.routing import Route
 from shardfold.errors import did_you_mean
 from shardfold.tools.serve._api_replies import ApiReply
 from shardfold.tools.serve.answer_loop import AnswerJob, AnswerLoop, AnswerPiece
-from shardfold.tools.serve.api_requests import ApiRefusal, AskedAnswer, parsed_json, read_chat, read_completion
-from shardfold.tools.serve.serve_config import is_loopback
+from shardfold.tools.serve.api_refusal import ApiRefusal, parsed_json
+from shardfold.tools.serve.api_requests import AskedAnswer, read_chat, read_completion
 from shardfold.tools.serve.text_ranks import TextRanks
+from shardfold.tools.serve.web_guard import page_reply, read_body, stranger
 
 __all__ = ["ServedModel", "WebApp"]
 
@@ -130,7 +127,7 @@ class WebApp:
                 self.statuses[message["status"]] += 1
             await send(message)
 
-        refusal = self._stranger(scope)
+        refusal = stranger(scope, self._host, self._cors)
         if refusal is not None:
             await self._refusal(refusal)(scope, receive, counted)
             return
@@ -151,27 +148,6 @@ class WebApp:
             job.wake()
 
     # -- who may ask
-
-    def _stranger(self, scope: Any) -> ApiRefusal | None:
-        """Why a request is not one that a browser may send for another site, or for another name of this machine."""
-        headers = {name: value for name, value in scope["headers"] if name in (b"host", b"origin")}
-        host = headers.get(b"host", b"").decode("latin-1")
-        if is_loopback(self._host):
-            name = urlsplit(f"//{host}").hostname if re.fullmatch(r"[\w.:\[\]-]+", host) else None
-            if name is None or not (is_loopback(name) or name == self._host):
-                return ApiRefusal(
-                    "this server listens on its own machine only and is asked under another name: ask localhost.",
-                    code="wrong_host",
-                    status=403,
-                )
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and origin not in self._cors and origin.partition("://")[2] != host:
-            return ApiRefusal(
-                "pages of other sites may not ask this server: start it with --cors and the site's address.",
-                code="wrong_origin",
-                status=403,
-            )
-        return None
 
     def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
@@ -283,7 +259,7 @@ class WebApp:
             raise ApiRefusal(
                 "the body is JSON: send 'Content-Type: application/json'.", code="unsupported_media_type", status=415
             )
-        asked = read(parsed_json(await self._body(request)))
+        asked = read(parsed_json(await read_body(request, MOST_BODY, BODY_SECONDS)))
         model = self._known(asked.model)
         size = sum(len(each) for each in asked.prompts) + sum(len(each["content"]) for each in asked.messages)
         prompts = await asyncio.to_thread(self._tokens, asked) if size > LONG_PROMPT else self._tokens(asked)
@@ -311,29 +287,6 @@ class WebApp:
     def _check_open(self) -> None:
         if self.failed or self.drains:
             raise ApiRefusal("this server ends: ask another.", code="unavailable", status=503, retry=RETRY)
-
-    async def _body(self, request: Request) -> bytes:
-        too_long = ApiRefusal(
-            f"the body is longer than {MOST_BODY // 2**20} MiB.", code="request_too_large", status=413
-        )
-        length = request.headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length[:20]) > MOST_BODY:
-            raise too_long
-        found = bytearray()
-
-        async def read() -> None:
-            async for part in request.stream():
-                found.extend(part)
-                if len(found) > MOST_BODY:
-                    raise too_long
-
-        try:
-            await asyncio.wait_for(read(), BODY_SECONDS)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise ApiRefusal(
-                f"the body did not come within {BODY_SECONDS:g} s.", code="request_timeout", status=408
-            ) from None
-        return bytes(found)
 
     def _tokens(self, asked: AskedAnswer) -> list[list[int]]:
         """Of each prompt.
@@ -480,25 +433,4 @@ async def _disconnected(receive: Any) -> None:
         pass
 
 
-def _page_reply() -> tuple[bytes, int, dict[str, str]]:
-    """The page with a policy that lets run what is in it, and nothing else."""
-    body = PAGE.read_bytes()
-
-    def hashed(tag: bytes) -> str:
-        inside = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
-        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each).digest()).decode()}'" for each in inside)
-
-    policy = (
-        f"default-src 'none'; script-src {hashed(b'script')}; style-src {hashed(b'style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return body, 200, headers
-
-
-PAGE_REPLY = _page_reply()
+PAGE_REPLY = page_reply(PAGE.read_bytes())

@@ -16,12 +16,13 @@ from shardfold.errors import ConfigError
 from shardfold.launch import GRACE_AFTER_SIGTERM
 from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.recipes.train_config import read_settings
+from shardfold.tools.serve._endpoint import endpoint
 from shardfold.tools.serve._newest import NewestWeights
 from shardfold.tools.serve._web_app import WebApp
-from shardfold.tools.serve._web_side import WebSide, endpoint
 from shardfold.tools.serve.answer_loop import AnswerLoop
 from shardfold.tools.serve.serve_config import ServeConfig, read_keys
 from shardfold.tools.serve.text_ranks import TextRanks
+from shardfold.tools.serve.web_side import WebSide
 
 __all__ = ["serve"]
 

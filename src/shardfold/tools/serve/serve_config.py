@@ -101,7 +101,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def read_keys(path: Path) -> list[bytes]:
+def read_keys(path: Path, option: str = "--key-file") -> list[bytes]:
     """Keys of a file, one on each line.
 
     Raises:
@@ -110,14 +110,14 @@ def read_keys(path: Path) -> list[bytes]:
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--key-file {path} cannot be read: {error}.") from None
+        raise ConfigError(f"{option} {path} cannot be read: {error}.") from None
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise ConfigError(f"--key-file {path} has no key in it: write one on a line of its own.")
+        raise ConfigError(f"{option} {path} has no key in it: write one on a line of its own.")
     for number, key in enumerate(keys, 1):
         if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(
-                f"--key-file {path}: key {number} is shorter than {SHORTEST_KEY} characters, or has others than "
+                f"{option} {path}: key {number} is shorter than {SHORTEST_KEY} characters, or has others than "
                 "letters, digits and signs of ASCII: make one with `openssl rand -hex 16`."
             )
     return [key.encode() for key in keys]

@@ -12,9 +12,9 @@ from shardfold.plan.checks import described, is_integer, is_number, known_argume
 from shardfold.tools.extras import sentence
 
 if TYPE_CHECKING:
-    from shardfold.tools.serve._web_side import WebSide
     from shardfold.tools.serve.answer_loop import AnswerLoop
     from shardfold.tools.serve.text_ranks import TextRanks
+    from shardfold.tools.serve.web_side import WebSide
 
 __all__ = ["TrainingServer", "serving"]
 
@@ -110,7 +110,7 @@ def serving(
         ...         server.answer()
     """
     try:  # none of which comes without an extra
-        from shardfold.tools.serve._web_side import endpoint
+        from shardfold.tools.serve._endpoint import endpoint
         from shardfold.tools.serve.serve_config import SHORTEST_KEY, is_loopback
         from shardfold.tools.serve.text_ranks import TextRanks
     except ModuleNotFoundError as error:

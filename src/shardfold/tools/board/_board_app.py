@@ -1,0 +1,357 @@
+"""Paths, the token, and what each answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from shardfold.errors import did_you_mean
+from shardfold.tools.board._run_details import RunDetails
+from shardfold.tools.board._step_curves import AXES, StepCurves
+from shardfold.tools.board.board_config import BoardConfig
+from shardfold.tools.board.known_runs import KnownRuns
+from shardfold.tools.serve.api_refusal import ApiRefusal, parsed_json
+from shardfold.tools.serve.web_guard import page_reply, read_body, stranger
+
+__all__ = ["BoardApp"]
+
+MOST_BODY = 2**20
+BODY_SECONDS = 30.0
+MOST_RUNS = 1000
+"""Of one request."""
+MOST_KEYS = 32
+MOST_PIXELS = 4000
+MOST_NUMBERS = 12_000_000
+"""Numbers of curves in memory; beyond, those that were not looked at for the longest time go."""
+PATIENCE = 0.5  # seconds for which one request reads files
+PAGE = Path(__file__).with_name("page")
+HEADER = "x-shardfold-board"
+
+
+class BoardApp:
+    """Of ASGI.
+
+    Args:
+        config: which runs, and under which address.
+        token: without which nobody is told anything.
+    """
+
+    def __init__(self, config: BoardConfig, token: str) -> None:
+        self.token = token
+        self._config = config
+        self._cookie = "board-" + hashlib.blake2s(token.encode(), digest_size=6).hexdigest()
+        self._runs = KnownRuns(config.folders)
+        self._curves: dict[str, StepCurves] = {}
+        get = {
+            "/api/runs": self._list,
+            "/api/runs/{run}": self._run,
+            "/api/runs/{run}/log": self._log,
+            "/api/runs/{run}/samples": self._samples,
+            "/api/curves": self._points,
+            "/api/differences": self._differences,
+            "/api/csv": self._csv,
+            "/api/forms": self._later,
+        }
+        post = {
+            "/api/check": self._later,
+            "/api/plan": self._later,
+            "/api/start": self._later,
+            "/api/runs/{run}/{act}": self._later,
+        }
+        routes = [Route("/", self._page), Route("/api/session", self._session, methods=["POST"])]
+        routes += [Route(path, self._known(endpoint)) for path, endpoint in get.items()]
+        routes += [Route(path, self._known(self._said(endpoint)), methods=["POST"]) for path, endpoint in post.items()]
+        self._paths = ["/", *get, *post]
+        handlers: Any = {ApiRefusal: _refused, HTTPException: self._not_found, ClientDisconnect: _left}
+        self._app = Starlette(routes=routes, exception_handlers=handlers)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The event loop that it runs in."""
+
+    def close(self) -> None:
+        """What was started for this board only ends."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def closed(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message["headers"]}
+                message["headers"] = [
+                    *message["headers"],
+                    *((name, value) for name, value in CLOSED if name not in names),
+                ]
+            await send(message)
+
+        root = self._config.root_path
+        if root and scope["path"].startswith(root + "/"):  # a proxy that leaves it in
+            scope = {**scope, "path": scope["path"][len(root) :]}
+        refusal = stranger(scope, self._config.host)
+        if refusal is not None:
+            await _reply(refusal)(scope, receive, closed)
+            return
+        await self._app(scope, receive, closed)
+
+    # -- who may ask
+
+    def _is_known(self, request: Request) -> bool:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        tokens = [request.cookies.get(self._cookie, ""), given.strip() if kind.lower() == "bearer" else ""]
+        return any([self._is_token(each) for each in tokens])
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
+
+    def _known(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def known(request: Request) -> Response:
+            if not self._is_known(request):
+                raise ApiRefusal(
+                    "the token is missing or wrong: open the address that the board printed when it began.",
+                    code="no_token",
+                    status=401,
+                )
+            return await endpoint(request)
+
+        return known
+
+    def _said(
+        self, endpoint: Callable[[Request, dict[str, Any]], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def said(request: Request) -> Response:
+            return await endpoint(request, await self._body(request))
+
+        return said
+
+    @staticmethod
+    async def _body(request: Request) -> dict[str, Any]:
+        """
+        Raises:
+            ApiRefusal: it is none, or a form of another page may have sent it.
+        """
+        if request.headers.get(HEADER) != "1":
+            raise ApiRefusal("the header X-Shardfold-Board: 1 is missing.", code="no_header", status=403)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiRefusal(
+                "the body is JSON: send 'Content-Type: application/json'.", code="unsupported_media_type", status=415
+            )
+        return parsed_json(await read_body(request, MOST_BODY, BODY_SECONDS))
+
+    async def _not_found(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path[:100]
+        said = f"there is nothing at {path!r}.{did_you_mean(path, self._paths)}"
+        if error.status_code == 405:
+            said = f"{path!r} is not asked by {request.method}."
+        return _reply(ApiRefusal(said, code="not_found", status=error.status_code))
+
+    async def _page(self, request: Request) -> Response:
+        given = request.query_params.get("token")
+        if given is not None:
+            reply = RedirectResponse((self._config.root_path or "") + "/", status_code=303)
+            if self._is_token(given):
+                self._set_cookie(reply)
+            return reply
+        return Response(*page_reply(_page_text()), media_type="text/html")
+
+    async def _session(self, request: Request) -> Response:
+        given = (await self._body(request)).get("token")
+        if not isinstance(given, str) or not self._is_token(given):
+            raise ApiRefusal("that is not the token of this board.", "token", "no_token", status=401)
+        reply = Response(status_code=204)
+        self._set_cookie(reply)
+        return reply
+
+    def _set_cookie(self, reply: Response) -> None:
+        path = self._config.root_path or "/"
+        reply.set_cookie(self._cookie, self.token, path=path, httponly=True, samesite="strict", max_age=400 * 86400)
+
+    # -- runs
+
+    async def _list(self, request: Request) -> Response:
+        found = await asyncio.to_thread(self._runs.changes, request.query_params.get("after", ""))
+        return _json({**found, "read_only": self._config.read_only})
+
+    async def _run(self, request: Request) -> Response:
+        run = request.path_params["run"]
+        return _json(await asyncio.to_thread(self._told, run))
+
+    def _told(self, run: str) -> dict[str, Any]:
+        folder = self._runs.folder(run)
+        return {**self._runs.row(run), **RunDetails(folder).told(), "keys": self._of(run, folder).keys()}
+
+    async def _log(self, request: Request) -> Response:
+        folder = self._runs.folder(request.path_params["run"])
+        after = _number(request, "after", None)
+        return _json(await asyncio.to_thread(RunDetails(folder).log, _number(request, "rank", 0) or 0, after))
+
+    async def _samples(self, request: Request) -> Response:
+        folder = self._runs.folder(request.path_params["run"])
+        return _json(await asyncio.to_thread(RunDetails(folder).samples, _number(request, "after", 0) or 0))
+
+    async def _differences(self, request: Request) -> Response:
+        folders = [self._runs.folder(run) for run in _several(request, "id", MOST_RUNS)]
+        return _json({"rows": await asyncio.to_thread(_differences, folders)})
+
+    # -- curves
+
+    async def _points(self, request: Request) -> Response:
+        runs, keys = _several(request, "id", MOST_RUNS), _several(request, "key", MOST_KEYS)
+        by = request.query_params.get("by", "step")
+        if by not in AXES:
+            raise ApiRefusal(f"points are told by {', '.join(AXES)}, not by {by[:50]!r}.", "by", "invalid_value")
+        pixels = min(MOST_PIXELS, max(1, _number(request, "pixels", 600) or 600))
+        part = None
+        if "from" in request.query_params or "to" in request.query_params:
+            part = _float(request, "from", -1e300), _float(request, "to", 1e300)
+        after = request.query_params.get("after", "")
+        text = await asyncio.to_thread(self._curves_of, runs, keys, by, pixels, part, after)
+        return Response(text, media_type="application/json")
+
+    def _curves_of(
+        self,
+        runs: Sequence[str],
+        keys: Sequence[str],
+        by: str,
+        pixels: int,
+        part: tuple[float, float] | None,
+        after: str,
+    ) -> str:
+        until = time.monotonic() + PATIENCE
+        before = after.split("_") if after else []
+        if len(before) != len(runs):
+            before = []
+        series: list[str] = []
+        cursors: list[str] = []
+        read = 0.0
+        for number, run in enumerate(runs):
+            curves = self._of(run, self._runs.folder(run))
+            curves.read_on(keys, until)
+            read += curves.share_read
+            for key in keys:
+                if before and part is None:
+                    points = curves.since(before[number], key, by, pixels)
+                else:
+                    points = curves.whole(key, by, pixels, part)
+                if points is not None:
+                    head = json.dumps({"id": run, "key": key, "level": points.level, "whole": points.is_whole})
+                    series.append(f'{head[:-1]},"points":{points.points}}}')
+            cursors.append(curves.cursor)
+        self._forget()
+        share = read / len(runs) if runs else 1.0
+        return f'{{"cursor":{json.dumps("_".join(cursors))},"read":{share:.4g},"series":[{",".join(series)}]}}'
+
+    def _of(self, run: str, folder: Path) -> StepCurves:
+        return self._curves.setdefault(run, StepCurves(folder / "metrics.jsonl"))
+
+    def _forget(self) -> None:
+        used = sorted(list(self._curves.items()), key=lambda each: each[1].used)
+        size = sum(each.num_numbers for _, each in used)
+        for run, each in used:
+            if size <= MOST_NUMBERS:
+                break
+            size -= each.num_numbers
+            self._curves.pop(run, None)
+
+    async def _csv(self, request: Request) -> Response:
+        (run,), keys = _several(request, "id", 1), _several(request, "key", MOST_KEYS)
+        curves = self._of(run, self._runs.folder(run))
+        headers = {"Content-Disposition": f'attachment; filename="{run}.csv"'}
+        return StreamingResponse(curves.texts(["step", *keys]), 200, headers, "text/csv")
+
+    async def _later(self, request: Request, said: Mapping[str, Any] | None = None) -> Response:
+        raise ApiRefusal("this is not there yet.", code="not_there", status=501)
+
+
+CLOSED = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+"""Headers of every reply that says nothing else."""
+
+
+def _page_text() -> bytes:
+    """The page: its styles and scripts stand in it, each as an element of its own."""
+    text = (PAGE / "board.html").read_bytes()
+    for path in sorted(PAGE.iterdir()):
+        tag = {
+            ".css": (b'<link rel="stylesheet" href="%s">', b"<style>%s</style>"),
+            ".js": (b'<script src="%s"></script>', b"<script>%s</script>"),
+        }.get(path.suffix)
+        if tag is not None:
+            text = text.replace(tag[0] % path.name.encode(), tag[1] % path.read_bytes())
+    return text
+
+
+def _differences(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    flat = [RunDetails(folder).flat_settings() for folder in folders]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    rows = [{"key": key, "values": [each.get(key) for each in flat]} for key in keys]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def _several(request: Request, name: str, most: int) -> list[str]:
+    found = list(dict.fromkeys(each[:200] for each in request.query_params.getlist(name)))
+    if not 0 < len(found) <= most:
+        raise ApiRefusal(f"{name}= is given from once to {most} times.", name, "invalid_value")
+    return found
+
+
+def _number(request: Request, name: str, default: int | None) -> int | None:
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdigit() and len(given) < 19):
+        raise ApiRefusal(f"{name}= is a whole number.", name, "invalid_value")
+    return int(given)
+
+
+def _float(request: Request, name: str, default: float) -> float:
+    try:
+        return float(request.query_params.get(name, default))
+    except ValueError:
+        raise ApiRefusal(f"{name}= is a number.", name, "invalid_value") from None
+
+
+def _json(found: Mapping[str, Any]) -> Response:
+    return Response(
+        json.dumps(_plain(found), ensure_ascii=False).encode(errors="replace"), media_type="application/json"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no nan or inf."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not abs(value) <= 1e308 else value
+
+
+def _reply(refusal: ApiRefusal) -> Response:
+    headers = {"Connection": "close"} if refusal.status in (408, 413) else {}
+    return Response(refusal.body(), refusal.status, headers, "application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiRefusal)
+    return _reply(error)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody gets

@@ -1,0 +1,411 @@
+"""The curves of a run: ``metrics.jsonl`` as blocks of rows, whose memory has a bound however long the file is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardfold.tools.observe.run_files import opened
+
+__all__ = ["AXES", "CurvePoints", "StepCurves"]
+
+AXES = ("step", "tokens", "seconds")
+"""What points are drawn over. Tokens and seconds go on where a run that was started again counts anew."""
+MOST_BLOCKS = 4096
+PIECE = 2**20  # bytes that are read at a time: others wait for the interpreter meanwhile
+MOST_REREAD = 64 * 2**20
+"""Bytes that a look at a part of a curve reads again for it; of a longer part the blocks are shown."""
+DIGITS = 6
+
+_NUMBER = rb'"%b":\s*([^,}\s]+)'
+
+
+class CurvePoints(NamedTuple):
+    """A part of a curve.
+
+    Attributes:
+        points: ``[x, min, max, mean]`` of some rows, or ``[x, value]`` of one, as JSON text; ``null``: not finite.
+        level: rows of a point.
+        is_whole: whether they take the place of all that was told before, or go on from there.
+    """
+
+    points: str
+    level: int
+    is_whole: bool
+
+
+class _Column:
+    """Of a key, by block: the least and largest number, their sum and how many there are."""
+
+    __slots__ = ("count", "high", "low", "sum")
+
+    def __init__(self) -> None:
+        self.low, self.high, self.sum, self.count = array("d"), array("d"), array("d"), array("L")
+
+    def append(self, values: Sequence[float]) -> None:
+        self.low.append(min(values, default=math.inf))
+        self.high.append(max(values, default=-math.inf))
+        self.sum.append(sum(values))
+        self.count.append(len(values))
+
+    def extend_last(self, values: Sequence[float]) -> None:
+        if values:
+            self.low[-1] = min(self.low[-1], *values)
+            self.high[-1] = max(self.high[-1], *values)
+            self.sum[-1] += sum(values)
+            self.count[-1] += len(values)
+
+    def halve(self) -> None:
+        """Two blocks become one."""
+        for name, join in (("low", min), ("high", max), ("sum", sum), ("count", sum)):
+            old = getattr(self, name)
+            setattr(self, name, array(old.typecode, (join(old[at : at + 2]) for at in range(0, len(old), 2))))
+
+
+class _Rows(NamedTuple):
+    """Rows of a piece of the file: where each begins, and numbers by key; None: it has none."""
+
+    begins: Sequence[int]
+    columns: Mapping[str, Sequence[float | None]]
+
+
+class StepCurves:
+    """Of one run, for the keys that were asked for.
+
+    Rows are read once, by position; a file that became shorter or another one is read anew. Up to ``MOST_BLOCKS`` rows
+    are kept as they are; of more, 2, 4, 8, ... rows share a block, and a look at a small part reads that part of the
+    file again. Where a run went back, as from a checkpoint, the later rows hold.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self.used = 0.0
+        self._reset("")
+
+    def _reset(self, mark: str) -> None:
+        self._mark, self._turns = mark, 0
+        self._read, self._rows, self._size, self._length = 0, 0, 1, 0
+        self._begins = array("Q")
+        self._columns: dict[str, _Column] = {}
+        self._totals = _Totals()
+        self._step = -math.inf
+        self._skips = False
+
+    @property
+    def num_numbers(self) -> int:
+        """That are in memory, about."""
+        return len(self._begins) * (1 + 4 * len(self._columns))
+
+    @property
+    def share_read(self) -> float:
+        return self._read / self._length if self._length else 1.0
+
+    @property
+    def cursor(self) -> str:
+        return f"{self._mark}.{self._turns}.{self._read}"
+
+    def keys(self) -> list[str]:
+        """The keys of numbers in the first and last rows, without those that are axes."""
+        found: dict[str, None] = {}
+        with opened(self._path) as file:
+            if file is not None:
+                for at in (0, max(0, os.fstat(file).st_size - 64 * 1024)):
+                    lines = os.pread(file, 64 * 1024, at).split(b"\n")
+                    for line in lines[(1 if at else 0) : -1][-32:] + lines[:1] * (not at):
+                        for key, value in _row(line).items():
+                            if _is_number(value) or value is None:
+                                found.setdefault(key)
+        return [key for key in found if key not in ("step", "seconds") and len(key) < 200]
+
+    def read_on(self, keys: Iterable[str], until: float) -> None:
+        """Read what is new, or all for keys that are new; it ends at a time of the monotonic clock."""
+        wanted = {*keys, *AXES} - {"tokens"} | {"tokens_per_s"}
+        with self._lock, opened(self._path) as file:
+            self.used = time.monotonic()
+            if file is None:
+                self._reset("")
+                return
+            self._length = os.fstat(file).st_size
+            first = os.pread(file, 64, 0).partition(b"\n")[0]
+            mark = f"{os.fstat(file).st_ino:x}-{zlib.crc32(first):x}"
+            if mark != self._mark or self._length < self._read:
+                self._reset(mark)
+                self._length = os.fstat(file).st_size
+            if not wanted <= self._columns.keys():
+                known = wanted | self._columns.keys()
+                self._reset(mark)
+                self._length = os.fstat(file).st_size
+                self._columns = {key: _Column() for key in known}
+                self._columns["tokens"] = _Column()
+            while self._read < self._length:
+                piece = os.pread(file, PIECE, self._read)
+                end = piece.rfind(b"\n") + 1
+                if not end:
+                    if len(piece) < PIECE:  # half a line, that comes
+                        self._length = self._read
+                        return
+                    self._skips, end = True, len(piece)  # a line without end
+                elif self._skips:
+                    start = piece.find(b"\n") + 1
+                    self._skips, self._read, piece, end = False, self._read + start, piece[start:end], end - start
+                if not self._skips and end:
+                    self._take(piece[:end])
+                self._read += end
+                if time.monotonic() > until:
+                    return
+
+    def _take(self, piece: bytes) -> None:
+        begins, columns = _rows_of(piece, [key for key in self._columns if key != "tokens"])
+        columns = {**columns, **self._totals.of(columns)}
+        for step in columns["step"]:
+            if step is not None:
+                self._turns += step <= self._step
+                self._step = step
+        at, count = 0, len(begins)
+        while at < count:
+            inside = self._rows % self._size
+            if not inside and len(self._begins) == MOST_BLOCKS:
+                self._size *= 2
+                self._begins = self._begins[::2]
+                for column in self._columns.values():
+                    column.halve()
+                continue
+            until = min(count, at + self._size - inside)
+            if not inside:
+                self._begins.append(self._read + begins[at])
+            for key, column in self._columns.items():
+                values = _finite(columns[key][at:until])
+                column.extend_last(values) if inside else column.append(values)
+            self._rows += until - at
+            at = until
+
+    # -- what is told
+
+    def whole(self, key: str, by: str, pixels: int, part: tuple[float, float] | None = None) -> CurvePoints:
+        """The curve, or the part of it between two values of the axis, with a point for a pixel at most."""
+        with self._lock:
+            blocks = self._valid(by)
+            if part is not None:
+                x = self._columns[by].low
+                inside = [at for at, block in enumerate(blocks) if part[0] <= x[block] <= part[1]]
+                # The block in front may end within the part.
+                blocks = blocks[max(0, inside[0] - 1) : inside[-1] + 2] if inside else blocks[:0]
+                if self._size > 1 and len(blocks) < pixels and (rows := self._again(blocks, key, by)) is not None:
+                    shown = [each for each in rows if part[0] <= each[0] <= part[1]]
+                    return self._grouped_rows(shown, pixels)
+            return self._grouped(blocks, key, by, pixels)
+
+    def since(self, cursor: str, key: str, by: str, pixels: int) -> CurvePoints | None:
+        """What came behind a cursor; None: nothing."""
+        mark, _, place = cursor.rpartition(".")
+        begin = int(place) if place.isdecimal() and len(place) < 20 else -1
+        if mark != f"{self._mark}.{self._turns}" or not 0 <= begin <= self._read or self._read - begin > PIECE:
+            return self.whole(key, by, pixels)
+        if begin == self._read:
+            return None
+        with self._lock, opened(self._path) as file:
+            piece = os.pread(file, self._read - begin, begin) if file is not None else b""
+            rows = self._exact(piece, key, by, total=self._totals.now(by))
+        return CurvePoints(_joined(_one(x, y) for x, y in rows), 1, False)
+
+    def texts(self, keys: Sequence[str]) -> Iterator[str]:
+        """The file as CSV, row by row."""
+        with opened(self._path) as file:
+            at, rest = 0, b""
+            while file is not None and (piece := os.pread(file, PIECE, at)):
+                at += len(piece)
+                *lines, rest = (rest + piece).split(b"\n") if len(rest) < PIECE else piece.split(b"\n")
+                rows = (_row(line) for line in lines)
+                yield "".join(
+                    ",".join(f"{row[key]:.9g}" if _is_number(row.get(key)) else "" for key in keys) + "\n"
+                    for row in rows
+                    if _is_number(row.get("step"))
+                )
+
+    def last(self, key: str, count: int) -> list[float]:
+        """Means of the curve's blocks, for a small picture."""
+        with self._lock:
+            blocks, column = self._valid("step"), self._columns[key]
+            values = [column.sum[at] / column.count[at] for at in blocks if column.count[at]]
+        step = max(1, -(-len(values) // count))
+        return [sum(part) / len(part) for at in range(0, len(values), step) if (part := values[at : at + step])]
+
+    def _valid(self, by: str) -> list[int]:
+        """Blocks with an x and that no later row takes the place of."""
+        steps, x = self._columns["step"], self._columns[by]
+        blocks = [at for at in range(len(self._begins)) if x.count[at] and steps.count[at]]
+        if self._turns:
+            least, kept = math.inf, []
+            for at in reversed(blocks):
+                if steps.low[at] < least:
+                    least = steps.low[at]
+                    kept.append(at)
+            blocks = kept[::-1]
+        return blocks
+
+    def _again(self, blocks: Sequence[int], key: str, by: str) -> list[tuple[float, float | None]] | None:
+        """The rows of some blocks, from the file; None: they are too many."""
+        found: list[tuple[float, float | None]] = []
+        spans = [
+            (self._begins[at], self._begins[at + 1] if at + 1 < len(self._begins) else self._read) for at in blocks
+        ]
+        if sum(end - begin for begin, end in spans) > MOST_REREAD:
+            return None
+        with opened(self._path) as file:
+            for at, (begin, end) in zip(blocks, spans, strict=True):
+                piece = os.pread(file, end - begin, begin) if file is not None else b""
+                found += self._exact(piece, key, by, first=self._columns[by].low[at])
+        return found
+
+    def _exact(
+        self, piece: bytes, key: str, by: str, *, first: float | None = None, total: float | None = None
+    ) -> list[tuple[float, float | None]]:
+        """Rows of a piece as x and number, where the first x or the last total of the axis is known; numbers that are
+        not finite only in a curve that has one in most rows."""
+        names = {key, "step", "seconds", "tokens_per_s"} - {"tokens"}
+        columns = _rows_of(piece, names).columns
+        columns = {**columns, **_Totals().of(columns)}
+        x = columns[by]
+        if by != "step":
+            known = [each for each in x if each is not None]
+            shift = 0.0 if not known else first - known[0] if first is not None else (total or 0.0) - known[-1]
+            x = [None if each is None else each + shift for each in x]
+        dense = self._is_dense(key)
+        numbers = (None if y is None or not math.isfinite(y) else y for y in columns[key])
+        pairs = ((each, y) for each, y in zip(x, numbers, strict=True) if each is not None and (y is not None or dense))
+        return list(pairs)
+
+    def _is_dense(self, key: str) -> bool:
+        return 2 * sum(self._columns[key].count) > self._rows
+
+    def _grouped(self, blocks: Sequence[int], key: str, by: str, pixels: int) -> CurvePoints:
+        x, y, dense = self._columns[by], self._columns[key], self._is_dense(key)
+        group = max(1, -(-len(blocks) // pixels))
+        points: list[str] = []
+        for at in range(0, len(blocks), group):
+            some = blocks[at : at + group]
+            count = sum(y.count[each] for each in some)
+            if count > 1 or (count and self._size * group > 1):
+                low, high = min(y.low[each] for each in some), max(y.high[each] for each in some)
+                points.append(_several(x.low[some[0]], low, high, sum(y.sum[each] for each in some) / count))
+            elif count or dense:
+                points.append(_one(x.low[some[0]], y.sum[some[0]] if count else None))
+        return CurvePoints(_joined(points), self._size * group, True)
+
+    @staticmethod
+    def _grouped_rows(rows: Sequence[tuple[float, float | None]], pixels: int) -> CurvePoints:
+        group = max(1, -(-len(rows) // pixels))
+        if group == 1:
+            return CurvePoints(_joined(_one(x, y) for x, y in rows), 1, True)
+        points: list[str] = []
+        for at in range(0, len(rows), group):
+            some = rows[at : at + group]
+            values = [y for _, y in some if y is not None]
+            first = some[0][0]
+            points.append(
+                _several(first, min(values), max(values), sum(values) / len(values)) if values else _one(first)
+            )
+        return CurvePoints(_joined(points), group, True)
+
+
+class _Totals:
+    """Tokens and seconds since the run's begin, also of one that was started again in its folder."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._before = 0.0
+
+    def now(self, by: str) -> float:
+        return self._tokens if by == "tokens" else self._seconds
+
+    def of(self, columns: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:
+        tokens: list[float | None] = []
+        seconds: list[float | None] = []
+        for now, rate in zip(columns["seconds"], columns["tokens_per_s"], strict=True):
+            if now is not None and math.isfinite(now):
+                passed = now - self._before if now >= self._before else now
+                self._before = now
+                self._seconds += max(0.0, passed)
+                if rate is not None and math.isfinite(rate):
+                    self._tokens += max(0.0, passed) * rate
+            seconds.append(None if now is None else self._seconds)
+            tokens.append(None if now is None else self._tokens)
+        return {"tokens": tokens, "seconds": seconds}
+
+
+def _rows_of(piece: bytes, keys: Iterable[str]) -> _Rows:
+    """Of whole lines. Flat rows that all have a key are read without making objects of them."""
+    lines = piece.split(b"\n")
+    lines.pop()
+    begins, place = [0] * len(lines), 0
+    for at, line in enumerate(lines):
+        begins[at] = place
+        place += len(line) + 1
+    flat = piece.count(b"{") == len(lines) and b"\\" not in piece and b"[" not in piece
+    columns: dict[str, Sequence[float | None]] = {}
+    rest: list[str] = []
+    for key in keys:
+        found = re.findall(_NUMBER % re.escape(key.encode()), piece) if flat else ()
+        if flat and not found:
+            columns[key] = [None] * len(lines)
+            continue
+        if flat and len(found) == len(lines):
+            with suppress(ValueError):
+                columns[key] = [None if each == b"null" else float(each) for each in found]
+                continue
+        rest.append(key)
+    if rest:
+        rows = [_row(line) for line in lines]
+        for key in rest:
+            columns[key] = [_number(row.get(key)) for row in rows]
+    return _Rows(begins, columns)
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Empty where it is no object."""
+    if len(line) < PIECE:
+        with suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float | None:
+    if not _is_number(value):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(values: Sequence[float | None]) -> Sequence[float]:
+    return [each for each in values if each is not None and math.isfinite(each)]
+
+
+def _several(x: float, low: float, high: float, mean: float) -> str:
+    mean = mean if math.isfinite(mean) else low / 2 + high / 2  # a sum beyond all floats
+    return f"[{x:.12g},{low:.{DIGITS}g},{high:.{DIGITS}g},{mean:.{DIGITS}g}]"
+
+
+def _one(x: float, y: float | None = None) -> str:
+    return f"[{x:.12g},{'null' if y is None else format(y, f'.{DIGITS}g')}]"
+
+
+def _joined(points: Iterable[str]) -> str:
+    return f"[{','.join(points)}]"

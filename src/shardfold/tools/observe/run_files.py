@@ -1,0 +1,39 @@
+"""Files of a run, which may be anybody's: what is no regular file is not opened, and what is too large is not read."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["opened", "read_object"]
+
+MOST_OBJECT = 4 * 2**20
+"""Bytes of a file with an object."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int | None]:
+    """A regular file, opened without waiting for anybody and without following a link; None: it is none."""
+    file = None
+    with suppress(OSError, ValueError):
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield file if file is not None and stat.S_ISREG(os.fstat(file).st_mode) else None
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none, or it is too large."""
+    with opened(path) as file, suppress(OSError, ValueError, RecursionError):
+        if file is not None and os.fstat(file).st_size <= MOST_OBJECT:
+            found = json.loads(os.read(file, MOST_OBJECT))
+            if isinstance(found, dict):
+                return found
+    return {}

@@ -1,0 +1,91 @@
+"""What pages and other machines may not do to a server: who asks for another site, too long bodies, foreign scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from shardfold.tools.serve.api_refusal import ApiRefusal
+from shardfold.tools.serve.serve_config import is_loopback
+
+__all__ = ["page_reply", "read_body", "stranger"]
+
+
+def stranger(scope: Any, address: str, cors: Collection[str] = ()) -> ApiRefusal | None:
+    """Why a request is not one that a browser may send for another site, or for another name of this machine.
+
+    Args:
+        scope: of ASGI.
+        address: that is listened at; of this machine's own, other names in ``Host`` are refused.
+        cors: sites whose pages may ask.
+    """
+    headers = {name: value for name, value in scope["headers"] if name in (b"host", b"origin")}
+    host = headers.get(b"host", b"").decode("latin-1")
+    if is_loopback(address):
+        name = urlsplit(f"//{host}").hostname if re.fullmatch(r"[\w.:\[\]-]+", host) else None
+        if name is None or not (is_loopback(name) or name == address):
+            return ApiRefusal(
+                "this server listens on its own machine only and is asked under another name: ask localhost.",
+                code="wrong_host",
+                status=403,
+            )
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    if origin and origin not in cors and origin.partition("://")[2] != host:
+        return ApiRefusal(
+            "pages of other sites may not ask this server: start it with --cors and the site's address.",
+            code="wrong_origin",
+            status=403,
+        )
+    return None
+
+
+async def read_body(request: Request, most: int, seconds: float) -> bytes:
+    """The body of a request, of ``most`` bytes, that comes within so many seconds.
+
+    Raises:
+        ApiRefusal: it is longer, or does not come.
+    """
+    too_long = ApiRefusal(f"the body is longer than {most // 2**20} MiB.", code="request_too_large", status=413)
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:20]) > most:
+        raise too_long
+    found = bytearray()
+
+    async def read() -> None:
+        async for part in request.stream():
+            found.extend(part)
+            if len(found) > most:
+                raise too_long
+
+    try:
+        await asyncio.wait_for(read(), seconds)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise ApiRefusal(f"the body did not come within {seconds:g} s.", code="request_timeout", status=408) from None
+    return bytes(found)
+
+
+def page_reply(body: bytes) -> tuple[bytes, int, dict[str, str]]:
+    """A page with a policy that lets run what is in it, and nothing else: body, status and headers."""
+
+    def hashed(tag: bytes) -> str:
+        inside = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each).digest()).decode()}'" for each in inside)
+
+    policy = (
+        f"default-src 'none'; script-src {hashed(b'script')}; style-src {hashed(b'style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return body, 200, headers
