@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from shardfold.errors import ConfigError
 from shardfold.tools.observe.charts import ChartLine, line_chart
+from shardfold.tools.observe.event_files import EventFile, event_files
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.page_parts import page, scroll, table, tiles
 from shardfold.tools.observe.printable import printable
@@ -21,6 +23,7 @@ __all__ = ["PAGE", "page_of_run", "series", "smooth", "step_rows", "write_page"]
 
 PAGE = "report.html"
 NOT_OPTIONS = ("derived", "procs", "layers", "d_model", "heads", "context")
+MOST_CHARTS = 60  # of TensorBoard's files, whose keys may be any number
 SMOOTH = 40  # of so many parts of a run, a curve shows the mean
 
 
@@ -43,6 +46,8 @@ def page_of_run(folder: Path) -> str:
     Raises:
         ConfigError: the folder is not that of a run, or a file in it is none that a run writes.
     """
+    if not (folder / "config.json").is_file() and event_files(folder):
+        return _page_of_events(folder)
     config, summary = _object(folder / "config.json"), _object(folder / "summary.json", missing={})
     steps = step_rows(folder / "metrics.jsonl")
     ranks = config.get("procs", 1)
@@ -58,6 +63,17 @@ def page_of_run(folder: Path) -> str:
         *_texts(folder, config),
     ]
     return page(title, sections)
+
+
+def _page_of_events(folder: Path) -> str:
+    """Of TensorBoard's event files: a chart of each key."""
+    steps, name = event_rows(folder), printable(folder.resolve().name, lines=False)
+    last = steps[-1] if steps else {"step": 0, "seconds": 0.0}
+    keys = list(dict.fromkeys(key for row in steps for key in row if key not in ("step", "seconds")))
+    shown = tiles([("last step", str(last["step"])), ("time", format_duration(last["seconds"]))])
+    charts = _small_charts(steps, [(key, key) for key in keys[:MOST_CHARTS]])
+    more = f'<p class="muted">{len(keys) - MOST_CHARTS} more keys are not shown.</p>' * (len(keys) > MOST_CHARTS)
+    return page(name, [f"<h1>{html.escape(name)}</h1>", shown, '<div class="charts">', *charts, "</div>", more])
 
 
 def _standing(folder: Path, is_whole: bool) -> str:
@@ -97,6 +113,18 @@ def step_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             found.append(row)
     return found
+
+
+def event_rows(folder: Path) -> list[dict[str, Any]]:
+    """The same of TensorBoard's event files: one row per step, in which a later file's values hold."""
+    found: dict[int, dict[str, Any]] = {}
+    began: float | None = None
+    for path in event_files(folder):
+        for each in EventFile(path).scalars():
+            began = each.time if began is None else began
+            row = found.setdefault(each.step, {"step": each.step})
+            row |= {each.key: each.value if math.isfinite(each.value) else None, "seconds": each.time - began}
+    return [found[step] for step in sorted(found)]
 
 
 def series(steps: Iterable[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -164,13 +192,17 @@ def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> l
     known = {*StepMetrics.__dataclass_fields__, *(name for name, _ in small)}
     figures = [name for row in steps[:1] for name, value in row.items() if name not in known]
     small += tuple((name, name.replace("_", " ").capitalize()) for name in figures)
-    charts = [
-        f"<div><h2>{title}</h2>"
+    return [*found, '<div class="charts">', *_small_charts(steps, small), "</div>"]
+
+
+def _small_charts(steps: Sequence[Mapping[str, Any]], shown: Iterable[tuple[str, str]]) -> list[str]:
+    """Of names in the rows, each with its title."""
+    return [
+        f"<div><h2>{html.escape(printable(title, lines=False))}</h2>"
         f"{scroll(line_chart([ChartLine('', points, 'faint'), ChartLine('', smooth(points))], label=title))}</div>"
-        for name, title in small
+        for name, title in shown
         if (points := series(steps, name))
     ]
-    return [*found, '<div class="charts">', *charts, "</div>"]
 
 
 def _tables(summary: Mapping[str, Any]) -> list[str]:

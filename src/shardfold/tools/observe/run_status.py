@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from shardfold.launch.run_records import ENDS, LAUNCHER, STATUS, Record, boot_of_this_machine, read_records
 from shardfold.tiers.limit import process_state
+from shardfold.tools.observe.event_files import event_files, last_scalars
 from shardfold.tools.observe.run_files import opened, read_object
 
 __all__ = ["OVER", "RunStatus", "runs_in"]
@@ -55,9 +57,11 @@ class RunStatus:
 
     @property
     def last_figures(self) -> dict[str, Any]:
-        """The last whole line of ``metrics.jsonl``; empty if there is none."""
+        """The last whole line of ``metrics.jsonl``; where there is none, the last scalars of TensorBoard's files."""
         with opened(self.folder / "metrics.jsonl") as file, suppress(OSError):
-            lines = os.pread(file, TAIL, max(0, os.fstat(file).st_size - TAIL)) if file is not None else b""
+            if file is None:
+                return dict(last_scalars(self.folder))
+            lines = os.pread(file, TAIL, max(0, os.fstat(file).st_size - TAIL))
             for line in reversed(lines.split(b"\n")[:-1]):
                 with suppress(ValueError, RecursionError):
                     row = json.loads(line)
@@ -91,6 +95,11 @@ class RunStatus:
         if summary := read_object(folder / "summary.json"):
             steps = summary.get("steps") if isinstance(summary.get("steps"), int) else 0
             return cls(folder=folder, state="stopped" if summary.get("interrupted") else "done", step=steps or 0)
+        if files := event_files(folder):
+            with suppress(OSError):
+                age = max(0.0, time.time() - files[-1].stat(follow_symlinks=False).st_mtime)
+                step = int(last_scalars(folder).get("step") or 0)
+                return cls(folder=folder, state="unknown", step=step, age=age, words="it has TensorBoard's files only")
         return cls(folder=folder, state="unknown", words=f"it has no {STATUS}")
 
 
@@ -142,12 +151,15 @@ def _why_stalled(ranks: Sequence[Record], age: float) -> dict[str, Any]:
 
 def runs_in(roots: Sequence[Path]) -> Iterator[Path]:
     """The run folders in these folders, at most three levels down, and these folders if they are runs; links are not
-    followed."""
+    followed. A folder with event files of TensorBoard's is one, and may have others in it."""
 
     def below(folder: Path, depth: int) -> Iterator[Path]:
         if (folder / STATUS).is_file() or all((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
             yield folder
-        elif depth:
+            return
+        if event_files(folder):
+            yield folder
+        if depth:
             with suppress(OSError):
                 for each in sorted(folder.iterdir()):
                     if each.is_dir() and not each.is_symlink():
