@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardfold.generation.sampling import SamplingRule, choose, uniform
+from shardfold.generation.sampling import SamplingRule, _log_sums, choose, uniform
 from tests.generation.models import made
 
 LOGITS = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 3
@@ -69,6 +69,15 @@ def test_a_penalty_turns_the_likeliest_and_not_its_log_probability() -> None:
     values, places = plain.topk(4)
     assert [[token for token, _ in row] for row in tops] == places.tolist()
     assert [each for row in tops for _, each in row] == pytest.approx(values.flatten().tolist(), abs=1e-5)
+
+
+def test_the_sum_of_a_row_is_that_of_pytorch_where_it_is_infinite() -> None:
+    """Rows of which all or some tokens cannot come, and one that is beyond fp32: none is NaN."""
+    scores = LOGITS.clone()
+    scores[3], scores[7, 5:], scores[9, 2], scores[60] = -torch.inf, -torch.inf, torch.inf, 3.4e38
+    torch.testing.assert_close(_log_sums(scores), scores.logsumexp(-1, keepdim=True))
+    tokens, log_probs, _ = choose(scores[7:8], [SamplingRule(0.0)], [0], [0], [()])
+    assert log_probs == pytest.approx([scores[7].log_softmax(-1)[tokens[0]].item()])
 
 
 def test_frequencies_are_probabilities() -> None:

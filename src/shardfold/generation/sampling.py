@@ -172,6 +172,7 @@ def _log_sums(scores: Tensor) -> Tensor:
     if scores.device.type != "cpu":
         return scores.logsumexp(-1, keepdim=True)
     highest = scores.amax(-1, keepdim=True)
+    highest.masked_fill_(highest.isinf(), 0.0)  # inf - inf is no number
     space = torch.empty_like(scores[:SUMMED])
     sums = [
         torch.sub(rows, most, out=space[: len(rows)]).exp_().sum(-1, keepdim=True)

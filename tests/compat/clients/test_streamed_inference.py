@@ -45,6 +45,7 @@ parser.add_argument("--disk_offload")
 parser.add_argument("--pin_memory", type=int, default=0)
 parser.add_argument("--quant_bits", type=int, default=16)
 parser.add_argument("--quant_group_size", type=int, default=64)
+parser.add_argument("--kv_offload", action="store_true")
 parser.add_argument("--local_rank", type=int, default=-1)
 args = parser.parse_args()
 
@@ -87,6 +88,8 @@ model = AutoModelForCausalLM.from_pretrained(args.model, dtype=kind).eval()
 engine = deepspeed.initialize(model=model, config_params=settings)[0]
 engine.module.eval()
 model = engine.module
+if args.kv_offload:
+    model.set_kv_cache_offload(True, args.gen_len, True, True)
 
 marks = []
 before = model.register_forward_pre_hook(lambda module, given: marks.append(time.time()))
@@ -156,7 +159,8 @@ def _alone(folder: Path) -> list[int]:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_program_of_zero_inference_runs_unchanged(tmp_path: Path) -> None:
-    """On two ranks, as `deepspeed program.py` starts it: weights in host memory, on a drive, and there in 4 bits."""
+    """On two ranks, as `deepspeed program.py` starts it: weights in host memory, on a drive, and there in 4 bits;
+    keys and values in host memory."""
     folder = _made(tmp_path / "model")
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -179,4 +183,22 @@ def test_a_program_of_zero_inference_runs_unchanged(tmp_path: Path) -> None:
 
     expected, coded = ([_alone(each)] for each in (folder, _coded(folder, tmp_path / "coded")))
     assert expected != coded
-    assert [told(*cpu), told(*disk), told(*four, *disk)] == [expected, expected, coded]
+    assert [told(*cpu), told(*disk, "--kv_offload"), told(*four, *disk)] == [expected, expected, coded]
+
+
+def test_keys_and_values_rest_in_host_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    """The method of ZeRO-Inference's programs: on a GPU it names transformers' cache in host memory and says what it
+    does not do, on a CPU nothing is to be moved; a model that trains has no such method."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shardfold.compat.deepspeed.initialize import _offer_kv_offload
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    for device, named in (("cuda", "offloaded"), ("cpu", None)):
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_attention_heads=2, **sizes))
+        _offer_kv_offload(model, torch.device(device))
+        model.set_kv_cache_offload(True, 8, True, False)
+        assert model.generation_config.cache_implementation == named
+        assert ("are not pinned" in "".join(capfd.readouterr())) == (device == "cuda")
+        model.set_kv_cache_offload(False)
+        assert model.generation_config.cache_implementation is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from shardfold.tools.serve.answer_loop import AnswerLoop
 from shardfold.tools.serve.text_ranks import TextRanks
 from shardfold.tools.serve.web_side import WebSide
 
-__all__ = ["Pace", "Served", "alone", "asked", "chunks", "paced", "served", "spoken"]
+__all__ = ["Pace", "Served", "alone", "asked", "chunks", "paced", "pieces", "process", "served", "spoken"]
 
 NAME = "tiny"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -123,6 +125,24 @@ def paced(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pace]:
             pace.release()
 
 
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command as a process, and where it listens."""
+    command = [sys.executable, "-m", "shardfold", "serve", *arguments, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as made:
+        try:
+            assert made.stdout is not None
+            said = ""
+            for line in made.stdout:
+                said += line
+                if (url := re.search(r"(http://\S+) answers", line)) is not None:
+                    yield made, url[1]
+                    return
+            raise AssertionError(said)
+        finally:
+            made.kill()
+
+
 def spoken(url: str, *sent: bytes, shut: bool = False, timeout: float = 60) -> bytes:
     """All that the server says to some bytes, until it closes the connection."""
     place = urlsplit(url)
@@ -180,7 +200,11 @@ def asked(url: str, path: str, fields: Any, *headers: str) -> tuple[int, dict[st
 
 def chunks(url: str, path: str, **fields: Any) -> list[dict[str, Any]]:
     """The pieces of a stream, which ends as it should."""
-    said = spoken(url, request(url, path, json.dumps({"stream": True, **fields}).encode()))
+    return pieces(spoken(url, request(url, path, json.dumps({"stream": True, **fields}).encode())))
+
+
+def pieces(said: bytes) -> list[dict[str, Any]]:
+    """Those of a whole response that is a stream."""
     head, _, body = said.partition(b"\r\n\r\n")
     assert b" 200 " in head and b"text/event-stream" in head, said
     events = b"".join(_unchunked(body)).decode().split("\n\n")

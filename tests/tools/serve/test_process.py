@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.tools.serve.support import CHAT, COMPLETION, asked, request
+from tests.tools.serve.support import CHAT, COMPLETION, asked, process, request
 from tests.tools.tune.support import model_folder
 
 pytestmark = pytest.mark.soak
@@ -27,24 +22,6 @@ PUBLISHED = (
     "She wanted to play with it, but it was too high."
 )
 """How llama2.c's doc/stories260K.md goes on behind "Once upon a time"."""
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command, and where it listens."""
-    command = [sys.executable, "-m", "shardfold", "serve", *arguments, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as made:
-        try:
-            assert made.stdout is not None
-            said = ""
-            for line in made.stdout:
-                said += line
-                if (url := re.search(r"(http://\S+) answers", line)) is not None:
-                    yield made, url[1]
-                    return
-            raise AssertionError(said)
-        finally:
-            made.kill()
 
 
 @pytest.mark.parametrize("more", [(), ("--procs", "2", "--layout", "zero3")], ids=["one", "ranks"])

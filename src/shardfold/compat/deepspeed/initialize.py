@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardfold.compat.deepspeed import comm
@@ -104,9 +105,31 @@ def initialize(
         model.to(engine.device)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
+    if basic is None:
+        _offer_kv_offload(model, engine.device)
     if notes := [*settings.notes, *_unused_schedule(basic, settings, lr_scheduler)]:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _offer_kv_offload(model: nn.Module, device: torch.device) -> None:
+    """Gives a model of transformers that is only asked the method of the fork that ZeRO-Inference's programs need: keys
+    and values of its ``generate()`` rest in host memory, by transformers' own cache of that kind."""
+    config: Any = getattr(model, "generation_config", None)
+    if config is None or hasattr(model, "set_kv_cache_offload"):
+        return
+
+    def set_kv_cache_offload(
+        enabled: bool, gen_len: int | None = None, pin: bool = False, overlapped: bool = False
+    ) -> None:
+        del gen_len, overlapped  # the cache grows as it is needed, and its copies run beside the layers
+        if device.type != "cpu":  # there keys and values are in host memory already
+            config.cache_implementation = "offloaded" if enabled else None
+            if enabled and pin:
+                why = "keys and values are not pinned: transformers' cache in host memory has no such choice"
+                log_dist(said([Note("set_kv_cache_offload(pin)", True, why)]), ranks=[0], level=logging.WARNING)
+
+    model.set_kv_cache_offload = set_kv_cache_offload  # pyright: ignore[reportArgumentType]
 
 
 def _say_version() -> None:
