@@ -4,12 +4,14 @@ A run is its own process group and its folder. What a board knows it reads from 
 nothing: kill it, start two, move it to another port. It imports no torch; what needs it is asked of a process that is
 started for it.
 
-Every route but ``/`` and ``/api/session`` needs the token, as the cookie that ``/?token=`` or ``/api/session`` sets,
-or as ``Authorization: Bearer``. Every POST has a JSON object as its body, and the header ``X-Shardfold-Board: 1``. A
-refusal is ``{"error": {"message", "param", "code"}}`` with a sentence for people. Numbers that are not finite are
-``null``. The page asks by relative paths (``api/runs``), as a proxy may have it under ``--root-path``.
+Every route but ``/``, ``/page`` and ``/api/session`` needs the token, as the cookie that ``/?token=`` or
+``/api/session`` sets, or as ``Authorization: Bearer``. Every POST has a JSON object as its body, and the header
+``X-Shardfold-Board: 1``. A refusal is ``{"error": {"message", "param", "code"}}`` with a sentence for people. Numbers
+that are not finite are ``null``. The page asks by relative paths (``api/runs``), as a proxy may have it under
+``--root-path``.
 
     GET /                the page; /?token= sets the cookie (HttpOnly, SameSite=Strict) and leads to /
+    GET  /page/NAME       its styles and scripts
     POST /api/session     {"token"}: sets the cookie; 204, or 401
     GET /api/runs?after=CURSOR
                           {"cursor", "roots", "read_only", "runs": [row], "gone": [id]}: rows that changed since the

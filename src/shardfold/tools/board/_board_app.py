@@ -37,6 +37,9 @@ MOST_NUMBERS = 12_000_000
 """Numbers of curves in memory; beyond, those that were not looked at for the longest time go."""
 PATIENCE = 0.5  # seconds for which one request reads files
 PAGE = Path(__file__).with_name("page")
+KINDS = {".css": "text/css", ".js": "text/javascript"}
+PARTS = {each.name: each for each in PAGE.iterdir() if each.suffix in KINDS}
+"""Styles and scripts of the page, which hold nothing of anybody's."""
 HEADER = "x-shardfold-board"
 
 
@@ -70,7 +73,11 @@ class BoardApp:
             "/api/start": self._later,
             "/api/runs/{run}/{act}": self._later,
         }
-        routes = [Route("/", self._page), Route("/api/session", self._session, methods=["POST"])]
+        routes = [
+            Route("/", self._page),
+            Route("/page/{name}", self._part),
+            Route("/api/session", self._session, methods=["POST"]),
+        ]
         routes += [Route(path, self._known(endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._known(self._said(endpoint)), methods=["POST"]) for path, endpoint in post.items()]
         self._paths = ["/", *get, *post]
@@ -164,7 +171,13 @@ class BoardApp:
             if self._is_token(given):
                 self._set_cookie(reply)
             return reply
-        return Response(*page_reply(_page_text()), media_type="text/html")
+        return Response(*page_reply((PAGE / "board.html").read_bytes()), media_type="text/html")
+
+    async def _part(self, request: Request) -> Response:
+        path = PARTS.get(request.path_params["name"])
+        if path is None:
+            raise HTTPException(404)
+        return Response(path.read_bytes(), 200, {"Cache-Control": "no-cache"}, KINDS[path.suffix])
 
     async def _session(self, request: Request) -> Response:
         given = (await self._body(request)).get("token")
@@ -283,19 +296,6 @@ CLOSED = (
     (b"cross-origin-resource-policy", b"same-origin"),
 )
 """Headers of every reply that says nothing else."""
-
-
-def _page_text() -> bytes:
-    """The page: its styles and scripts stand in it, each as an element of its own."""
-    text = (PAGE / "board.html").read_bytes()
-    for path in sorted(PAGE.iterdir()):
-        tag = {
-            ".css": (b'<link rel="stylesheet" href="%s">', b"<style>%s</style>"),
-            ".js": (b'<script src="%s"></script>', b"<script>%s</script>"),
-        }.get(path.suffix)
-        if tag is not None:
-            text = text.replace(tag[0] % path.name.encode(), tag[1] % path.read_bytes())
-    return text
 
 
 def _differences(folders: Sequence[Path]) -> list[dict[str, Any]]:

@@ -72,11 +72,15 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
 
 
 def page_reply(body: bytes) -> tuple[bytes, int, dict[str, str]]:
-    """A page with a policy that lets run what is in it, and nothing else: body, status and headers."""
+    """A page with a policy that lets run what is in it, or where that is none what the server has, and nothing else:
+    body, status and headers."""
 
     def hashed(tag: bytes) -> str:
         inside = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
-        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each).digest()).decode()}'" for each in inside)
+        return (
+            " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each).digest()).decode()}'" for each in inside)
+            or "'self'"
+        )
 
     policy = (
         f"default-src 'none'; script-src {hashed(b'script')}; style-src {hashed(b'style')}; connect-src 'self'; "

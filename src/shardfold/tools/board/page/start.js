@@ -56,7 +56,11 @@ class StartForm {
       this.fields);
     form.id = "settings";
     this.start.setAttribute("form", form.id);
-    const side = make("aside", { class: "side", "aria-label": "What is started" }, make("div", { class: "acts" }, this.start, this.planner),
+    this.name = make("input", { type: "text", autocomplete: "off", placeholder: "the time", spellcheck: "false" });
+    this.hosts = make("input", { type: "text", autocomplete: "off", placeholder: "this machine", spellcheck: "false" });
+    const side = make("aside", { class: "side", "aria-label": "What is started" },
+      make("div", { class: "fields" }, make("label", {}, "Name of its folder", this.name), make("label", {}, "Hostfile", this.hosts)),
+      make("div", { class: "acts" }, this.start, this.planner),
       this.refused, this.plan, this.command.element, this.toml.element);
     place.replaceChildren(...(earlier ? [make("p", { class: "muted" }, `Settings of ${earlier.name}.`)] : []),
       make("div", { class: "halves" }, form, side));
@@ -233,7 +237,9 @@ class StartForm {
     this.start.disabled = true;
     if (await this._check()) {
       try {
-        const said = await post("start", { recipe: this.recipe, settings: this.settings });
+        const said = await post("start", { recipe: this.recipe, settings: this.settings,
+          ...(this.name.value.trim() ? { name: this.name.value.trim() } : {}),
+          ...(this.hosts.value.trim() ? { hostfile: this.hosts.value.trim() } : {}) });
         say("The run was started.");
         location.hash = runAddress(said.id);
       } catch (error) {
