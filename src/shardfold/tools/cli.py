@@ -163,8 +163,7 @@ def train(
     if "resume" in given:
         given = resumed_settings(Path(given["resume"]), given)
     settings = TrainConfig.load(given, where="the command line")
-    if settings.data is not None and not settings.data.expanduser().exists():
-        raise ConfigError(f"there is no file or folder {str(settings.data)!r}: give --data the path of some text.")
+    settings.check_start()
     if settings.procs > 1 and not launch.is_rank():
         with claimed(settings.out) as folder:
             # Resolved once, here: every rank then reads the same settings, whatever file or clock they came from.

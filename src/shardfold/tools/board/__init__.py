@@ -4,14 +4,14 @@ A run is its own process group and its folder. What a board knows it reads from 
 nothing: kill it, start two, move it to another port. It imports no torch; what needs it is asked of a process that is
 started for it.
 
-Every route but ``/``, ``/page`` and ``/api/session`` needs the token, as the cookie that ``/?token=`` or
+Every route but ``/``, ``/page/`` and ``/api/session`` needs the token: as the cookie that ``/?token=`` or
 ``/api/session`` sets, or as ``Authorization: Bearer``. Every POST has a JSON object as its body, and the header
 ``X-Shardfold-Board: 1``. A refusal is ``{"error": {"message", "param", "code"}}`` with a sentence for people. Numbers
 that are not finite are ``null``. The page asks by relative paths (``api/runs``), as a proxy may have it under
 ``--root-path``.
 
     GET /                the page; /?token= sets the cookie (HttpOnly, SameSite=Strict) and leads to /
-    GET  /page/NAME       its styles and scripts
+    GET /page/NAME        scripts and styles of the page; as / without a token
     POST /api/session     {"token"}: sets the cookie; 204, or 401
     GET /api/runs?after=CURSOR
                           {"cursor", "roots", "read_only", "runs": [row], "gone": [id]}: rows that changed since the
@@ -23,8 +23,8 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
                           command, toml, folder, status [{"rank" (-1: the launcher), "host", "pid", "state", "lives",
                           "step", "age", "words"}], checkpoints [{"name", "bytes", "is_latest"}], memory {tier:
                           {state: bytes}}, traffic and moved [rows of summary.json], summary, files [{"name",
-                          "bytes"}], keys (of curves), samples (whether there are any), logs [rank], chat (address
-                          of its server, or null)
+                          "bytes"}], keys (of curves), samples (whether there are any), logs [rank], chat ({"url",
+                          "key"} of its server, or null)
     GET /api/curves?id=&id=&key=&key=&by=step|tokens|seconds&pixels=600[&from=&to=][&after=CURSOR]
                           {"cursor", "read", "series": [{"id", "key", "level", "whole", "points"}]}. A point is
                           [x, min, max, mean] of ``level`` rows, or [x, value] of one row; null: not finite. whole:
@@ -40,7 +40,7 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
                           {"rows": [{"key", "values"}]} of settings that differ
     GET /api/csv?id=&key=&key=
                           text/csv of one run: step and the keys, row by row
-    GET /api/forms       {"recipes": {name: {"help", "fields": [{"name", "kind", "default", "choices", "help",
+    GET /api/forms      {"recipes": {name: {"help", "fields": [{"name", "kind", "default", "choices", "help",
                           "group", "required", "least", "most"}]}}}. kind: bool, int, float, text, path, choice, rows
                           (files, with commas), max (a number, or "max"). Names of sections have dots: adapter.rank
     POST /api/check       {"recipe", "settings"}: {"command", "toml", "errors": [{"field", "sentence"}]}
@@ -55,10 +55,15 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
     POST /api/runs/ID/chat
                           {"url", "key"} of a server that answers with the run's weights
 
-board         the command: the sockets and the signals
-board_config  the settings of `shardfold board`
-known_runs    the runs in the folders of a board, and what each is at
-_board_app    paths, the token, and what each answers
-_run_details  what the folder of a run says of it
-_step_curves  the curves of a run, as blocks of rows
+board           the command: the sockets and the signals
+board_config    the settings of `shardfold board`
+known_runs      the runs in the folders of a board, and what each is at
+recipe_forms    forms of recipes: fields, and settings between forms, config files and commands
+_asked_worker   the process that a board asks what needs PyTorch
+_board_app      paths, the token, and what each answers
+_recipe_worker  what that process answers: whether settings hold, and what a plan says of them
+_run_control    runs are started, stopped and gone on with
+_run_details    what the folder of a run says of it
+_run_plan       what a run takes, before it starts
+_step_curves    the curves of a run, as blocks of rows
 """

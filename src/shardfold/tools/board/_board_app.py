@@ -8,6 +8,7 @@ import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from shardfold.errors import did_you_mean
+from shardfold.tools.board._asked_worker import AskedWorker
+from shardfold.tools.board._run_control import RunControl, acts_of, chat_of
 from shardfold.tools.board._run_details import RunDetails
 from shardfold.tools.board._step_curves import AXES, StepCurves
 from shardfold.tools.board.board_config import BoardConfig
 from shardfold.tools.board.known_runs import KnownRuns
+from shardfold.tools.board.recipe_forms import OWN, RecipeForm
 from shardfold.tools.serve.api_refusal import ApiRefusal, parsed_json
-from shardfold.tools.serve.web_guard import page_reply, read_body, stranger
+from shardfold.tools.serve.web_guard import page_headers, read_body, stranger
 
 __all__ = ["BoardApp"]
 
@@ -37,10 +41,8 @@ MOST_NUMBERS = 12_000_000
 """Numbers of curves in memory; beyond, those that were not looked at for the longest time go."""
 PATIENCE = 0.5  # seconds for which one request reads files
 PAGE = Path(__file__).with_name("page")
-KINDS = {".css": "text/css", ".js": "text/javascript"}
-PARTS = {each.name: each for each in PAGE.iterdir() if each.suffix in KINDS}
-"""Styles and scripts of the page, which hold nothing of anybody's."""
 HEADER = "x-shardfold-board"
+ACTS = ("stop", "stop-now", "resume", "chat")
 
 
 class BoardApp:
@@ -55,8 +57,11 @@ class BoardApp:
         self.token = token
         self._config = config
         self._cookie = "board-" + hashlib.blake2s(token.encode(), digest_size=6).hexdigest()
+        self._files = _files_of_page()
         self._runs = KnownRuns(config.folders)
         self._curves: dict[str, StepCurves] = {}
+        self._control = RunControl(self._runs.roots[0])
+        self._checks, self._plans = AskedWorker(), AskedWorker()
         get = {
             "/api/runs": self._list,
             "/api/runs/{run}": self._run,
@@ -65,19 +70,16 @@ class BoardApp:
             "/api/curves": self._points,
             "/api/differences": self._differences,
             "/api/csv": self._csv,
-            "/api/forms": self._later,
+            "/api/forms": self._forms,
         }
         post = {
-            "/api/check": self._later,
-            "/api/plan": self._later,
-            "/api/start": self._later,
-            "/api/runs/{run}/{act}": self._later,
+            "/api/check": self._check,
+            "/api/plan": self._plan,
+            "/api/start": self._start,
+            "/api/runs/{run}/{act}": self._act,
         }
-        routes = [
-            Route("/", self._page),
-            Route("/page/{name}", self._part),
-            Route("/api/session", self._session, methods=["POST"]),
-        ]
+        routes = [Route("/", self._page), Route("/page/{name}", self._file)]
+        routes += [Route("/api/session", self._session, methods=["POST"])]
         routes += [Route(path, self._known(endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._known(self._said(endpoint)), methods=["POST"]) for path, endpoint in post.items()]
         self._paths = ["/", *get, *post]
@@ -88,7 +90,9 @@ class BoardApp:
         """The event loop that it runs in."""
 
     def close(self) -> None:
-        """What was started for this board only ends."""
+        """What was started for this board only ends; runs and servers of theirs go on."""
+        self._checks.close()
+        self._plans.close()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -171,13 +175,14 @@ class BoardApp:
             if self._is_token(given):
                 self._set_cookie(reply)
             return reply
-        return Response(*page_reply((PAGE / "board.html").read_bytes()), media_type="text/html")
+        return Response(self._files["board.html"][0], 200, page_headers("'self'", "'self'"), "text/html")
 
-    async def _part(self, request: Request) -> Response:
-        path = PARTS.get(request.path_params["name"])
-        if path is None:
-            raise HTTPException(404)
-        return Response(path.read_bytes(), 200, {"Cache-Control": "no-cache"}, KINDS[path.suffix])
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._files:
+            raise ApiRefusal("the page has no such file.", code="not_found", status=404)
+        body, kind = self._files[name]
+        return Response(body, 200, {"Cache-Control": "no-cache"}, kind)
 
     async def _session(self, request: Request) -> Response:
         given = (await self._body(request)).get("token")
@@ -195,15 +200,30 @@ class BoardApp:
 
     async def _list(self, request: Request) -> Response:
         found = await asyncio.to_thread(self._runs.changes, request.query_params.get("after", ""))
-        return _json({**found, "read_only": self._config.read_only})
+        rows = [self._acting(row) for row in found["runs"]]
+        return _json({**found, "runs": rows, "read_only": self._config.read_only})
 
     async def _run(self, request: Request) -> Response:
         run = request.path_params["run"]
         return _json(await asyncio.to_thread(self._told, run))
 
     def _told(self, run: str) -> dict[str, Any]:
-        folder = self._runs.folder(run)
-        return {**self._runs.row(run), **RunDetails(folder).told(), "keys": self._of(run, folder).keys()}
+        folder = self._folder(run)
+        row, details = self._acting(self._runs.row(run)), RunDetails(folder)
+        return {**row, **details.told(), "keys": self._of(run, folder).keys(), "chat": chat_of(folder)}
+
+    def _acting(self, row: dict[str, Any]) -> dict[str, Any]:
+        """With what can be done with it."""
+        return {**row, "can": [] if self._config.read_only else acts_of(row, self._runs.folder(row["id"]))}
+
+    def _folder(self, run: str) -> Path:
+        """
+        Raises:
+            ApiRefusal: there is no such run; of one that was refused behind its start, why.
+        """
+        if (why := self._control.refusal(run)) is not None:
+            raise ApiRefusal(why, code="refused", status=410)
+        return self._runs.folder(run)
 
     async def _log(self, request: Request) -> Response:
         folder = self._runs.folder(request.path_params["run"])
@@ -284,8 +304,54 @@ class BoardApp:
         headers = {"Content-Disposition": f'attachment; filename="{run}.csv"'}
         return StreamingResponse(curves.texts(["step", *keys]), 200, headers, "text/csv")
 
-    async def _later(self, request: Request, said: Mapping[str, Any] | None = None) -> Response:
-        raise ApiRefusal("this is not there yet.", code="not_there", status=501)
+    # -- start and steer
+
+    async def _forms(self, request: Request) -> Response:
+        names = [] if self._config.read_only else RecipeForm.names()
+        forms = {name: RecipeForm(name) for name in names}
+        return _json({"recipes": {name: {"help": form.help, "fields": form.told()} for name, form in forms.items()}})
+
+    async def _check(self, request: Request, given: dict[str, Any]) -> Response:
+        recipe, settings = self._recipe_and_settings(given)
+        return _json(await self._checks.ask("check", recipe=recipe, settings=settings))
+
+    async def _plan(self, request: Request, given: dict[str, Any]) -> Response:
+        recipe, settings = self._recipe_and_settings(given)
+        return _json(await self._plans.ask("plan", recipe=recipe, settings=settings, gpus=self._config.gpus))
+
+    async def _start(self, request: Request, given: dict[str, Any]) -> Response:
+        recipe, settings = self._recipe_and_settings(given)
+        name, hostfile = _text(given, "name"), _text(given, "hostfile")
+        nested = RecipeForm(recipe).nested(settings)
+        folder = await asyncio.to_thread(self._control.start, recipe, nested, name, hostfile)
+        return _json({"id": self._runs.id_of(folder)})
+
+    async def _act(self, request: Request, given: dict[str, Any]) -> Response:
+        self._check_open()
+        folder = self._runs.folder(request.path_params["run"])
+        act = request.path_params["act"]
+        if act in ("stop", "stop-now"):
+            said = await asyncio.to_thread(partial(self._control.stop, folder, now=act == "stop-now"))
+            return _json({"said": said})
+        if act == "resume":
+            settings = _settings(given)
+            new = await asyncio.to_thread(self._control.resume, folder, settings, _text(given, "name"))
+            return _json({"id": self._runs.id_of(new)})
+        if act == "chat":
+            return _json(await asyncio.to_thread(self._control.chat, folder))
+        raise ApiRefusal(f"runs do not {act[:50]!r}.{did_you_mean(act[:50], ACTS)}", code="not_found", status=404)
+
+    def _check_open(self) -> None:
+        if self._config.read_only:
+            raise ApiRefusal("this board shows runs only (--read-only).", code="read_only", status=403)
+
+    def _recipe_and_settings(self, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self._check_open()
+        recipe = _text(given, "recipe") or ""
+        if recipe not in (names := RecipeForm.names()):
+            near = did_you_mean(recipe[:100], names)
+            raise ApiRefusal(f"there is no recipe {recipe[:100]!r}.{near}", "recipe", "invalid_value")
+        return recipe, _settings(given)
 
 
 CLOSED = (
@@ -298,11 +364,36 @@ CLOSED = (
 """Headers of every reply that says nothing else."""
 
 
+def _files_of_page() -> dict[str, tuple[bytes, str]]:
+    """By name what the page is made of, and what it is: no request names a path."""
+    kinds = {".css": "text/css", ".js": "text/javascript", ".html": "text/html"}
+    return {path.name: (path.read_bytes(), kinds[path.suffix]) for path in PAGE.iterdir() if path.suffix in kinds}
+
+
 def _differences(folders: Sequence[Path]) -> list[dict[str, Any]]:
     flat = [RunDetails(folder).flat_settings() for folder in folders]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [{"key": key, "values": [each.get(key) for each in flat]} for key in keys]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def _text(given: Mapping[str, Any], name: str) -> str | None:
+    value = given.get(name)
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or len(value) > 4096 or not value.isprintable():
+        raise ApiRefusal(f"{name} is a text.", name, "invalid_value")
+    return value
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    found = given.get("settings", {})
+    if not isinstance(found, dict):
+        raise ApiRefusal("settings are an object: names and values.", "settings", "invalid_value")
+    for name in OWN:
+        if name in found:
+            raise ApiRefusal(f"{name} is given by the board itself: leave it out.", "settings", "invalid_value")
+    return found
 
 
 def _several(request: Request, name: str, most: int) -> list[str]:

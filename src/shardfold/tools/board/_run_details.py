@@ -11,13 +11,13 @@ from typing import Any
 
 from shardfold.launch.run_records import read_records
 from shardfold.tools.board.known_runs import recipe_of_settings
+from shardfold.tools.board.recipe_forms import RecipeForm
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.run_files import opened, read_object
+from shardfold.tools.recipes.folder import LOG
 
-__all__ = ["LOG", "RunDetails"]
+__all__ = ["RunDetails"]
 
-LOG = "output.log"
-"""What the processes of a run that a board started print."""
 PIECE = 64 * 1024
 MOST_FILES = 1000
 MOST_SAMPLES = 1000
@@ -38,6 +38,7 @@ class RunDetails:
         return {
             "folder": _text(str(self._folder)),
             "config": self._config,
+            **self._again(),
             "status": [
                 {
                     "rank": each.rank,
@@ -61,9 +62,15 @@ class RunDetails:
             "logs": [0] if (self._folder / LOG).is_file() else [],
         }
 
-    @property
-    def recipe(self) -> str:
-        return recipe_of_settings(self._config)
+    def _again(self) -> dict[str, Any]:
+        """The run as a form, a command and a file."""
+        recipe = recipe_of_settings(self._config)
+        if recipe not in RecipeForm.names():
+            return {"settings": {}, "command": "", "toml": ""}
+        form = RecipeForm(recipe)
+        settings = form.form_values(self._config)
+        nested = form.nested(settings)
+        return {"settings": settings, "command": form.shown_command(nested), "toml": form.toml(nested)}
 
     def flat_settings(self) -> dict[str, Any]:
         """Settings by their dotted names."""

@@ -221,6 +221,7 @@ class StepCurves:
 
     def texts(self, keys: Sequence[str]) -> Iterator[str]:
         """The file as CSV, row by row."""
+        yield ",".join(key if key.replace("_", "").isalnum() else _quoted(key) for key in keys) + "\n"
         with opened(self._path) as file:
             at, rest = 0, b""
             while file is not None and (piece := os.pread(file, PIECE, at)):
@@ -379,6 +380,12 @@ def _row(line: bytes) -> dict[str, Any]:
             if isinstance(found, dict):
                 return found
     return {}
+
+
+def _quoted(key: str) -> str:
+    """A name in CSV; what a spreadsheet would take for a formula is none."""
+    name = key.replace('"', '""')
+    return f'"{name}"' if key[:1].isalnum() else f'" {name}"'
 
 
 def _is_number(value: Any) -> bool:

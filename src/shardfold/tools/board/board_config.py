@@ -23,6 +23,11 @@ class BoardConfig(RecipeSettings):
         None, description="File with the token that the page needs, made if it is not there; without it, a new one."
     )
     read_only: bool = Field(False, description="Show runs, but start, stop and change none.")
+    gpus: str | None = Field(
+        None,
+        description="What plans are made for: a device that shardfold plan knows, or the file that doctor --measure "
+        "wrote; without it this machine, which is measured at the first plan, in a minute.",
+    )
     root_path: str = Field("", description="Path under which a proxy has the page, as /board.")
 
     @model_validator(mode="after")

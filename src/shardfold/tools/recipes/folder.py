@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,12 +15,16 @@ from pathlib import Path
 from shardfold.errors import ConfigError
 from shardfold.launch.run_records import LAUNCHER, STATUS, OwnRecord
 
-__all__ = ["CLAIM", "claimed", "claimed_by_launcher", "withdraw"]
+__all__ = ["CLAIM", "LOG", "PRINTS_INTO_FOLDER", "claimed", "claimed_by_launcher", "withdraw"]
 
 CLAIM = "SHARDFOLD_RUN_CLAIM"
 """Variable by which a launcher tells its ranks that the folder is already theirs: its value is in `config.json`."""
 
-BEFORE_STEPS = ("config.json", "data.json", "metrics.jsonl", "samples.jsonl", STATUS)
+PRINTS_INTO_FOLDER = "SHARDFOLD_PRINTS_INTO_FOLDER"
+"""Variable by which who starts a run asks that what it prints goes into its folder, as LOG, from the claim on."""
+LOG = "output.log"
+
+BEFORE_STEPS = ("config.json", "data.json", "metrics.jsonl", "samples.jsonl", LOG, STATUS)
 FIRST = "config.json"  # the first file of a run, and the mark of its claim until it is written
 
 
@@ -52,6 +57,7 @@ def claimed(out: Path | None) -> Iterator[Path]:
         raise
     before = os.environ.get(CLAIM)
     os.environ[CLAIM] = token
+    printed = _PrintedLog(folder) if os.environ.pop(PRINTS_INTO_FOLDER, None) else None
     try:
         yield folder
     except ConfigError:
@@ -63,10 +69,33 @@ def claimed(out: Path | None) -> Iterator[Path]:
         else:
             os.environ[CLAIM] = before
         if token_in(folder) == token:
-            for name in (FIRST, STATUS):
+            for name in (FIRST, LOG, STATUS):
                 (folder / name).unlink(missing_ok=True)
         remove(made)
         record.close()
+        if printed is not None:
+            printed.end(is_kept=folder.is_dir())
+
+
+class _PrintedLog:
+    """What this process and those that it starts print, in a file of the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        sys.stdout.flush()
+        self._file = os.open(folder / LOG, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._before = [os.dup(1), os.dup(2)]
+        os.dup2(self._file, 1)
+        os.dup2(self._file, 2)
+
+    def end(self, *, is_kept: bool) -> None:
+        """From now on it is printed where it was before; what was printed by a run that is refused, too."""
+        sys.stdout.flush()
+        for number, before in enumerate(self._before, 1):
+            os.dup2(before, number)
+            os.close(before)
+        if not is_kept:
+            os.write(2, os.pread(self._file, 2**20, 0))
+        os.close(self._file)
 
 
 def claimed_by_launcher(out: Path | None) -> bool:

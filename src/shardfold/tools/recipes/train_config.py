@@ -419,6 +419,15 @@ class TrainConfig(RecipeSettings):
             if self.pipeline > 1 and given:
                 raise ConfigError(f"stages do not cut sequences: leave --{name} out, or --pipeline.")
 
+    def check_start(self) -> None:
+        """What can be known before a process is started.
+
+        Raises:
+            ConfigError: there is nothing at a path.
+        """
+        if self.data is not None and not self.data.expanduser().exists():
+            raise ConfigError(f"there is no file or folder {str(self.data)!r}: give --data the path of some text.")
+
     def model_shape(self) -> GPTConfig:
         """Return the shape that `size` and its overrides name."""
         overrides = {name: getattr(self, name) for name in SHAPE}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.tools.recipes.settings_text import as_toml
 from shardfold.tools.tune._dataset_info import sources_of
 from shardfold.tools.tune.config import config_class
 
@@ -69,20 +70,7 @@ class Reading:
         lines = [f"# of {self.path.name}; shardfold tune {self.recipe} --config THIS_FILE"]
         lines += [f"# {note}" for note in self.notes]
         lines += ["", f'recipe = "{self.recipe}"']
-        lines += [f"{name} = {_toml(value)}" for name, value in self.settings.items() if name not in SECTIONS]
-        for section in SECTIONS:
-            if section in self.settings:
-                lines += ["", f"[{section}]"]
-                lines += [f"{name} = {_toml(value)}" for name, value in self.settings[section].items()]
-        return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{name} = {_toml(each)}" for name, each in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+        return "\n".join(lines) + "\n" + as_toml(self.settings, SECTIONS)
 
 
 def _to(place: str, change: Callable[[Any], Any] = lambda value: value) -> Put:

@@ -1,0 +1,315 @@
+"""Runs are started, stopped and gone on with: as by a person at a terminal, and as their own process groups."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from shardfold.launch.run_records import ENDS, LAUNCHER, STATUS, Record, note_end, read_records
+from shardfold.tools.board.known_runs import KnownRuns, recipe_of_settings
+from shardfold.tools.board.recipe_forms import RecipeForm
+from shardfold.tools.observe.run_files import opened, read_object
+from shardfold.tools.observe.run_status import RunStatus
+from shardfold.tools.recipes.folder import PRINTS_INTO_FOLDER
+from shardfold.tools.serve.api_refusal import ApiRefusal
+
+__all__ = ["RunControl", "acts_of", "chat_of"]
+
+NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
+BEGINS = 60.0
+"""Seconds in which a started process claims its folder, on a loaded machine."""
+GONE = 5.0  # seconds in which what is killed is gone
+LOOK = 0.05
+CHAT, CHAT_LOG = "chat.key", "chat.log"
+CHECKPOINTS = "checkpoints"
+
+
+def acts_of(row: Mapping[str, Any], folder: Path) -> list[str]:
+    """What can be done with a run that is at that."""
+    if not row["is_over"]:
+        return [] if row["state"] == "unknown" else ["stop", "stop-now"]
+    saved = (folder / CHECKPOINTS / "latest").is_file()
+    found = ["resume"] * (saved and bool(row["recipe"])) + ["repeat"] * bool(row["recipe"])
+    has_weights = saved or (folder / "adapter").is_dir() or (folder / "merged").is_dir()
+    return found + ["chat"] * (has_weights and row["recipe"] not in ("", "face", "reward"))
+
+
+class RunControl:
+    """Starts processes and sends signals; it keeps nothing that a run or a later board needs.
+
+    Args:
+        root: the folder in which new runs get theirs.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._started: dict[Path, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+
+    # -- start
+
+    def start(
+        self, recipe: str, nested: Mapping[str, Any], name: str | None = None, hostfile: str | None = None
+    ) -> Path:
+        """Start a run, and return its folder once it has one.
+
+        Raises:
+            ApiRefusal: the run was refused, or the name is none.
+        """
+        form = RecipeForm(recipe)
+        folder = self._free(name)
+        words = form.command({**nested, "out": str(folder)})
+        stdin = b""
+        if words is None:
+            words, stdin = [*form.words, "--config", "/dev/stdin", f"--out={folder}"], form.toml(nested).encode()
+        command = [sys.executable, "-m", "shardfold"]
+        if hostfile is not None:
+            if stdin:
+                raise ApiRefusal(
+                    "some of these settings have no options, and hosts are told options only: start it by hand.",
+                    "settings",
+                    "invalid_value",
+                )
+            path = Path(hostfile).expanduser()
+            if not path.is_file():
+                raise ApiRefusal(f"there is no host file {str(path)!r}.", "hostfile", "invalid_value")
+            command += ["run", f"--hostfile={path.resolve()}", "-m", "shardfold"]
+        return self._begin(folder, [*command, *words], stdin)
+
+    def _free(self, name: str | None) -> Path:
+        if name is None:
+            first = self._root / time.strftime("%Y%m%d-%H%M%S")
+            return next(
+                path
+                for number in range(1, 1000)
+                if not os.path.lexists(path := first if number == 1 else first.with_name(f"{first.name}-{number}"))
+            )
+        if not NAME.fullmatch(name):
+            raise ApiRefusal(
+                "a run's name has letters, digits, '_', '-' and '.', and begins with a letter or digit.",
+                "name",
+                "invalid_value",
+            )
+        if os.path.lexists(self._root / name):
+            raise ApiRefusal(f"there is something called {name!r} already: give another name.", "name", "name_taken")
+        return self._root / name
+
+    def _begin(self, folder: Path, command: Sequence[str], stdin: bytes) -> Path:
+        printed = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = {**os.environ, PRINTS_INTO_FOLDER: "1", "PYTHONUNBUFFERED": "1"}
+        with tempfile.TemporaryFile() as given:
+            given.write(stdin)
+            given.seek(0)
+            process = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        until = time.monotonic() + BEGINS
+        while not (folder / STATUS).is_file():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK)
+                if not (folder / STATUS).is_file():
+                    raise ApiRefusal(_last_words(printed), "settings", "refused")
+            if time.monotonic() > until:
+                process.send_signal(signal.SIGINT)
+                raise ApiRefusal(f"the run did not begin within {BEGINS:g} s.", code="refused", status=500)
+        self._reap()
+        self._started[folder] = process, printed
+        return folder
+
+    def _reap(self) -> None:
+        for folder, (process, printed) in list(self._started.items()):
+            if process.poll() is not None and folder.is_dir():
+                printed.close()
+                del self._started[folder]
+
+    def refusal(self, run: str) -> str | None:
+        """Why a run that this board started is gone with its folder, by its id; None: it is not."""
+        for folder, (process, printed) in self._started.items():
+            if KnownRuns.id_of(folder) == run and process.poll() is not None and not folder.is_dir():
+                return _last_words(printed)
+        return None
+
+    # -- go on
+
+    def resume(self, folder: Path, given: Mapping[str, Any], name: str | None = None) -> Path:
+        """Start the rest of a run, with other settings where they may be others.
+
+        Raises:
+            ApiRefusal: it goes on still, has no checkpoint, or the run was refused.
+        """
+        if not RunStatus.of(folder).is_over:
+            raise ApiRefusal("the run goes on: stop it first.", code="not_over", status=409)
+        recipe = recipe_of_settings(config := read_object(folder / "config.json"))
+        if not recipe or not (folder / CHECKPOINTS / "latest").is_file():
+            raise ApiRefusal("the run has no checkpoint to go on from.", code="no_checkpoint", status=409)
+        form = RecipeForm(recipe)
+        settings = form.nested(given)
+        if recipe == "face":  # whose checkpoints do not bring the settings with them
+            before = form.nested(form.form_values(config))
+            latest = read_text(folder / CHECKPOINTS / "latest")
+            settings = {**before, **settings, "resume": str(folder / CHECKPOINTS / Path(latest).name)}
+        else:
+            settings["resume"] = str(folder)
+        return self.start(recipe, settings, name)
+
+    # -- stop
+
+    def stop(self, folder: Path, *, now: bool) -> str:
+        """Ask a run to end in good order, as Ctrl-C does; ``now``: without waiting for it.
+
+        Raises:
+            ApiRefusal: it is over, or its processes are not on this machine.
+        """
+        records, _ = read_records(folder)
+        alive = [each for each in records if each.lives is not False and each.phase not in ENDS]
+        first = [each for each in alive if each.rank == LAUNCHER] or alive
+        if not first or RunStatus.of(folder).is_over:
+            raise ApiRefusal("the run is over.", code="is_over", status=409)
+        here = [each for each in first if each.host == socket.gethostname()]
+        if not here:
+            raise ApiRefusal(
+                f"its processes are on host {first[0].host[:100]!r}: stop it there.", code="elsewhere", status=409
+            )
+        told = [pidfd for each in here if (pidfd := _handle(each.pid, folder / STATUS)) is not None]
+        if not told:
+            raise ApiRefusal(
+                "the processes that its records name do not have this run: they are in another container, or gone.",
+                code="elsewhere",
+                status=409,
+            )
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,):
+                for pidfd in told:
+                    with suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(pidfd, number)
+            if now:
+                self._see_off(folder, told, here)
+        finally:
+            for pidfd in told:
+                os.close(pidfd)
+        return "It ends at once." if now else "It ends after the present step, evaluates and saves."
+
+    @staticmethod
+    def _see_off(folder: Path, told: Sequence[int], records: Sequence[Record]) -> None:
+        """What does not end by two signals is killed; and the folder says that somebody asked for it."""
+        until = time.monotonic() + GONE
+        for pidfd in told:
+            if not select.select([pidfd], [], [], max(0.0, until - time.monotonic()))[0]:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                select.select([pidfd], [], [], GONE)
+        if RunStatus.of(folder).state not in ("stopped", "done"):
+            note_end(folder, "stopped", max(0, records[0].rank), "it was ended at once, as somebody asked")
+
+    # -- chat
+
+    def chat(self, folder: Path) -> dict[str, str]:
+        """A server that answers with the run's weights: the one that runs, or a new one.
+
+        Raises:
+            ApiRefusal: it does not start.
+        """
+        known = chat_of(folder)
+        if known is None:
+            known = self._begin_chat(folder)
+        return known
+
+    def _begin_chat(self, folder: Path) -> dict[str, str]:
+        key = secrets.token_urlsafe(24)
+        log = os.open(folder / CHAT_LOG, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the server has until it ends
+            except OSError:
+                raise ApiRefusal("its server is starting: ask again.", code="starting", status=409) from None
+            os.ftruncate(log, 0)
+            place = folder / CHAT
+            with suppress(FileNotFoundError):
+                place.unlink()
+            with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(key + "\n")
+            words = ["serve", str(folder), "--port=0", f"--key-file={place}"]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "shardfold", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        until = time.monotonic() + 2 * BEGINS
+        while (found := chat_of(folder)) is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK)
+                with opened(folder / CHAT_LOG) as file:
+                    text = os.pread(file, 64 * 1024, 0) if file is not None else b""
+                raise ApiRefusal(_sentence(text), code="refused", status=409)
+            if time.monotonic() > until:
+                process.terminate()
+                raise ApiRefusal("its server did not start in time.", code="refused", status=500)
+        return found
+
+
+def chat_of(folder: Path) -> dict[str, str] | None:
+    """The address and key of the server that has the run's weights; None: none runs."""
+    with opened(folder / CHAT_LOG) as file:
+        if file is None or os.fstat(file).st_uid != os.getuid():
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            found = re.search(rb"^(http://127\.0\.0\.1:\d{1,5}) answers", os.pread(file, 64 * 1024, 0), re.MULTILINE)
+            key = read_text(folder / CHAT)
+            return {"url": found[1].decode(), "key": key} if found and key else None
+    return None
+
+
+def read_text(path: Path) -> str:
+    """A short text; "" where there is none."""
+    with opened(path) as file:
+        return os.read(file, 1000).decode(errors="replace").strip() if file is not None else ""
+
+
+def _handle(pid: int, path: Path) -> int | None:
+    """A process that has this very file open, as a handle that no other process ever gets; None: there is none."""
+    with suppress(OSError, ValueError):
+        handle = os.pidfd_open(pid)
+        with suppress(OSError):
+            wanted = path.stat()
+            for each in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    found = os.stat(f"/proc/{pid}/fd/{each}")
+                    if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                        return handle
+        os.close(handle)
+    return None
+
+
+def _last_words(printed: IO[bytes]) -> str:
+    printed.seek(0)
+    return _sentence(printed.read(2**20))
+
+
+def _sentence(text: bytes) -> str:
+    """The last error of what a command printed."""
+    lines = [line.strip() for line in text.decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("Error: ")]
+    return (errors or lines or ["it ended without a word"])[-1].removeprefix("Error: ")[:2000]

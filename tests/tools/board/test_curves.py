@@ -1,0 +1,253 @@
+"""Curves are those of the file, at any level and from any cursor, while the file grows, is cut or begins anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardfold as sf
+from shardfold.tools.board import _step_curves
+from shardfold.tools.board._step_curves import StepCurves
+from tests.tools.board.support import AskedBoard, made_run
+
+FOREVER = math.inf
+
+
+def written(path: Path, rows: Sequence[Any]) -> None:
+    with path.open("a") as file:
+        for row in rows:
+            file.write((row if isinstance(row, str) else json.dumps(row)) + "\n")
+
+
+def expected(path: Path, key: str, by: str = "step") -> list[tuple[float, float | None]]:
+    """By the plainest means: rows that no later row takes the place of; None: not finite."""
+    found: list[tuple[float, float, float | None]] = []
+    seconds = before = tokens = 0.0
+    for line in path.read_text().split("\n")[:-1]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if "seconds" in row:
+            passed = row["seconds"] - before if row["seconds"] >= before else row["seconds"]
+            seconds, before = seconds + passed, row["seconds"]
+            tokens += passed * row.get("tokens_per_s", 0.0)
+        x = {"step": row["step"], "seconds": seconds, "tokens": tokens}[by]
+        found = [each for each in found if each[0] < row["step"]]
+        found.append((row["step"], x, row.get(key)))
+    return [(x, y) for _, x, y in found]
+
+
+def points(curves: StepCurves, key: str, by: str = "step", pixels: int = 10**6, part: Any = None) -> list[list[Any]]:
+    curves.read_on([key], FOREVER)
+    return json.loads(curves.whole(key, by, pixels, part).points)
+
+
+def rows(count: int, first: int = 1, rng: random.Random | None = None) -> list[dict[str, Any]]:
+    rng = rng or random.Random(first)
+    return [
+        {
+            "step": step,
+            "seconds": (step - first + 1) * 0.5,
+            "loss": rng.uniform(0, 9),
+            "tokens_per_s": 64.0,
+            "mfu": None,
+        }
+        | ({"held_out_loss": step / 8} if step % 10 == 0 else {})
+        for step in range(first, first + count)
+    ]
+
+
+@pytest.mark.parametrize("by", ["step", "seconds", "tokens"])
+def test_a_short_curve_is_told_as_it_is(by: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, rows(100))
+    told = points(StepCurves(path), "loss", by)
+    assert told == [[pytest.approx(x, rel=1e-9), pytest.approx(y, rel=1e-5)] for x, y in expected(path, "loss", by)]
+    few = points(StepCurves(path), "held_out_loss", by)
+    assert few == [[pytest.approx(x), y] for x, y in expected(path, "held_out_loss", by) if y is not None]
+
+
+@pytest.mark.parametrize("pixels", [1, 7, 100, 2000])
+@pytest.mark.parametrize("count", [1, 100, 4096, 4097, 9000])
+def test_a_level_has_least_largest_and_mean_of_its_rows(count: int, pixels: int, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, rows(count))
+    curves = StepCurves(path)
+    told = points(curves, "loss", pixels=pixels)
+    level = curves.whole("loss", "step", pixels).level
+    assert len(told) <= pixels and level * (len(told) - 1) < count <= level * len(told)
+    values = [y for _, y in expected(path, "loss")]
+    for at, point in enumerate(told):
+        some = [each for each in values[at * level : (at + 1) * level] if each is not None]
+        low, high, mean = min(some), max(some), sum(some) / len(some)
+        assert point[0] == at * level + 1
+        assert point[1:] in (
+            [pytest.approx(low, rel=1e-5)],
+            [pytest.approx(low, rel=1e-5), pytest.approx(high, rel=1e-5), pytest.approx(mean, rel=1e-5)],
+        )
+
+
+def test_a_zoom_reads_the_rows_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, rows(20_000))
+    curves = StepCurves(path)
+    for by, scale in (("step", 1.0), ("seconds", 0.5), ("tokens", 32.0)):
+        part = 7000 * scale, 7099 * scale
+        assert points(curves, "loss", by, 600, part) == [
+            [pytest.approx(x, rel=1e-9), pytest.approx(y, rel=1e-5)]
+            for x, y in expected(path, "loss", by)
+            if part[0] <= x <= part[1]
+        ]
+    assert len(points(curves, "loss", pixels=600, part=(1000, 15_000))) in range(300, 601)
+    assert points(curves, "loss", part=(30_000, 40_000)) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_comes_behind_a_cursor_is_what_is_new(seed: int, tmp_path: Path) -> None:
+    """Two who look, at other times, a file that grows by whole and half lines, goes back, is cut and begins anew: each
+    has the curve that one has who looks for the first time."""
+    rng, path = random.Random(seed), tmp_path / "metrics.jsonl"
+    path.touch()
+    curves, step, half = StepCurves(path), 0, ""
+    held: list[dict[str, Any]] = [{"cursor": "", "points": []} for _ in range(2)]
+    for _ in range(60):
+        act = rng.choice(["grow", "grow", "grow", "half", "back", "cut", "anew"])
+        with path.open("a") as file:
+            file.write(half)
+            half = ""
+        if act in ("grow", "half"):
+            count = rng.choice([1, 3, 700])
+            written(path, rows(count, step + 1, rng))
+            step += count
+        if act == "half":
+            line = json.dumps(rows(1, step + 1, rng)[0]) + "\n"
+            step, cut = step + 1, rng.randrange(1, len(line))
+            with path.open("a") as file:
+                file.write(line[:cut])
+            half = line[cut:]
+        elif act == "back":
+            step = rng.randrange(step + 1)
+            written(path, rows(2, step + 1, rng))
+            step += 2
+        elif act == "cut" and rng.random() < 0.5:
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(lines[: len(lines) // 2]))
+            step = len(lines) and step
+        elif act == "anew" and rng.random() < 0.3:
+            path.unlink()
+            path.touch()
+            step = 0
+        for one in rng.sample(held, rng.randrange(3)):
+            curves.read_on(["loss"], FOREVER)
+            told = curves.since(one["cursor"], "loss", "step", 10**6)
+            one["cursor"] = curves.cursor
+            if told is not None:
+                new = json.loads(told.points)
+                one["points"] = new if told.is_whole else one["points"] + new
+                fresh = StepCurves(path)
+                assert one["points"] == points(fresh, "loss")
+                if fresh.whole("loss", "step", 10**6).level == 1:
+                    wanted = [(x, y) for x, y in expected(path, "loss") if y is not None]
+                    assert [tuple(each) for each in one["points"]] == [
+                        (x, pytest.approx(y, rel=1e-5)) for x, y in wanted
+                    ]
+
+
+def test_a_tick_is_small(tmp_path: Path) -> None:
+    board = AskedBoard(made_run(tmp_path / "a", 3000))
+    first = board.get("/api/curves", {"id": board.id("a"), "key": ["loss", "lr"]})
+    assert [len(each["points"]) for each in first["series"]] == [600, 0]
+    again = {"id": board.id("a"), "key": ["loss", "lr"], "after": first["cursor"]}
+    assert board.get("/api/curves", again)["series"] == []
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3001, "loss": 0.25}\n{"step": 3002, "lo')
+    told = board.get("/api/curves", again)["series"]
+    assert told[0] == {"id": board.id("a"), "key": "loss", "level": 1, "whole": False, "points": [[3001, 0.25]]}
+    assert [each["points"] for each in told[1:]] in ([], [[]])
+
+
+def test_what_is_not_finite_is_a_gap_in_a_curve_and_nothing_in_a_few_points(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with sf.observe.Run(tmp_path, steps=6) as run:
+        for step, loss in enumerate([3.0, math.nan, math.inf, 2.0, -math.inf, 1.0], 1):
+            run.log(step, loss=loss, held_out_loss=0.5 if step == 4 else None)
+    written(path, ['{"step": 7, "loss": NaN}', '{"step": 8, "loss": -Infinity}', '{"step": 9, "loss": 1.0}'])
+    written(path, ["no row", "[1, 2]", '{"loss": 5}', '{"step": 10, "loss": {"loss": 7}}', '{"step": 11, "loss": 4}'])
+    curves = StepCurves(path)
+    told = dict(points(curves, "loss"))
+    assert {x: y for x, y in told.items() if y is not None} == {1: 3, 4: 2, 6: 1, 9: 1, 11: 4}
+    assert told[2] is None and told[7] is None
+    assert points(curves, "held_out_loss") == [[4, 0.5]]
+    low, high, mean = points(StepCurves(path), "loss", pixels=1)[0][1:]
+    assert (low, high, mean) == (1, 4, pytest.approx(11 / 5, rel=1e-5))
+
+
+def test_names_in_texts_are_no_keys(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, [{"step": 1, "words": '"loss": 9, ', "loss": 1.0}, {"step": 2, "a": {"loss": 9.0}, "loss": 2.0}])
+    written(path, ['{"loss":3.0,"step":3}', '{"step":4}'])
+    assert points(StepCurves(path), "loss") == [[1, 1], [2, 2], [3, 3]]
+    assert points(StepCurves(path), 'x": 1, "loss') == []
+
+
+def test_a_line_without_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_step_curves, "PIECE", 1000)
+    path = tmp_path / "metrics.jsonl"
+    written(path, rows(20))
+    written(path, ['{"step": 21, "loss": ' + "1" * 5000 + "}"])
+    written(path, rows(20, 22))
+    assert [x for x, *_ in points(StepCurves(path), "loss")] == [*range(1, 21), *range(22, 42)]
+
+
+def test_a_long_file_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks is told what was read so far, and how much that is; then all of it."""
+    monkeypatch.setattr(_step_curves, "PIECE", 2000)
+    path = tmp_path / "metrics.jsonl"
+    written(path, rows(300))
+    curves, shares = StepCurves(path), [0.0]
+    cursor, held = "", list[Any]()
+    while shares[-1] < 1:
+        curves.read_on(["loss"], time.monotonic())
+        told = curves.since(cursor, "loss", "step", 10**6)
+        assert told is not None
+        new = json.loads(told.points)
+        held, cursor = new if told.is_whole else held + new, curves.cursor
+        assert curves.share_read > shares[-1]
+        shares.append(curves.share_read)
+    assert len(shares) > 10 and [x for x, _ in held] == list(range(1, 301))
+
+
+def test_memory_has_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for first in range(1, 60_000, 10_000):
+        written(path, rows(10_000, first))
+    curves = StepCurves(path)
+    assert len(points(curves, "loss", pixels=10_000)) <= _step_curves.MOST_BLOCKS
+    assert curves.num_numbers < 40 * _step_curves.MOST_BLOCKS
+
+
+def test_curves_that_nobody_looks_at_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abcd":
+        made_run(tmp_path / name, 50)
+    from shardfold.tools.board import _board_app
+
+    monkeypatch.setattr(_board_app, "MOST_NUMBERS", 2500)
+    board = AskedBoard(tmp_path)
+    for name in "abcd":
+        board.get("/api/curves", {"id": board.id(name), "key": "loss"})
+    assert 0 < len(board.app._curves) < 4 and board.id("d") in board.app._curves
+
+
+def test_a_file_of_figures_is_told_as_csv(tmp_path: Path) -> None:
+    board = AskedBoard(made_run(tmp_path / "a", 3, grad_norm=None))
+    reply = board.ask("GET", "/api/csv", params={"id": board.id("a"), "key": ["loss", "grad_norm"]})
+    assert reply.text == "step,loss,grad_norm\n1,10,\n2,5,\n3,3.33333333,\n"
+    assert reply.headers["content-disposition"].startswith("attachment")
