@@ -23,8 +23,8 @@ EXTRAS = {
     "onnx": "onnx",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
-    "starlette": "serve",
-    "uvicorn": "serve",
+    "starlette": "board",
+    "uvicorn": "board",
 }
 """Packages that come with an extra, and its name."""
 
