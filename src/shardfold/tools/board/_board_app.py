@@ -27,7 +27,7 @@ from shardfold.tools.board.board_config import BoardConfig
 from shardfold.tools.board.known_runs import KnownRuns
 from shardfold.tools.board.recipe_forms import OWN, RecipeForm
 from shardfold.tools.serve.api_refusal import ApiRefusal, parsed_json
-from shardfold.tools.serve.web_guard import page_headers, read_body, stranger
+from shardfold.tools.serve.web_guard import page_reply, read_body, stranger
 
 __all__ = ["BoardApp"]
 
@@ -175,7 +175,7 @@ class BoardApp:
             if self._is_token(given):
                 self._set_cookie(reply)
             return reply
-        return Response(self._files["board.html"][0], 200, page_headers("'self'", "'self'"), "text/html")
+        return Response(*page_reply(self._files["board.html"][0]), media_type="text/html")
 
     async def _file(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from shardfold.tools.serve.api_refusal import ApiRefusal
 from shardfold.tools.serve.serve_config import is_loopback
 
-__all__ = ["page_headers", "page_reply", "read_body", "stranger"]
+__all__ = ["page_reply", "read_body", "stranger"]
 
 
 def stranger(scope: Any, address: str, cors: Collection[str] = ()) -> ApiRefusal | None:
@@ -82,18 +82,14 @@ def page_reply(body: bytes) -> tuple[bytes, int, dict[str, str]]:
             or "'self'"
         )
 
-    return body, 200, page_headers(hashed(b"script"), hashed(b"style"))
-
-
-def page_headers(scripts: str, styles: str) -> dict[str, str]:
-    """Headers of a page that runs these scripts and has these styles, as a policy names them, and nothing else."""
     policy = (
-        f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; "
+        f"default-src 'none'; script-src {hashed(b'script')}; style-src {hashed(b'style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return {
+    headers = {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
+    return body, 200, headers
