@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import shardfold as sf
 from shardfold.tools.board import _step_curves
 from shardfold.tools.board._step_curves import StepCurves
 from tests.tools.board.support import AskedBoard, made_run
+from tests.tools.test_event_files import record, scalar
 
 FOREVER = math.inf
 
@@ -69,9 +71,9 @@ def rows(count: int, first: int = 1, rng: random.Random | None = None) -> list[d
 def test_a_short_curve_is_told_as_it_is(by: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, rows(100))
-    told = points(StepCurves(path), "loss", by)
+    told = points(StepCurves(path.parent), "loss", by)
     assert told == [[pytest.approx(x, rel=1e-9), pytest.approx(y, rel=1e-5)] for x, y in expected(path, "loss", by)]
-    few = points(StepCurves(path), "held_out_loss", by)
+    few = points(StepCurves(path.parent), "held_out_loss", by)
     assert few == [[pytest.approx(x), y] for x, y in expected(path, "held_out_loss", by) if y is not None]
 
 
@@ -80,7 +82,7 @@ def test_a_short_curve_is_told_as_it_is(by: str, tmp_path: Path) -> None:
 def test_a_level_has_least_largest_and_mean_of_its_rows(count: int, pixels: int, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, rows(count))
-    curves = StepCurves(path)
+    curves = StepCurves(path.parent)
     told = points(curves, "loss", pixels=pixels)
     level = curves.whole("loss", "step", pixels).level
     assert len(told) <= pixels and level * (len(told) - 1) < count <= level * len(told)
@@ -98,7 +100,7 @@ def test_a_level_has_least_largest_and_mean_of_its_rows(count: int, pixels: int,
 def test_a_zoom_reads_the_rows_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, rows(20_000))
-    curves = StepCurves(path)
+    curves = StepCurves(path.parent)
     for by, scale in (("step", 1.0), ("seconds", 0.5), ("tokens", 32.0)):
         part = 7000 * scale, 7099 * scale
         assert points(curves, "loss", by, 600, part) == [
@@ -116,7 +118,7 @@ def test_what_comes_behind_a_cursor_is_what_is_new(seed: int, tmp_path: Path) ->
     has the curve that one has who looks for the first time."""
     rng, path = random.Random(seed), tmp_path / "metrics.jsonl"
     path.touch()
-    curves, step, half = StepCurves(path), 0, ""
+    curves, step, half = StepCurves(path.parent), 0, ""
     held: list[dict[str, Any]] = [{"cursor": "", "points": []} for _ in range(2)]
     for _ in range(60):
         act = rng.choice(["grow", "grow", "grow", "half", "back", "cut", "anew"])
@@ -152,7 +154,7 @@ def test_what_comes_behind_a_cursor_is_what_is_new(seed: int, tmp_path: Path) ->
             if told is not None:
                 new = json.loads(told.points)
                 one["points"] = new if told.is_whole else one["points"] + new
-                fresh = StepCurves(path)
+                fresh = StepCurves(path.parent)
                 assert one["points"] == points(fresh, "loss")
                 if fresh.whole("loss", "step", 10**6).level == 1:
                     wanted = [(x, y) for x, y in expected(path, "loss") if y is not None]
@@ -181,12 +183,12 @@ def test_what_is_not_finite_is_a_gap_in_a_curve_and_nothing_in_a_few_points(tmp_
             run.log(step, loss=loss, held_out_loss=0.5 if step == 4 else None)
     written(path, ['{"step": 7, "loss": NaN}', '{"step": 8, "loss": -Infinity}', '{"step": 9, "loss": 1.0}'])
     written(path, ["no row", "[1, 2]", '{"loss": 5}', '{"step": 10, "loss": {"loss": 7}}', '{"step": 11, "loss": 4}'])
-    curves = StepCurves(path)
+    curves = StepCurves(path.parent)
     told = dict(points(curves, "loss"))
     assert {x: y for x, y in told.items() if y is not None} == {1: 3, 4: 2, 6: 1, 9: 1, 11: 4}
     assert told[2] is None and told[7] is None
     assert points(curves, "held_out_loss") == [[4, 0.5]]
-    low, high, mean = points(StepCurves(path), "loss", pixels=1)[0][1:]
+    low, high, mean = points(StepCurves(path.parent), "loss", pixels=1)[0][1:]
     assert (low, high, mean) == (1, 4, pytest.approx(11 / 5, rel=1e-5))
 
 
@@ -194,8 +196,8 @@ def test_names_in_texts_are_no_keys(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, [{"step": 1, "words": '"loss": 9, ', "loss": 1.0}, {"step": 2, "a": {"loss": 9.0}, "loss": 2.0}])
     written(path, ['{"loss":3.0,"step":3}', '{"step":4}'])
-    assert points(StepCurves(path), "loss") == [[1, 1], [2, 2], [3, 3]]
-    assert points(StepCurves(path), 'x": 1, "loss') == []
+    assert points(StepCurves(path.parent), "loss") == [[1, 1], [2, 2], [3, 3]]
+    assert points(StepCurves(path.parent), 'x": 1, "loss') == []
 
 
 def test_a_line_without_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +206,7 @@ def test_a_line_without_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.M
     written(path, rows(20))
     written(path, ['{"step": 21, "loss": ' + "1" * 5000 + "}"])
     written(path, rows(20, 22))
-    assert [x for x, *_ in points(StepCurves(path), "loss")] == [*range(1, 21), *range(22, 42)]
+    assert [x for x, *_ in points(StepCurves(path.parent), "loss")] == [*range(1, 21), *range(22, 42)]
 
 
 def test_a_long_file_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +214,7 @@ def test_a_long_file_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(_step_curves, "PIECE", 2000)
     path = tmp_path / "metrics.jsonl"
     written(path, rows(300))
-    curves, shares = StepCurves(path), [0.0]
+    curves, shares = StepCurves(path.parent), [0.0]
     cursor, held = "", list[Any]()
     while shares[-1] < 1:
         curves.read_on(["loss"], time.monotonic())
@@ -229,7 +231,7 @@ def test_memory_has_a_bound(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for first in range(1, 60_000, 10_000):
         written(path, rows(10_000, first))
-    curves = StepCurves(path)
+    curves = StepCurves(path.parent)
     assert len(points(curves, "loss", pixels=10_000)) <= _step_curves.MOST_BLOCKS
     assert curves.num_numbers < 40 * _step_curves.MOST_BLOCKS
 
@@ -244,6 +246,28 @@ def test_curves_that_nobody_looks_at_go(tmp_path: Path, monkeypatch: pytest.Monk
     for name in "abcd":
         board.get("/api/curves", {"id": board.id(name), "key": "loss"})
     assert 0 < len(board.app._curves) < 4 and board.id("d") in board.app._curves
+
+
+def test_event_files_of_tensorboards_have_curves(tmp_path: Path) -> None:
+    """Also while they grow."""
+    events, folder = (
+        [(step, f"train/{key}", step / 4) for step in range(1, 9) for key in ("loss", "lr")],
+        tmp_path / "a",
+    )
+    folder.mkdir()
+    path = folder / "events.out.tfevents.1.host"
+    path.write_bytes(b"".join(record(scalar(*each)) for each in events[:9]))  # of step 5 a half
+    board = AskedBoard(tmp_path)
+    (run,) = board.get("/api/runs")["runs"]
+    asked = {"id": run["id"], "key": ["train/loss", "train/lr"]}
+    told = board.get("/api/curves", asked)
+    assert [len(each["points"]) for each in told["series"]] == [4, 4]
+    with path.open("ab") as file:
+        file.write(b"".join(record(scalar(*each)) for each in events[9:]))
+    os.utime(path, (0, 0))  # nothing came for long
+    more = board.get("/api/curves", {**asked, "after": told["cursor"]})
+    assert [each["points"] for each in more["series"]] == [[[step, step / 4] for step in range(5, 9)]] * 2
+    assert board.get(f"/api/runs/{run['id']}")["keys"] == ["train/loss", "train/lr"]
 
 
 def test_a_file_of_figures_is_told_as_csv(tmp_path: Path) -> None:

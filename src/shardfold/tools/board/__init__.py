@@ -61,6 +61,7 @@ known_runs      the runs in the folders of a board, and what each is at
 recipe_forms    forms of recipes: fields, and settings between forms, config files and commands
 _asked_worker   the process that a board asks what needs PyTorch
 _board_app      paths, the token, and what each answers
+_event_rows     event files of TensorBoard's as rows of metrics.jsonl
 _recipe_worker  what that process answers: whether settings hold, and what a plan says of them
 _run_control    runs are started, stopped and gone on with
 _run_details    what the folder of a run says of it

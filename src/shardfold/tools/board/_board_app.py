@@ -287,7 +287,7 @@ class BoardApp:
         return f'{{"cursor":{json.dumps("_".join(cursors))},"read":{share:.4g},"series":[{",".join(series)}]}}'
 
     def _of(self, run: str, folder: Path) -> StepCurves:
-        return self._curves.setdefault(run, StepCurves(folder / "metrics.jsonl"))
+        return self._curves.setdefault(run, StepCurves(folder))
 
     def _forget(self) -> None:
         used = sorted(list(self._curves.items()), key=lambda each: each[1].used)

@@ -1,4 +1,4 @@
-"""The curves of a run: ``metrics.jsonl`` as blocks of rows, whose memory has a bound however long the file is."""
+"""The curves of a run: ``metrics.jsonl``, or TensorBoard's events, as blocks of rows. Their memory has a bound."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardfold.tools.board._event_rows import EventRows
+from shardfold.tools.observe.event_files import event_files
 from shardfold.tools.observe.run_files import opened
 
 __all__ = ["AXES", "CurvePoints", "StepCurves"]
@@ -87,11 +89,18 @@ class StepCurves:
     file again. Where a run went back, as from a checkpoint, the later rows hold.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._events: EventRows | None = None
         self._lock = threading.Lock()
         self.used = 0.0
         self._reset("")
+
+    def _opened(self) -> AbstractContextManager[int | None]:
+        path = self._folder / "metrics.jsonl"
+        if self._events is None and not os.path.lexists(path) and event_files(self._folder):
+            self._events = EventRows(self._folder)
+        return opened(path) if self._events is None else self._events.opened()
 
     def _reset(self, mark: str) -> None:
         self._mark, self._turns = mark, 0
@@ -118,7 +127,7 @@ class StepCurves:
     def keys(self) -> list[str]:
         """The keys of numbers in the first and last rows, without those that are axes."""
         found: dict[str, None] = {}
-        with opened(self._path) as file:
+        with self._opened() as file:
             if file is not None:
                 for at in (0, max(0, os.fstat(file).st_size - 64 * 1024)):
                     lines = os.pread(file, 64 * 1024, at).split(b"\n")
@@ -131,7 +140,7 @@ class StepCurves:
     def read_on(self, keys: Iterable[str], until: float) -> None:
         """Read what is new, or all for keys that are new; it ends at a time of the monotonic clock."""
         wanted = {*keys, *AXES} - {"tokens"} | {"tokens_per_s"}
-        with self._lock, opened(self._path) as file:
+        with self._lock, self._opened() as file:
             self.used = time.monotonic()
             if file is None:
                 self._reset("")
@@ -214,7 +223,7 @@ class StepCurves:
             return self.whole(key, by, pixels)
         if begin == self._read:
             return None
-        with self._lock, opened(self._path) as file:
+        with self._lock, self._opened() as file:
             piece = os.pread(file, self._read - begin, begin) if file is not None else b""
             rows = self._exact(piece, key, by, total=self._totals.now(by))
         return CurvePoints(_joined(_one(x, y) for x, y in rows), 1, False)
@@ -222,7 +231,7 @@ class StepCurves:
     def texts(self, keys: Sequence[str]) -> Iterator[str]:
         """The file as CSV, row by row."""
         yield ",".join(key if key.replace("_", "").isalnum() else _quoted(key) for key in keys) + "\n"
-        with opened(self._path) as file:
+        with self._opened() as file:
             at, rest = 0, b""
             while file is not None and (piece := os.pread(file, PIECE, at)):
                 at += len(piece)
@@ -263,7 +272,7 @@ class StepCurves:
         ]
         if sum(end - begin for begin, end in spans) > MOST_REREAD:
             return None
-        with opened(self._path) as file:
+        with self._opened() as file:
             for at, (begin, end) in zip(blocks, spans, strict=True):
                 piece = os.pread(file, end - begin, begin) if file is not None else b""
                 found += self._exact(piece, key, by, first=self._columns[by].low[at])
