@@ -1,0 +1,194 @@
+"""Every setting of every recipe goes from a form into a file and a command, from there into a run, and back."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardfold.tools.board._recipe_worker import checked
+from shardfold.tools.board.recipe_forms import RecipeForm
+from shardfold.tools.recipes.train_config import read_settings
+from shardfold.tools.tune.config import TuneConfig, from_options
+from tests.tools.board.support import AskedBoard
+
+TEXTS: dict[str, list[str]] = {
+    "size": ["tiny", "small"],
+    "gather": ["bf16", "int8"],
+    "reduce": ["bf16", "int8"],
+    "offload": ["host", "disk", "optimizer=host"],
+    "order": ["gpipe", "interleaved:2"],
+    "memory": ["8GiB", "500MB"],
+    "peak_flops": ["312e12", "1e12"],
+    "far": ["0.1,0.01"],
+    "backbone": ["vit", "timm:resnet18"],
+    "base.format": ["nf4/64", "int8/64"],
+    "text.template": ["chatml", "a template.jinja"],
+    "text.rope": ["yarn:4", "linear:2.5"],
+    "adapter.targets": ["q_proj,v_proj", "all-linear"],
+    "adapter.modules": ["embed_tokens", "lm_head"],
+    "reward": ["rewards.py:has_word"],
+}
+PATHS = ["rows.jsonl", "a folder/with 'quotes' and \"more\"/ü.txt", "-x", "C:\\x"]
+
+
+def drawn(field: dict[str, Any], rng: random.Random, form: RecipeForm) -> Any:
+    """A value as a form sends it: most are text."""
+    kind, least, most = field["kind"], field["least"], field["most"]
+    if kind == "bool":
+        return not field["default"]
+    if kind == "choice":
+        return str(rng.choice(field["choices"]))
+    if kind in ("int", "max"):
+        low = int(least if least is not None else 1)
+        return (
+            "max" if kind == "max" and rng.random() < 0.3 else str(rng.randint(low + 1, int(min(most or 40, low + 40))))
+        )
+    if kind == "float":
+        low = float(least or 0.0)
+        return f"{rng.uniform(low + 1e-3, min(most if most is not None else low + 2, low + 2) - 1e-3):.4g}"
+    if kind == "path":
+        return rng.choice(PATHS)
+    if kind == "rows":
+        return ",".join(rng.sample(PATHS, rng.randint(1, 2)))
+    if field["name"] == "size" and form.recipe == "face":
+        return rng.choice(["48x32", "64"])
+    return rng.choice(TEXTS[field["name"]])
+
+
+@pytest.mark.parametrize("recipe", RecipeForm.names())
+def test_each_setting_comes_back(recipe: str, tmp_path: Path) -> None:
+    """Alone: what a form sends is what its file says, what its command says, and what the run's settings show."""
+    form, rng = RecipeForm(recipe), random.Random(recipe)
+    for field in form.told():
+        value = drawn(field, rng, form)
+        if str(value) == str(field["default"]):
+            continue
+        given = {field["name"]: value}
+        nested = form.nested(given)
+        path = tmp_path / "run.toml"
+        path.write_text(form.toml(nested), encoding="utf-8")
+        read = read_settings(path)
+        assert read.pop("recipe", recipe) == recipe
+        assert form.form_values(read) == form.form_values(nested), field
+        shown = form.form_values(read)
+        assert {name: str(each) for name, each in shown.items()} == {field["name"]: str(_plain(value))}, field
+        words = form.command(nested)
+        assert words is not None and words[: len(form.words)] == list(form.words)
+        options = [re.fullmatch(r"--(no-)?([a-z-]+)(?:=(.*))?", word, re.DOTALL) for word in words[len(form.words) :]]
+        said = {}
+        for option in options:
+            assert option is not None, words
+            no, name, text = option.groups()
+            said[name.replace("-", "_")] = text if text is not None else not no
+        made = from_options(form.settings, said) if issubclass(form.settings, TuneConfig) else said
+        back = form.form_values(form.nested(_flat(made)))
+        assert {name: str(each) for name, each in back.items() if name in given} == {
+            name: str(_plain(each)) for name, each in given.items()
+        }, (words, made)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers as they are read: 0.10 is 0.1."""
+    try:
+        return (
+            int(value) if re.fullmatch(r"\d+", str(value)) else float(value) if "." in value or "e" in value else value
+        )
+    except (ValueError, TypeError):
+        return value
+
+
+def _flat(made: dict[str, Any]) -> dict[str, Any]:
+    return {
+        (f"{name}.{inner}" if inner else name): each
+        for name, value in made.items()
+        for inner, each in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "lm": {"size": "tiny", "steps": "3", "procs": "1", "lr": "1e-3", "eval_every": "0", "save_every": "2", "keep": "3"},
+    "face": {"identities": "20", "steps": "3", "procs": "2", "channels": "3", "augment": False, "size": "48x32"},
+    "sft": {"adapter.rank": "8", "adapter.variant": "dora", "base.bits": "4", "text.pack": True, "text.rope": "yarn:4"},
+    "dpo": {"adapter.kind": "lora", "beta": "0.2", "loss": "hinge", "lr": "1e-5", "micro_batch": "max"},
+    "grpo": {
+        "reward": "rewards.py:has_word",
+        "n": "4",
+        "adapter.kind": "freeze",
+        "adapter.layers": "1",
+        "epochs": "0.5",
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", CASES)
+def test_what_a_run_writes_is_the_form_that_started_it(recipe: str, tmp_path: Path) -> None:
+    """The settings of a run as its config.json has them, all of them, make the form again."""
+    form, given = RecipeForm(recipe), dict(CASES[recipe])
+    if recipe not in ("lm", "face"):
+        given |= {"model": "base", "data": "a.jsonl,b.jsonl"}
+    settings = form.settings.load(form.nested(given))
+    config = settings.plain() if isinstance(settings, TuneConfig) else settings.model_dump(mode="json")
+    shown = form.form_values(config)
+    if given.get("adapter.kind") is None and "adapter.rank" in given:
+        assert shown.pop("adapter.kind") == "lora"  # which a config.json says
+    assert {name: str(value) for name, value in shown.items()} == {
+        name: str(_plain(value)) for name, value in given.items()
+    }
+    again = form.settings.load(form.nested(shown))
+    assert again == settings
+
+
+def test_sources_that_options_cannot_name_are_kept_in_a_file() -> None:
+    form = RecipeForm("sft")
+    rows = [{"path": "a.jsonl", "weight": 0.5}, {"path": "b,c.jsonl"}]
+    assert form.command({"model": "base", "data": rows}) is None
+    assert form.shown_command({"model": "base", "data": rows}) == "shardfold tune sft --config run.toml"
+    assert form.form_values({"data": [{"path": "a", "weight": 1.0, "format": None}, "b"]}) == {"data": "a,b"}
+    assert form.command({"data": rows[:1], "adapter": {"kind": "prefix"}}) is None
+    assert form.command({"adapter": {"kind": "prefix", "pre_seq_len": 4}}) == ["tune", "sft", "--pre-seq-len=4"]
+    assert form.command({"adapter": {}}) == ["tune", "sft", "--lora=16"]
+
+
+REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
+    ("lm", {"steps": "many"}, "steps", "integer"),
+    ("lm", {"step": "3"}, "step", "Did you mean 'steps'"),
+    ("lm", {"keep": "3"}, "keep", "--save-every"),
+    ("lm", {"tensor": "3"}, "tensor", "divide"),
+    ("lm", {"memory": "much", "micro_batch": "max"}, "memory", "8GiB"),
+    ("lm", {"data": "/nothing/here"}, "data", "there is no file"),
+    ("face", {"width": "63"}, "width", "divide"),
+    ("face", {"identities": "2", "procs": "4"}, "identities", "split"),
+    ("sft", {"data": "a"}, "model", "there is no model"),
+    ("sft", {"model": "base", "data": "a", "adapter.rank": "0"}, "adapter.rank", "greater than"),
+    ("sft", {"model": "base", "data": "a", "adapter.rnk": "1"}, "adapter.rnk", "Did you mean 'rank'"),
+    ("sft", {"model": "base", "data": "a", "text.noise": "loud"}, "text.noise", "number"),
+    ("sft", {"model": "base", "data": "a", "base.bits": "4"}, "adapter.rank", "--lora"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "given", "field", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_refusal_stands_at_its_field(recipe: str, given: dict[str, Any], field: str | None, words: str) -> None:
+    found = checked(recipe, given)["errors"]
+    assert found[0]["field"] == field and re.search(words, found[0]["sentence"]), found
+
+
+def test_each_wrong_field_is_told() -> None:
+    found = checked("lm", {"steps": "x", "lr": "-1", "seed": "y", "size": "tiny"})["errors"]
+    assert {each["field"] for each in found} == {"steps", "lr", "seed"}
+
+
+def test_a_form_says_what_its_fields_are(tmp_path: Path) -> None:
+    told = AskedBoard(tmp_path).get("/api/forms")["recipes"]
+    assert list(told) == RecipeForm.names()
+    for recipe, form in told.items():
+        kind = RecipeForm(recipe).settings
+        names = {field["name"].partition(".")[0] for field in form["fields"]}
+        assert names == kind.model_fields.keys() - {"resume", "out"} and form["help"]
+        for field in form["fields"]:
+            assert field["help"] and field["group"] and (field["kind"] != "choice" or field["choices"]), field
+        assert len({field["group"] for field in form["fields"]}) > 2
+    assert AskedBoard(tmp_path, read_only=True).get("/api/forms") == {"recipes": {}}
