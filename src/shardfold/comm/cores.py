@@ -15,8 +15,9 @@ from shardfold.tiers.limit import boot_id
 __all__ = ["allowed", "machine", "occupied", "share", "share_of_cores"]
 
 
-def share_of_cores(exchange: Callable[[str, str], list[str]]) -> int:
-    """How many cores this rank may keep busy with work of its own, at least 1. All ranks call it.
+def share_of_cores(exchange: Callable[[str, str], list[str]]) -> float:
+    """How many cores this rank may keep busy with work of its own; less than 1, where ranks have to share one. All
+    ranks call it.
 
     A core that several ranks may run on counts for each of them as a part: ranks that a launcher bound to cores of
     their own have all of these, and ranks that may run anywhere have equal shares, whatever ``OMP_NUM_THREADS`` says.
@@ -26,7 +27,7 @@ def share_of_cores(exchange: Callable[[str, str], list[str]]) -> int:
     """
     here, cores = machine(), allowed()
     said = [json.loads(text) for text in exchange("cores", json.dumps([here, cores]))]
-    return max(1, int(share(cores, [theirs for other, theirs in said if other == here])))
+    return share(cores, [theirs for other, theirs in said if other == here])
 
 
 def share(cores: Sequence[int], listed: Sequence[Sequence[int]]) -> float:

@@ -72,6 +72,7 @@ class PartOptions:
         checksums: of states and of what is gathered.
         versions: of its weights, that this rank keeps for micro-batches that outlast their batch; None: on no rank one
             does.
+        cores: that this rank may keep busy, a part of one where ranks share it.
     """
 
     table: Layout
@@ -84,6 +85,7 @@ class PartOptions:
     order: OrderChoice
     versions: int | None
     checksums: bool = False
+    cores: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ def make_parts(
     agreement = sharded.comm.agreement
     mesh = sharded.comm.mesh
     links = mesh.per_host is None or mesh.per_host < mesh.world
-    pace = None if mesh.on_streams else Pace.among(agreement.peers.ranks, agreement.peers.rank, links=links)
+    crowd = torch.get_num_threads() / options.cores
+    ranks, me = agreement.peers.ranks, agreement.peers.rank
+    pace = None if mesh.on_streams else Pace.among(ranks, me, links=links, crowd=crowd)
     agreement.make_room_besides(0 if pace is None else pace.room)
     alarm, clock = Alarm(sharded, scaler, options.clip), Clock(agreement.waited, pace)
     held.callback(alarm.close)

@@ -196,7 +196,8 @@ class Stepper:
                 agreement.peers.ranks
             ):
                 LOG.warning("%s.", clock.straggler or "no rank and no link makes steps longer any more")
-            agreement.tell_besides(clock.pace.told(clock.spent))
+            if (told := clock.pace.told(clock.spent)) is not None:
+                agreement.tell_besides(told)
         return took
 
     def _meet(self) -> Meeting:

@@ -383,12 +383,13 @@ class Engine:
         held.callback(hear_gradients(model))
 
     def _make_updater(self, seed: int, held: ExitStack) -> ShardedOptimizer | None:
-        sharded = self.sharded
+        sharded, self._cores = self.sharded, 1.0
         if sharded.optimizer is None:
             return None
         stochastic = seed if sharded.rules.stochastic else None
         moments, tiers = sharded.layout.moments, sharded.tiers
-        threads = share_of_cores(sharded.comm.agreement.exchange)
+        self._cores = share_of_cores(sharded.comm.agreement.exchange)
+        threads = max(1, int(self._cores))
         updater = shard_optimizer(
             sharded.optimizer, sharded.units, moments, tiers, self.overlap.block, stochastic, threads,
             self.overlap.compiled_update, self.overlap.delayed_update,
@@ -440,6 +441,7 @@ class Engine:
             order=order,
             versions=versions,
             checksums=self._checksums,
+            cores=self._cores,
         )
         parts = make_parts(
             self.sharded, self._updater, self._changes, self._replaced, self.sequence, staged, options, held

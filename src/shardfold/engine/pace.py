@@ -1,41 +1,53 @@
 """Who is slower than the others, and by what, from the times of steps that ranks tell each other on the way.
 
-Each rank puts what its last step took of it into messages that are sent anyway: its computation, what it did outside of
-passes (its data, as a rule), and its waiting. All read the same and come to the same verdict; nothing more is sent.
+Each rank puts what its last steps took of it into messages that are sent anyway: its computation, what it did outside
+of passes (its data, as a rule), and its waiting. All read the same and come to the same verdict; nothing more is sent.
+A record is of one step, or of as many short ones as take a tenth of a second.
 
 A rank's excess is what its computation, or that and its data, takes beyond the median of the others, as a logarithm of
-the factor by which a step gets longer for it. Excesses are added up less what noise explains, and never below 0 (the
-CUSUM test: Page, Biometrika 1954): a lasting small one is found as well as a large one, and one slow step is neither.
-What noise explains is measured (the median of absolute deviations). Waiting of which even the least of all ranks has
-more than it had is the link's.
+the factor by which a step gets longer for it. Its medians over 8 records, and over 40, are compared with how much such
+medians of this rank, and of ranks in general, have differed so far (the middle half of them, which odd records do not
+move): noise that hangs on from step to step widens these as well, so a rank is named only for what is far beyond
+it. Where ranks share cores, one may have to wait for others to compute, in each step the same one: only what is beyond
+that counts. Waiting of which even the least of all ranks has more than it had is the link's.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil, exp, log
-from statistics import median
 from typing import NamedTuple
 
 from shardfold.plan.report import Straggler
 
 __all__ = ["Pace", "Spent"]
 
-TALKERS, WIDTH = 16, 6
-"""Ranks that tell their times in one step, as others take turns; bytes of each."""
+TALKERS, WIDTH = 16, 7
+"""Ranks that tell their times in one record, as others take turns; bytes of each."""
 LEAST, CODES, SPAN = 1e-5, 65534, 20.72
 """Seconds of the least code; codes, and how many powers of e they span."""
-WARM, KNOWN, WINDOW = 4, 16, 50
-"""Steps that tell nothing, as caches fill; until noise is known; that noise and what was usual are taken of."""
-SLACK, ALARM, MOST = 0.05, 1.25, 0.3
-"""Of the logarithm: what is taken off in each step, what sums are reported, and what one step adds or takes at most."""
-LINK = (0.1, 1.1)
-"""Slack and alarm of the link. Its usual is its own past, and that of all ranks at once: a host's load shows there."""
-OF_NOISE = (0.5, 14.0)
-"""Slack and alarm where the deviation is so large that these times it are more."""
-RECENT, OVER = 8, 0.04
-"""Steps whose median is the factor, and below what (of twice as many) it is over."""
+CROWDED = 32
+"""Codes of a power of e of how many ranks share a core."""
+RECORD, MOST = 0.1, 32
+"""Seconds of steps in a record, and how many steps it has at most."""
+WARM = 4
+"""Records that tell nothing, as caches fill."""
+SHORT, LONG, HISTORY = 8, 5, 128
+"""Records in a block; blocks of the long median; blocks that noise is measured of."""
+FEWEST, KNOWN = 2, 4
+"""Blocks until somebody is named; and until noise is measured of blocks alone, and not of single records too."""
+BEYOND, FEW = 7.0, 26
+"""Times the noise of medians that a rank is named for; and of how many medians it is twice as much, as those of a few
+blocks, in which noise hangs on, say little. Of 2 to 8 ranks without a slow one none came beyond 5.7 times their noise
+in a million records."""
+OF_RANKS, OF_LINKS = (0.13, 0.05), (0.13, 0.13)
+"""What the two medians have to be at least, of the logarithm."""
+LARGE = 0.7
+"""Up to which that little is known of noise makes it more."""
+OVER = 0.04
+"""Below what the median of twice as many records is over."""
 KINDS = ("computation", "data", "link")
 
 
@@ -48,36 +60,119 @@ class Spent(NamedTuple):
     waiting: float
 
 
-class _Drift:
-    """Of one rank, or of the link."""
+class _Noise(NamedTuple):
+    """How far medians go by themselves: of the short, and of the long one."""
 
-    def __init__(self, slack: float = SLACK, alarm: float = ALARM) -> None:
-        self._least = slack, alarm
-        self.values: deque[float] = deque(maxlen=WINDOW)
-        self.data: deque[float] = deque([0.0], maxlen=RECENT)  # what of the last ones is data
-        self.total = self.noise = 0.0
-        self.alarmed = False
+    short: float
+    long: float
+
+
+class _History:
+    """The last values, and how they are spread."""
+
+    def __init__(self, most: int = HISTORY) -> None:
+        self._values, self._ordered = deque[float](), list[float]()
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._values)
 
     def add(self, value: float) -> None:
-        self.values.append(value)
-        slack, alarm = (max(least, times * self.noise) for least, times in zip(self._least, OF_NOISE, strict=True))
-        if len(self.values) < KNOWN:
-            alarm *= 2
-        self.total = min(max(0.0, self.total + max(min(value, MOST), -MOST) - slack), 2 * alarm)
-        if self.alarmed:
-            self.alarmed = median(list(self.values)[-2 * RECENT :]) > OVER
-            self.total *= self.alarmed
-        else:
-            self.alarmed = self.total > alarm and self.recent > OVER
+        if len(self._values) == self._most:
+            del self._ordered[bisect_left(self._ordered, self._values.popleft())]
+        self._values.append(value)
+        insort(self._ordered, value)
 
-    def measure(self) -> None:
-        """What of the values is noise."""
-        middle = median(self.values)
-        self.noise = 1.4826 * median(abs(value - middle) for value in self.values)
+    @property
+    def middle(self) -> float:
+        return self._at(0.5)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of a normal distribution whose middle half is as wide."""
+        return (self._at(0.75) - self._at(0.25)) / 1.349
+
+    def _at(self, part: float) -> float:
+        place = part * (len(self._ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(self._ordered) - 1)
+        return self._ordered[low] + (place - low) * (self._ordered[high] - self._ordered[low])
+
+
+class _Excess:
+    """Of one rank, or of the link.
+
+    Args:
+        least: what the short and the long median have to be.
+        alike: how many others noise is measured of too.
+    """
+
+    def __init__(self, least: tuple[float, float], alike: int = 1) -> None:
+        self._least, self._alike, self._count = least, alike, 0
+        self._values, self._data = deque[float](maxlen=2 * SHORT), deque[float](maxlen=SHORT)
+        self._singles, self._shorts, self._longs = _History(2 * SHORT), _History(), _History()
+        self._blocks = deque[float](maxlen=LONG)
+        self.noise: _Noise | None = None
+        self.alarmed = False
+
+    def add(self, value: float, data: float = 0.0) -> bool:
+        """``data``: the part of it that is data. Whether a block has ended, so that noise is another."""
+        self._values.append(value)
+        self._data.append(data)
+        self._count += 1
+        if self.alarmed:
+            return False
+        if self._count <= SHORT * KNOWN:
+            self._singles.add(value)
+        if self._count % SHORT:
+            return False
+        self._blocks.append(recent := self.recent)
+        self._shorts.add(recent)
+        if len(self._blocks) == LONG:
+            self._longs.add(_middle(self._blocks))
+        self._measure()
+        return True
 
     @property
     def recent(self) -> float:
-        return median(list(self.values)[-RECENT:])
+        return _middle(list(self._values)[-SHORT:])
+
+    @property
+    def usual(self) -> float:
+        return self._shorts.middle if len(self._shorts) else 0.0
+
+    @property
+    def is_data(self) -> bool:
+        return _middle(self._data) > 0.5
+
+    def _measure(self) -> None:
+        count, longs = len(self._shorts), len(self._longs)
+        if count < FEWEST:
+            return
+        short = self._shorts.spread if count >= KNOWN else max(self._shorts.spread, self._singles.spread)
+        short = self._doubted(short, count)
+        long = self._doubted(self._longs.spread, longs) if longs >= KNOWN * LONG else short
+        self.noise = _Noise(short, long)
+
+    def _doubted(self, spread: float, count: int) -> float:
+        """With what it may be more, as it is known of so many values."""
+        return max(spread, min(spread * (1 + FEW / (count * self._alike)), LARGE / BEYOND))
+
+    def judge(self, others: _Noise, beyond: float = 0.0) -> None:
+        """Whether it is far from noise, its own and that of ``others``, and from what is ``beyond`` that explained."""
+        if self.alarmed:
+            self.alarmed = _middle(self._values) > OVER + beyond
+            if not self.alarmed:
+                self._blocks.clear()
+            return
+        is_new = self._count % SHORT == 0 and len(self._blocks) == LONG
+        if self._values[-1] <= self._least[0] + beyond and not is_new:
+            return  # one more such value makes no median greater
+        short, long = (
+            max(low, BEYOND * max(own, theirs)) + beyond
+            for low, own, theirs in zip(self._least, self.noise or others, others, strict=True)
+        )
+        self.alarmed = self.recent > short or (is_new and _middle(self._blocks) > long)
 
 
 class Pace:
@@ -87,55 +182,69 @@ class Pace:
         ranks: these, by their number in the job.
         me: which of them this one is.
         links: there are links between them, and not the memory of one host only.
+        crowd: how many ranks a core of this one has, at least 1.
 
     Attributes:
         slowest: what makes steps longer; None: nothing does, or it is not known yet.
     """
 
-    def __init__(self, ranks: Sequence[int], me: int, *, links: bool = True) -> None:
+    def __init__(self, ranks: Sequence[int], me: int, *, links: bool = True, crowd: float = 1.0) -> None:
         self._ranks, self._me = tuple(ranks), list(ranks).index(me)
-        self._links = links
+        self._crowd = min(round(CROWDED * log(max(crowd, 1.0))), 255)
         self._turns = ceil(len(self._ranks) / TALKERS)
-        self._steps = 0
-        self._drifts = [_Drift() for _ in self._ranks]
-        self._link, self._waits = _Drift(*LINK), deque[float](maxlen=WINDOW)
-        self._usual: float | None = None  # waiting that is what links take
+        self._records, self._length = 0, 1  # records so far, and steps of the next one
+        self._spent: list[Spent | None] = []  # of this rank, since the last one
+        self._is_told = False  # a record comes with the next message
+        self._ranked = [_Excess(OF_RANKS, len(ranks) - 1) for _ in self._ranks]
+        self._link = _Excess(OF_LINKS) if links else None
+        self._noise: _Noise | None = None  # of ranks as a rule
         self.slowest: Straggler | None = None
 
     @classmethod
-    def among(cls, ranks: Sequence[int], me: int, *, links: bool = True) -> Pace | None:
+    def among(cls, ranks: Sequence[int], me: int, *, links: bool = True, crowd: float = 1.0) -> Pace | None:
         """None: there is one rank."""
-        return cls(ranks, me, links=links) if len(ranks) > 1 else None
+        return cls(ranks, me, links=links, crowd=crowd) if len(ranks) > 1 else None
 
     @property
     def room(self) -> int:
         """Bytes of a message that it takes."""
         return WIDTH * min(len(self._ranks), TALKERS)
 
-    def told(self, spent: Spent | None) -> bytes:
-        """What this rank tells of the step that is over; nothing, where it is others' turn or that is not known. Behind
-        :meth:`hear`."""
-        place = bytearray(self.room)
-        if spent is not None and self._me // TALKERS == self._steps % self._turns:
+    def told(self, spent: Spent | None) -> bytes | None:
+        """What this rank tells from now on, behind the step that took so much of it (None: that is not known), or
+        nothing new (None). Behind :meth:`hear`."""
+        self._spent.append(spent)
+        if len(self._spent) < self._length:
+            return None
+        known, place = [each for each in self._spent if each is not None], bytearray(self.room)
+        self._spent, self._is_told = [], True
+        if known and self._me // TALKERS == self._records % self._turns:
             at = WIDTH * (self._me % TALKERS)
-            place[at : at + WIDTH] = b"".join(_code(seconds).to_bytes(2, "big") for seconds in spent)
+            codes = (_code(_middle(seconds)).to_bytes(2, "big") for seconds in zip(*known, strict=True))
+            place[at : at + WIDTH] = b"".join(codes) + bytes([self._crowd])
         return bytes(place)
 
     def hear(self, said: bytes, host: Callable[[int], str]) -> bool:
-        """A step is over, in which ranks have told their times of the one before. Whether what makes steps longer is
+        """A step is over, in which ranks may have told their times of those before. Whether what makes steps longer is
         now another; ``host``: the name of a rank's, which is asked then."""
-        turn = self._steps % self._turns
-        self._steps += 1
+        if not self._is_told:
+            return False
+        turn, self._is_told = self._records % self._turns, False
+        self._records += 1
         first = TALKERS * turn
-        each = {
-            first + place: Spent(*(_seconds(said[at + i : at + i + 2]) for i in range(0, WIDTH, 2)))
-            for place, at in enumerate(range(0, len(said), WIDTH))
-            if any(said[at : at + WIDTH])
-        }
-        if self._steps <= WARM * self._turns or len(each) < 2:
+        each, crowd = dict[int, Spent](), 0
+        for place, at in enumerate(range(0, len(said), WIDTH)):
+            if any(mine := said[at : at + WIDTH]):
+                each[first + place] = Spent(*(_seconds(mine[i : i + 2]) for i in range(0, WIDTH - 1, 2)))
+                crowd = max(crowd, mine[-1])
+        if not each:
+            return False
+        step = _middle([sum(spent) for spent in each.values()])
+        self._length = min(MOST, max(1, ceil(RECORD / step)))
+        if self._records <= WARM * self._turns or len(each) < 2:
             return False
         self._compare(each)
-        before, self.slowest = self.slowest, self._judge()
+        before, self.slowest = self.slowest, self._judge(each, crowd / CROWDED)
         if self.slowest is None or before is None:
             changed = self.slowest is not before
         else:
@@ -148,41 +257,49 @@ class Pace:
     def _compare(self, each: dict[int, Spent]) -> None:
         computing = sorted(spent.computation for spent in each.values())
         busy = sorted(spent.computation + spent.data for spent in each.values())
+        is_new = False
         for rank, spent in each.items():
-            usual = _median_without(busy, spent.computation + spent.data)
-            more = spent.computation - _median_without(computing, spent.computation)
+            usual = _middle_without(busy, spent.computation + spent.data)
+            more = spent.computation - _middle_without(computing, spent.computation)
             whole = spent.computation + spent.data - usual
             # A rank that waits in a collective of the user's own is busy as well: only together with computation, which
             # the slow one alone has more of, does data count.
             excess = max(more, whole)
-            self._drifts[rank].data.append((whole - more) / excess if excess > 0 else 0.0)
-            self._drifts[rank].add(log(max(1 + excess / usual, 1e-3)) if usual > 0 else 0.0)
-        measured = list(each)[self._steps // self._turns % len(each)]
-        self._drifts[measured].measure()
-        least = min(spent.waiting for spent in each.values())
-        if self._links and self._usual is not None and (typical := median(busy) + self._usual) > 0:
-            self._link.add(log(max(1 + (least - self._usual) / typical, 1e-3)))
-            if self._steps % RECENT == 0:
-                self._link.measure()
-        self._waits.append(least)
-        if len(self._waits) >= KNOWN and not self._link.alarmed:
-            now = median(self._waits)
-            self._usual = now if self._usual is None else min(self._usual, now)
+            value = log(max(1 + excess / usual, 1e-3)) if usual > 0 else 0.0
+            is_new |= self._ranked[rank].add(value, (whole - more) / excess if excess > 0 else 0.0)
+        if is_new and (noises := [excess.noise for excess in self._ranked if excess.noise is not None]):
+            self._noise = _Noise(*map(_middle, zip(*noises, strict=True)))
+        if self._link is not None and (typical := _middle(busy)) > 0:
+            self._link.add(log(1 + min(spent.waiting for spent in each.values()) / typical))
 
-    def _judge(self) -> Straggler | None:
+    def _judge(self, each: Iterable[int], crowd: float) -> Straggler | None:
         """The greatest of what is reported."""
-        slow = [(drift.recent, rank) for rank, drift in enumerate(self._drifts) if drift.alarmed]
-        if slow:
+        if self._noise is None:
+            return None
+        for rank in each:
+            self._ranked[rank].judge(self._noise, crowd)
+        if slow := [(excess.recent, rank) for rank, excess in enumerate(self._ranked) if excess.alarmed]:
             value, rank = max(slow)
-            kind = KINDS[median(self._drifts[rank].data) > 0.5]
-            return Straggler(self._ranks[rank], "", kind, exp(value))
-        return Straggler(None, "", "link", exp(self._link.recent)) if self._link.alarmed else None
+            return Straggler(self._ranks[rank], "", KINDS[self._ranked[rank].is_data], exp(value))
+        if (link := self._link) is None or link.noise is None:
+            return None
+        link.judge(link.noise, link.usual)
+        return Straggler(None, "", "link", exp(link.recent - link.usual)) if link.alarmed else None
 
 
-def _median_without(ordered: Sequence[float], one: float) -> float:
+def _middle(values: Iterable[float]) -> float:
+    """The median."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _middle_without(ordered: Sequence[float], one: float) -> float:
     """Of the others."""
-    at = ordered.index(one)
-    return median([*ordered[:at], *ordered[at + 1 :]])
+    at, left = bisect_left(ordered, one), len(ordered) - 1
+    half = left // 2
+    high = ordered[half + (half >= at)]
+    return high if left % 2 else (ordered[half - 1 + (half - 1 >= at)] + high) / 2
 
 
 def _code(seconds: float) -> int:
