@@ -79,12 +79,14 @@ class Visitor:
 
     def press(self, role: str, name: str, **which: Any) -> None:
         """A button, a link or a box."""
-        found = self.page.get_by_role(role, name=name, **{"exact": True, **which}).first
+        self.act(self.page.get_by_role(role, name=name, **{"exact": True, **which}).first, is_box=role == "checkbox")
+
+    def act(self, found: Any, *, is_box: bool = False) -> None:
         if not self.keys:
             found.click()
             return
         self.reach(found)
-        self.page.keyboard.press("Enter" if role in ("link", "button") else "Space")
+        self.page.keyboard.press("Space" if is_box else "Enter")
 
     def write(self, label: str, text: str) -> None:
         """Into a field, in place of what is there."""

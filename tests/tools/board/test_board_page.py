@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import shardfold as sf
+from shardfold.tools.board._board_app import PAGE
 from tests.support.browser import Visitor, browser, visitor
 from tests.tools.tune.support import chats, model_folder, write_rows
 
@@ -39,8 +40,9 @@ def board(*folders: Path) -> Iterator[str]:
         process.wait()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def chromium() -> Iterator[Any]:
+    """Of each test its own, as a browser starts processes when it likes."""
     with browser() as opened:
         yield opened
 
@@ -68,6 +70,33 @@ def write_run(folder: Path, number: int = 0, **config: Any) -> Path:
     rows = [{"step": step, "prompt": "Once", "answer": f"run {number} at {step}", "reward": 0.5} for step in (100, 200)]
     write_rows(folder / "samples.jsonl", rows)
     return folder
+
+
+def test_the_page_is_whole_and_makes_no_markup_of_what_it_is_told() -> None:
+    """Every file that it names is served with its kind; its policy lets run these and nothing that stands in the page.
+    Nothing in the scripts reads text as markup or as a script."""
+    from tests.tools.board.support import AskedBoard
+
+    board = AskedBoard()
+    reply = board.ask("GET", "/")
+    policy = dict(each.strip().split(" ", 1) for each in reply.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'" and policy["script-src"] == policy["style-src"] == "'self'"
+    assert not re.search(r"<style|<script(?! type=\"module\" src=)|\son\w+=|style=|https?:", reply.text)
+    found, named = dict[str, str](), set(re.findall(r"(?:src|href)=\"page/([\w.]+)\"", reply.text))
+    while named - found.keys():
+        name = min(named - found.keys())
+        part = board.ask("GET", f"/page/{name}", {})
+        assert part.status_code == 200, name
+        assert part.headers["content-type"].startswith("text/css" if name.endswith(".css") else "text/javascript")
+        assert part.headers["x-content-type-options"] == "nosniff"
+        found[name] = part.text
+        named |= set(re.findall(r"from \"\./([\w.]+)\"", part.text))
+    assert found.keys() == {path.name for path in PAGE.iterdir()} - {"board.html"}
+    for name, text in found.items():
+        wrong = r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|setAttribute\(\"style|url\("
+        assert not re.search(wrong, text), name
+    for name in ("board.html", "nothing.js", "..", "%2e%2e/board.py", "__init__.py"):
+        assert board.ask("GET", f"/page/{name}").status_code == 404, name
 
 
 def told(page: Any) -> str:
@@ -140,7 +169,7 @@ def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
 
         guest.press("button", "Resume")
         guest.write("Ranks", "1")
-        guest.press("button", "Resume", exact=True) if keys else page.locator("dialog button.main").click()
+        guest.act(page.locator("dialog button.main"))
         page.wait_for_function("(first) => document.querySelector('h1').textContent !== first", arg=first)
         page.locator(".badge[data-state=training]").first.wait_for()
         second = page.get_by_role("heading", level=1).inner_text()
@@ -189,13 +218,13 @@ def talk(guest: Visitor, address: str, key: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def compared(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
-    """Two runs beside each other: the browser, the address of the board, and the folder."""
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Two runs beside each other: the address of the board, and the folder."""
     folder = tmp_path_factory.mktemp("runs")
     for number, name in enumerate(("first", "second")):
         write_run(folder / name, number, prompts="same")
     with board(folder) as url:
-        yield chromium, url, folder
+        yield url, folder
 
 
 def open_both(guest: Visitor, url: str) -> None:
@@ -440,9 +469,9 @@ JOURNEYS: list[Callable[[Visitor, Path], None]] = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("journey", JOURNEYS, ids=lambda each: each.__name__)
-def test_runs_are_compared(compared: tuple[Any, str, Path], journey: Callable[[Visitor, Path], None]) -> None:
+def test_runs_are_compared(chromium: Any, compared: tuple[str, Path], journey: Callable[[Visitor, Path], None]) -> None:
     """Each from the list on, with the figures that the runs' files have."""
-    chromium, url, folder = compared
+    url, folder = compared
     with visitor(chromium) as guest:
         open_both(guest, url)
         journey(guest, folder)

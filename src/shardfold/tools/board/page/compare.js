@@ -3,7 +3,7 @@
 import { get, ofRun, query, repeat } from "./asking.js";
 import { Chart, Curves, swatch } from "./chart.js";
 import { bytes, count, duration, empty, link, make, number, stateBadge, table, words } from "./parts.js";
-import { chartControls, samplesOf, shownKeys, tierRows, unitOf, view } from "./shared.js";
+import { chartControls, samplesOf, shownKeys, sentRows, tierRows, unitOf, view } from "./shared.js";
 import { runAddress } from "./runs.js";
 
 const EVERY = 2; // seconds
@@ -90,6 +90,7 @@ function compared(main, route, ids, trouble) {
       const first = low === null ? null : best(value, low);
       return [title, ...ids.map((id) => {
         const each = details.has(id) ? value(details.get(id)) : null;
+        if (each === null || each === undefined) return "–";
         return first !== null && each === first ? make("b", { class: "best" }, shownAs(each), make("span", { class: "aside" }, " (best)")) : shownAs(each);
       })];
     };
@@ -105,65 +106,91 @@ function compared(main, route, ids, trouble) {
       row("tokens/s", (run) => run.rate, count, false),
       row("ranks", (run) => run.ranks || null, number),
       row("layout", (run) => run.layout || "–", String),
-    ].filter(([, ...cells]) => cells.some((cell) => cell !== "–"));
+      row("why", (run) => run.why || "–", (why) => make("span", { class: "words" }, why)),
+    ].filter(([, ...cells]) => cells.some((cell) => (cell.textContent ?? cell) !== "–"));
     section_(facts, "Results", table("Results", [{ name: "figure" }, ...heads()], rows));
   }
 
   function memories() {
     const found = new Map();
     ids.forEach((id, place) => {
-      for (const [title, value] of tierRows(details.get(id) || {})) {
+      const run = details.get(id) || {};
+      for (const [title, value] of [...tierRows(run), ...sentRows(run)]) {
         if (!found.has(title)) found.set(title, ids.map(() => null));
         found.get(title)[place] = value;
       }
     });
     const rows = [...found].map(([title, values]) => [title, ...values.map(bytes)]);
-    section_(memory, "Bytes on rank 0", rows.length ? table("Bytes on rank 0", [{ name: "state, tier" }, ...heads()], rows)
+    section_(memory, "Bytes on rank 0, held between steps and sent in the last one", rows.length ? table("Bytes on rank 0", [{ name: "state, tier" }, ...heads()], rows)
       : empty("Written when a run ends."));
   }
 
   async function settings(signal) {
-    const said = await get("differences", { id: ids }, signal);
-    const rows = said.rows.map(({ key, values }) => [key, ...values.map((value) => value === null || value === undefined ? "–"
-      : typeof value === "object" ? JSON.stringify(value) : String(value))]);
+    const there = present(), said = there.length ? await get("differences", { id: there }, signal) : { rows: [] };
+    const text = (value) => value === null || value === undefined ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value);
+    const rows = said.rows.map(({ key, values }) => [key, ...ids.map((id) => text(values[there.indexOf(id)]))]);
     section_(differs, "Settings that differ", rows.length ? table("Settings that differ",
       [{ name: "setting" }, ...heads().map((each) => ({ ...each, number: false }))], rows)
       : empty(ids.length > 1 ? "All settings are equal." : "One run alone differs in nothing: tick another in the list."));
   }
 
+  /** Those whose folders are there. */
+  function present() {
+    return ids.filter((id) => details.has(id) && !details.get(id).gone);
+  }
+
   const texts = samplesOf(samples, ids, name);
+  let cursor = null;
   async function turn(signal) {
-    const found = await Promise.all(ids.map((id) => get(ofRun(id), {}, signal).catch((error) => {
-      if (error.status === 404) return { name: id, state: "unknown", keys: [], why: "it is gone" };
+    const said = await get("runs", { after: cursor }, signal), news = [];
+    cursor = said.cursor;
+    for (const row of said.runs) {
+      if (!ids.includes(row.id)) continue;
+      const before = details.get(row.id);
+      details.set(row.id, { ...before, ...row, gone: false });
+      if (before?.state !== row.state || !before.keys?.length) news.push(row.id);
+    }
+    for (const id of ids)
+      if (said.gone.includes(id) || !details.has(id))
+        details.set(id, { name: id, ...details.get(id), state: "unknown", why: "it is gone", gone: true });
+    const moved = said.runs.length + said.gone.length > 0;
+    if (moved && !legend.contains(document.activeElement)) list();
+    const pixels = charts.size ? [...charts.values()][0].pixels : 600, there = present();
+    if (there.length && await curves.turn(there, [...charts.keys()], { ...shown, pixels }, signal)) redraw();
+    if (curves.share < 1) setTimeout(() => poll.once());
+    if (news.length) await more(news, signal);
+    if (moved) results();
+  }
+
+  /** What the rows of the list do not say. */
+  async function more(news, signal) {
+    const found = await Promise.all(news.map((id) => get(ofRun(id), {}, signal).catch((error) => {
+      if (error.status === 404) return { keys: [] };
       throw error;
     })));
-    ids.forEach((id, place) => details.set(id, found[place]));
-    const all = shownKeys(found.flatMap((each) => each.keys || []));
-    if (all.join("\n") !== known) {
-      known = all.join("\n");
-      if (!keys.length) keys = all.filter((key) => ["loss", "held_out_loss"].includes(key)).slice(0, 1);
-      choice.replaceChildren(make("legend", {}, "Figures"), ...all.map((key) => {
-        const tick = make("input", { type: "checkbox", value: key, change: chosen });
-        tick.checked = keys.includes(key);
-        return make("label", { class: "tick" }, tick, words(key));
-      }));
+    news.forEach((id, place) => details.set(id, { ...details.get(id), ...found[place] }));
+    figures();
+    memories();
+    await settings(signal);
+    await texts.turn(signal);
+  }
+
+  /** The choice of what has curves. */
+  function figures() {
+    const all = shownKeys([...details.values()].flatMap((each) => each.keys || []));
+    if (all.join("\n") === known) return;
+    known = all.join("\n");
+    if (!keys.length && all.length && !all.includes("loss")) {
+      keys = [all[0]];
       rebuild();
     }
-    const ran = [...details.values()].map(({ state, step, name: called }) => [state, step, called]).join();
-    const pixels = charts.size ? [...charts.values()][0].pixels : 600;
-    const changed = await curves.turn(ids, [...charts.keys()], { ...shown, pixels }, signal);
-    if (changed) redraw();
-    if (curves.share < 1) setTimeout(() => poll.once());
-    if (ran !== before) {
-      if (!legend.contains(document.activeElement)) list();
-      results();
-      memories();
-      if (before === "") { await settings(signal); redraw(); }
-      await texts.turn(signal);
-      before = ran;
-    }
+    choice.replaceChildren(make("legend", {}, "Figures"), ...all.map((key) => {
+      const tick = make("input", { type: "checkbox", value: key, change: chosen });
+      tick.checked = (keys.length ? keys : ["loss"]).includes(key);
+      return make("label", { class: "tick" }, tick, words(key));
+    }));
   }
-  let before = "";
+
   rebuild();
   list();
   const poll = repeat(turn, EVERY, trouble);

@@ -60,6 +60,16 @@ export function tierRows(run) {
     Object.entries(states).map(([state, size]) => [`${words(state)}, ${tier}`, size]));
 }
 
+/** [what was sent in the last step, bytes] of a run. */
+export function sentRows(run) {
+  const found = new Map();
+  for (const row of run.traffic || []) {
+    const title = `sent, ${words(String(row.kind ?? row.operation ?? row.op ?? "all"))}`;
+    if (typeof row.sent === "number") found.set(title, (found.get(title) || 0) + row.sent);
+  }
+  return [...found];
+}
+
 /** Samples of runs side by side, at one step. */
 export function samplesOf(section, ids, name) {
   const held = new Map(ids.map((id) => [id, []])), after = new Map();
