@@ -157,6 +157,11 @@ export class Chart {
     this.place = null;
     if (!this._none.hidden) return;
     if (range.low > range.high) { range.low = this.log ? 0.1 : 0; range.high = 1; }
+    if (range.low === range.high && !this.log) { // a flat line is in the middle
+      const room = Math.abs(range.low) / 10 || 1;
+      range.low -= room;
+      range.high += room;
+    }
     const round = this.unit === bytes ? 1024 ** Math.floor(Math.log2(Math.max(1, range.high)) / 10) : 1;
     const marks = this.log ? decades(range.low, range.high)
       : ticks(range.low / round, range.high / round, height < 160 ? 3 : 5).map((mark) => mark * round);

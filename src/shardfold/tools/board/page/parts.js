@@ -131,8 +131,8 @@ export function copied(label, text) {
     set: (other) => tell(shown, other) };
 }
 
-/** A question with fields; answers what was given, or null. */
-export function ask(title, explained, fields, yes) {
+/** A question with fields, and elements between them and the answers; answers what was given, or null. */
+export function ask(title, explained, fields, yes, inside = []) {
   return new Promise((answer) => {
     const inputs = fields.map((each) => {
       const input = each.choices
@@ -141,7 +141,7 @@ export function ask(title, explained, fields, yes) {
       if (each.value !== undefined && each.value !== null) input.value = each.value;
       return make("label", {}, each.label, input, each.help ? make("span", { class: "help" }, each.help) : null);
     });
-    const form = make("form", { method: "dialog" }, make("h2", { id: "asked" }, title), make("p", {}, explained), inputs,
+    const form = make("form", { method: "dialog" }, make("h2", { id: "asked" }, title), make("p", {}, explained), inputs, inside,
       make("div", { class: "acts" }, make("button", { value: "yes", class: "main" }, yes),
         make("button", { value: "no", formnovalidate: true }, "Cancel")));
     const dialog = make("dialog", { "aria-labelledby": "asked" }, form);

@@ -24,7 +24,7 @@ export function runView(main, route, { entitle, trouble, title }) {
   main.append(make("div", { class: "over" }, badge, why), facts, acts, refused, tabs, body);
   title.before(make("p", { class: "path" }, link("#/runs", "Runs")));
   const part = { curves, memory, samples, ranks, checkpoints, settings }[tab](body, id, route, () => poll.once());
-  const act = actions(id, acts, refused);
+  const act = actions(id, acts, refused, () => poll.once());
   let before = null;
   const poll = repeat(async (signal) => {
     const run = await get(ofRun(id), {}, signal);
@@ -60,40 +60,47 @@ function told(facts, run) {
 
 // -- what may be done
 
-function actions(id, place, refused) {
+function actions(id, place, refused, again) {
   let known = "", now = null;
-  async function done(what, given, then) {
+  const note = make("p", { class: "muted", role: "status" });
+  refused.after(note);
+  async function done(what, given, meanwhile, then) {
     refused.hidden = true;
+    tell(note, meanwhile);
     for (const each of place.querySelectorAll("button")) each.disabled = true;
     try {
       const said = await post(ofRun(id, what), given);
       then(said);
     } catch (error) {
+      tell(note, "");
       refused.hidden = false;
       tell(refused, error.message);
     }
+    again();
     for (const each of place.querySelectorAll("button")) each.disabled = false;
   }
   const toRun = (said) => { location.hash = runAddress(said.id); };
   const all = {
-    stop: ["Stop", "Ends after this step, evaluates and saves", () => done("stop", {}, () => say("The run was asked to stop."))],
+    stop: ["Stop", "Ends after this step, evaluates and saves", () => done("stop", {}, "It was asked to stop: it ends after its "
+      + "step, evaluates and saves.", () => {})],
     "stop-now": ["Stop now", "Ends at once: nothing is evaluated or saved", async () => {
       if (await ask("Stop now?", "The run ends at once. What it did since its last checkpoint is lost.", [], "Stop now"))
-        await done("stop-now", {}, () => say("The run was ended."));
+        await done("stop-now", {}, "It is ended.", () => {});
     }],
     resume: ["Resume", "The rest in a new folder, on other ranks or another layout", async () => {
       const given = await ask("Resume", "The rest of the run goes on in a new folder.", [
         { name: "procs", label: "Ranks", value: now.ranks || 1, inputmode: "numeric" },
         { name: "layout", label: "Layout", value: now.layout || "", help: "as ddp, zero1, zero2, zero3, hsdp, infinity" },
       ], "Resume");
-      if (given) await done("resume", { settings: { procs: given.procs, ...(given.layout ? { layout: given.layout } : {}) } }, toRun);
+      const layout = given && given.layout !== now.layout ? { layout: given.layout } : {};
+      if (given) await done("resume", { settings: { procs: given.procs, ...layout } }, "It is started …", toRun);
     }],
     repeat: ["Repeat with a change", "A new run from these settings", () => { location.hash = "#/new?from=" + encodeURIComponent(id); }],
-    chat: ["Chat", "Starts a server of the newest checkpoint on this machine", () => done("chat", {}, (said) => {
-      ask("Chat", "The server is up; its page opens in another tab.", [], "Close");
-      const address = safe(said.url);
-      document.querySelector("dialog .acts").prepend(make("a", { class: "button main", href: address, target: "_blank", rel: "noopener" }, "Open the chat"));
-      if (said.key) document.querySelector("dialog .acts").before(copied("Key, which the page asks for", said.key).element);
+    chat: ["Chat", "Starts a server of the newest checkpoint on this machine", () => done("chat", {}, "A server is started …", (said) => {
+      tell(note, "");
+      ask("Chat", "The server is up; its page opens in another tab.", [], "Close", [
+        make("p", {}, make("a", { class: "button main", href: safe(said.url), target: "_blank", rel: "noopener" }, "Open the chat")),
+        said.key ? copied("Key, which the page asks for", said.key).element : null]);
     })],
   };
   return (run) => {
@@ -101,6 +108,7 @@ function actions(id, place, refused) {
     const can = Object.keys(all).filter((each) => (run.can || []).includes(each));
     if (can.join() === known) return;
     known = can.join();
+    tell(note, "");
     const had = place.contains(document.activeElement);
     place.replaceChildren(...can.map((each) => button(all[each][0], all[each][2], { title: all[each][1],
       class: each === "stop-now" ? "danger" : null })));
