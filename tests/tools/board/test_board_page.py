@@ -20,6 +20,7 @@ import pytest
 import shardfold as sf
 from shardfold.tools.board._board_app import PAGE
 from tests.support.browser import Visitor, browser, visitor
+from tests.tools.board.support import TOKEN, AskedBoard, board_process
 from tests.tools.tune.support import chats, model_folder, write_rows
 
 STEPS = 300
@@ -27,17 +28,10 @@ UGLY = "<img src=x onerror=window.hit=1> of " + "a-very-long-name-" * 6
 
 
 @contextmanager
-def board(*folders: Path) -> Iterator[str]:
-    """A board of these folders in a process of its own: its address, with the token."""
-    command = [sys.executable, "-m", "shardfold", "board", *map(str, folders), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.terminate()
-        process.stdout.close()
-        process.wait()
+def board(folder: Path, *options: str) -> Iterator[str]:
+    """A board of this folder in a process of its own: its address, with the token."""
+    with board_process(folder, *options) as (_, url):
+        yield f"{url}/#token={TOKEN}"
 
 
 @pytest.fixture
@@ -75,8 +69,6 @@ def write_run(folder: Path, number: int = 0, **config: Any) -> Path:
 def test_the_page_is_whole_and_makes_no_markup_of_what_it_is_told() -> None:
     """Every file that it names is served with its kind; its policy lets run these and nothing that stands in the page.
     Nothing in the scripts reads text as markup or as a script."""
-    from tests.tools.board.support import AskedBoard
-
     board = AskedBoard()
     reply = board.ask("GET", "/")
     policy = dict(each.strip().split(" ", 1) for each in reply.headers["content-security-policy"].split(";"))
@@ -136,7 +128,7 @@ def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
     model, data = model_folder(tmp_path / "base"), write_rows(tmp_path / "chats.jsonl", chats(64))
     runs = tmp_path / "runs"
     runs.mkdir()
-    with board(runs) as url, visitor(chromium, width=width, scheme=scheme, keys=keys) as guest:
+    with board(runs, "--gpus=4090") as url, visitor(chromium, width=width, scheme=scheme, keys=keys) as guest:
         page = guest.page
         page.goto(url)
         page.get_by_text("There are no runs here yet.").wait_for()
