@@ -1,0 +1,268 @@
+"""Runs are started, stopped and gone on with, and never notice the board."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardfold.tools.observe.run_status import RunStatus
+from tests.tools.board.support import AskedBoard, Client, board_process, rows
+
+LOOP = """
+import sys, time
+import shardfold as sf
+with sf.observe.Run(sys.argv[1], config={"lr": 1}, steps=10**6) as run:
+    for step in range(1, 10**6):
+        run.log(step, loss=1.0 / step)
+        time.sleep(0.01)
+"""
+SHORT = {"size": "tiny", "procs": "1", "eval_every": "0", "eval_windows": "8", "sample": "0"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some text to train on."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        words = " ".join(f"word{(number * each) % 97}" for each in range(400))
+        (folder / f"{number}.txt").write_text(words)
+    return folder
+
+
+def kill_runs_below(folder: Path) -> None:
+    """Those that a failed test has left."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(str(folder) in word for word in process.cmdline()) and process.pid != os.getpid():
+                process.kill()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    yield folder
+    kill_runs_below(folder)
+
+
+def seen(board: AskedBoard, state: str) -> dict[str, Any]:
+    """The row of the only run, once it is at that."""
+    until = time.monotonic() + 60
+    while not ((found := board.get("/api/runs")["runs"]) and found[0]["state"] == state):
+        assert time.monotonic() < until, found
+        time.sleep(0.02)
+    return found[0]
+
+
+@pytest.mark.parametrize("act", ["stop", "stop-now"])
+def test_a_loop_of_ones_own_is_stopped(act: str, runs: Path) -> None:
+    """A run that no board started: as Ctrl-C stops it."""
+    loop = subprocess.Popen([sys.executable, "-c", LOOP, str(runs / "a")], stderr=subprocess.DEVNULL)
+    found = seen(board := AskedBoard(runs), "training")
+    assert found["can"] == ["stop", "stop-now"]
+    reply = board.ask("POST", f"/api/runs/{found['id']}/{act}", body={})
+    assert reply.status_code == 200 and reply.json()["said"], reply.text
+    assert loop.wait(30) != 0
+    row = board.get("/api/runs")["runs"][0]
+    assert row["state"] == "stopped" and row["can"] == [], row
+    again = board.ask("POST", f"/api/runs/{row['id']}/{act}", body={})
+    assert again.status_code == 409 and "over" in again.json()["error"]["message"]
+
+
+def test_a_run_that_is_killed_is_seen_as_dead(runs: Path) -> None:
+    """By who has looked at it while it trained."""
+    loop = subprocess.Popen([sys.executable, "-c", LOOP, str(runs / "a")])
+    row = seen(board := AskedBoard(runs), "training")
+    loop.kill()
+    loop.wait()
+    for _ in range(2):
+        dead = board.get("/api/runs")["runs"][0]
+        assert (dead["state"], dead["is_over"], dead["id"]) == ("lost", True, row["id"]) and dead["why"]
+
+
+def test_what_does_not_hear_is_killed_and_said_to_be_stopped(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardfold.tools.board._run_control.GONE", 0.2)
+    deaf = "import signal\nfor number in (2, 15): signal.signal(number, signal.SIG_IGN)\n"
+    loop = subprocess.Popen([sys.executable, "-c", deaf + LOOP, str(runs / "a")])
+    row = seen(board := AskedBoard(runs), "training")
+    assert board.ask("POST", f"/api/runs/{row['id']}/stop-now", body={}).status_code == 200
+    assert loop.wait(10) == -signal.SIGKILL
+    row = board.get("/api/runs")["runs"][0]
+    assert row["state"] == "stopped" and "asked" in row["why"], row
+
+
+def test_the_command_is_light_and_ends_by_a_signal(runs: Path) -> None:
+    """No PyTorch, less than 80 MiB; what it was asked needs a worker, which ends with it."""
+    with board_process(runs) as (process, url):
+        client = Client(url)
+        assert client.told("/api/runs")["runs"] == [] and len(client.told("/api/forms")["recipes"]) > 5
+        own = psutil.Process(process.pid)
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in maps and "numpy" not in maps and own.memory_info().rss < 80 * 2**20
+        told = client.told("/api/check", {"recipe": "lm", "settings": {"steps": "x"}})
+        assert told["errors"][0]["field"] == "steps"
+        (worker,) = own.children()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        psutil.wait_procs([worker], 10)
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.soak
+def test_a_run_from_its_form_to_its_end(runs: Path, text: Path) -> None:
+    """Start, watch, stop (it saves), resume on other ranks and another layout by another board, to the end."""
+    settings = {**SHORT, "data": str(text), "steps": "400", "save_every": "25"}
+    with board_process(runs) as (process, url):
+        client = Client(url)
+        run = client.told("/api/start", {"recipe": "lm", "settings": settings, "name": "one"})["id"]
+        client.wait_for(run, lambda row: row["step"] >= 30)
+        taken = client.ask("/api/start", {"recipe": "lm", "settings": settings, "name": "one"})
+        assert taken.status_code == 400 and "name" in taken.json()["error"]["message"]
+        early = client.ask(f"/api/runs/{run}/resume", {})
+        assert early.status_code == 409 and "stop" in early.json()["error"]["message"]
+        assert client.row(run)["can"] == ["stop", "stop-now"]
+        client.told(f"/api/runs/{run}/stop", {})
+        row = client.wait_for(run, lambda row: row["is_over"])
+        assert row["state"] == "stopped" and row["step"] < 400 and row["can"] == ["resume", "repeat", "chat"]
+        told = client.told(f"/api/runs/{run}")
+        assert told["settings"] == {**{k: _read(v) for k, v in settings.items()}, "data": str(text)}
+        assert told["checkpoints"] and told["memory"] and "interrupted" in told["summary"]
+        assert "step" in client.told(f"/api/runs/{run}/log")["text"]
+        process.kill()
+    with board_process(runs) as (process, url):
+        client = Client(url)
+        assert client.row(run)["state"] == "stopped"
+        rest = client.told(f"/api/runs/{run}/resume", {"settings": {"procs": "2", "layout": "zero1"}})["id"]
+        process.kill()
+    with board_process(runs) as (_, url):
+        client = Client(url)
+        row = client.wait_for(rest, lambda row: row["is_over"])
+        assert (row["state"], row["step"], row["ranks"], row["layout"]) == ("done", 400, 2, "zero1"), row
+        told = client.told(f"/api/differences?id={run}&id={rest}")["rows"]
+        assert {each["key"]: each["values"] for each in told}["layout"] == ["zero3", "zero1"]
+    first = {row["step"] for row in rows(runs / "one" / "metrics.jsonl")}
+    last = {row["step"] for row in rows(next(each for each in runs.iterdir() if each.name != "one") / "metrics.jsonl")}
+    assert first | last == set(range(1, 401)) and len(first & last) == 0
+
+
+def _read(value: str) -> Any:
+    return int(value) if value.isdecimal() else value
+
+
+@pytest.mark.soak
+def test_a_run_on_two_ranks_is_ended_at_once(runs: Path, text: Path) -> None:
+    settings = {**SHORT, "procs": "2", "data": str(text), "steps": "100000"}
+    with board_process(runs) as (_, url):
+        client = Client(url)
+        run = client.told("/api/start", {"recipe": "lm", "settings": settings})["id"]
+        client.wait_for(run, lambda row: row["step"] >= 3)
+        ranks = [each["pid"] for each in client.told(f"/api/runs/{run}")["status"]]
+        client.told(f"/api/runs/{run}/stop-now", {})
+        row = client.wait_for(run, lambda row: row["is_over"], 10)
+        assert row["state"] == "stopped", row
+        until = time.monotonic() + 10
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in ranks):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_run_that_is_refused_leaves_no_folder(procs: int, runs: Path, tmp_path: Path) -> None:
+    """By its settings, at once; or by its ranks, later: its sentence is told all the same."""
+    (tmp_path / "short.txt").write_text("too short")
+    with board_process(runs) as (_, url):
+        client = Client(url)
+        for settings, words in (({"steps": "x"}, "steps"), ({"data": str(tmp_path / "short.txt")}, "bytes")):
+            given = {"recipe": "lm", "settings": {**SHORT, "procs": str(procs), **settings}, "name": "bad"}
+            reply = client.ask("/api/start", given)
+            if reply.status_code == 200:
+                until = time.monotonic() + 60
+                while (told := client.ask(f"/api/runs/{reply.json()['id']}")).status_code == 200:
+                    assert time.monotonic() < until
+                    time.sleep(0.1)
+                assert told.status_code == 410
+                reply = told
+            assert words in reply.json()["error"]["message"], reply.text
+            assert list(runs.iterdir()) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_board_that_is_killed_changes_no_bit_of_a_run(procs: int, tmp_path: Path, text: Path, runs: Path) -> None:
+    """Twenty times, while it is asked; the weights are those of a run that had none."""
+    import torch
+    from safetensors.torch import load_file
+
+    from shardfold.checkpoint.folders import resolve
+
+    settings = {**SHORT, "procs": str(procs), "data": str(text), "steps": "300", "save_every": "300"}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    alone = [sys.executable, "-m", "shardfold", "train", *options, f"--out={tmp_path / 'alone'}"]
+    subprocess.run(alone, check=True, stdout=subprocess.DEVNULL)
+    run, kills = "", 0
+    while kills < 20:
+        with board_process(runs) as (process, url):
+            client = Client(url)
+            if not run:
+                run = client.told("/api/start", {"recipe": "lm", "settings": settings, "name": "one"})["id"]
+            with suppress(OSError):
+                for _ in range(3):
+                    row = client.row(run)
+                    client.ask(f"/api/curves?id={run}&key=loss")
+                    client.ask(f"/api/runs/{run}")
+            process.kill()
+            kills += 1
+            assert row["state"] != "gone"
+    until = time.monotonic() + 200
+    while not (found := RunStatus.of(runs / "one")).is_over:
+        assert time.monotonic() < until, found
+        time.sleep(0.05)
+    assert found.state == "done", found
+    places = resolve(tmp_path / "alone"), resolve(runs / "one")
+    names = [sorted(each.name for each in place.glob("*.safetensors")) for place in places]
+    assert names[0] == names[1] and names[0]
+    for name in names[0]:
+        first, second = (load_file(place / name) for place in places)
+        assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    told = [[row["loss"] for row in rows(each / "metrics.jsonl")] for each in (tmp_path / "alone", runs / "one")]
+    assert told[0] == told[1] and len(told[0]) == 300
+
+
+@pytest.mark.soak
+def test_a_conversation_outlives_its_board(runs: Path, text: Path) -> None:
+    settings = {**SHORT, "data": str(text), "steps": "20", "save_every": "20"}
+    with board_process(runs) as (process, url):
+        client = Client(url)
+        run = client.told("/api/start", {"recipe": "lm", "settings": settings, "name": "one"})["id"]
+        client.wait_for(run, lambda row: row["is_over"])
+        first = client.told(f"/api/runs/{run}/chat", {})
+        process.kill()
+    with board_process(runs) as (_, url):
+        client = Client(url)
+        assert client.told(f"/api/runs/{run}")["chat"] == first == client.told(f"/api/runs/{run}/chat", {})
+        body = json.dumps({"model": "one", "prompt": "word1 ", "max_tokens": 4}).encode()
+        headers = {"Authorization": "Bearer " + first["key"], "Content-Type": "application/json"}
+        asked = urllib.request.Request(first["url"] + "/v1/completions", body, headers)
+        with urllib.request.urlopen(asked, timeout=60) as reply:
+            assert json.loads(reply.read())["choices"][0]["text"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(first["url"] + "/v1/models", timeout=60)
+        kill_runs_below(runs)
+        until = time.monotonic() + 10
+        while client.told(f"/api/runs/{run}")["chat"] is not None:
+            assert time.monotonic() < until
+            time.sleep(0.05)
