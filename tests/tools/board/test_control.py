@@ -133,12 +133,12 @@ def test_a_run_from_its_form_to_its_end(runs: Path, text: Path) -> None:
         assert taken.status_code == 400 and "name" in taken.json()["error"]["message"]
         early = client.ask(f"/api/runs/{run}/resume", {})
         assert early.status_code == 409 and "stop" in early.json()["error"]["message"]
-        assert client.row(run)["can"] == ["stop", "stop-now"]
+        assert client.row(run)["can"] == ["stop", "stop-now", "chat"]
         client.told(f"/api/runs/{run}/stop", {})
         row = client.wait_for(run, lambda row: row["is_over"])
         assert row["state"] == "stopped" and row["step"] < 400 and row["can"] == ["resume", "repeat", "chat"]
         told = client.told(f"/api/runs/{run}")
-        assert told["settings"] == {**{k: _read(v) for k, v in settings.items()}, "data": str(text)}
+        assert {**{k: _read(v) for k, v in settings.items()}, "data": str(text)}.items() <= told["settings"].items()
         assert told["checkpoints"] and told["memory"] and "interrupted" in told["summary"]
         assert "step" in client.told(f"/api/runs/{run}/log")["text"]
         process.kill()

@@ -39,12 +39,17 @@ CHECKPOINTS = "checkpoints"
 
 def acts_of(row: Mapping[str, Any], folder: Path) -> list[str]:
     """What can be done with a run that is at that."""
+    chat = ["chat"] if row["recipe"] and _has_weights(folder, row["recipe"]) else []
     if not row["is_over"]:
-        return [] if row["state"] == "unknown" else ["stop", "stop-now"]
+        return [] if row["state"] == "unknown" else ["stop", "stop-now", *chat]
     saved = (folder / CHECKPOINTS / "latest").is_file()
-    found = ["resume"] * (saved and bool(row["recipe"])) + ["repeat"] * bool(row["recipe"])
-    has_weights = saved or (folder / "adapter").is_dir() or (folder / "merged").is_dir()
-    return found + ["chat"] * (has_weights and row["recipe"] not in ("", "face", "reward"))
+    return ["resume"] * (saved and bool(row["recipe"])) + ["repeat"] * bool(row["recipe"]) + chat
+
+
+def _has_weights(folder: Path, recipe: str) -> bool:
+    """That answer."""
+    places = (folder / CHECKPOINTS / "latest", folder / "adapter", folder / "merged")
+    return recipe not in ("face", "reward") and any(each.exists() for each in places)
 
 
 class RunControl:
@@ -226,10 +231,9 @@ class RunControl:
         Raises:
             ApiRefusal: it does not start.
         """
-        known = chat_of(folder)
-        if known is None:
-            known = self._begin_chat(folder)
-        return known
+        if not _has_weights(folder, recipe_of_settings(read_object(folder / "config.json"))):
+            raise ApiRefusal("the run has no weights yet that answer.", code="no_checkpoint", status=409)
+        return chat_of(folder) or self._begin_chat(folder)
 
     def _begin_chat(self, folder: Path) -> dict[str, str]:
         key = secrets.token_urlsafe(24)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,8 @@ class RunDetails:
         with opened(folder / "latest") as file:
             latest = os.read(file, 200).decode(errors="replace").strip() if file is not None else ""
         found: list[dict[str, Any]] = []
+        if folder.is_symlink():
+            return found
         with suppress(OSError), os.scandir(folder) as entries:
             for each in entries:
                 if each.is_dir(follow_symlinks=False) and len(found) < MOST_FILES:
@@ -171,12 +174,12 @@ def _rows(rows: Any) -> list[dict[str, Any]]:
 
 
 def _bytes_in(folder: Path) -> int:
+    """Of the first thousand files."""
+    paths = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
     total = 0
-    with suppress(OSError):
-        for place, _, names in os.walk(folder):
-            for name in names[:MOST_FILES]:
-                with suppress(OSError):
-                    total += os.lstat(os.path.join(place, name)).st_size
+    for path in islice(paths, MOST_FILES):
+        with suppress(OSError):
+            total += os.lstat(path).st_size
     return total
 
 

@@ -142,21 +142,16 @@ class StepCurves:
         wanted = {*keys, *AXES} - {"tokens"} | {"tokens_per_s"}
         with self._lock, self._opened() as file:
             self.used = time.monotonic()
-            if file is None:
-                self._reset("")
-                return
-            self._length = os.fstat(file).st_size
-            first = os.pread(file, 64, 0).partition(b"\n")[0]
-            mark = f"{os.fstat(file).st_ino:x}-{zlib.crc32(first):x}"
-            if mark != self._mark or self._length < self._read:
+            first = os.pread(file, 64, 0).partition(b"\n")[0] if file is not None else b""
+            mark = f"{os.fstat(file).st_ino:x}-{zlib.crc32(first):x}" if file is not None else "none"
+            length = os.fstat(file).st_size if file is not None else 0
+            if mark != self._mark or length < self._read or not wanted <= self._columns.keys():
+                known = {*wanted, *self._columns, "tokens"}
                 self._reset(mark)
-                self._length = os.fstat(file).st_size
-            if not wanted <= self._columns.keys():
-                known = wanted | self._columns.keys()
-                self._reset(mark)
-                self._length = os.fstat(file).st_size
                 self._columns = {key: _Column() for key in known}
-                self._columns["tokens"] = _Column()
+            self._length = length
+            if file is None:
+                return
             while self._read < self._length:
                 piece = os.pread(file, PIECE, self._read)
                 end = piece.rfind(b"\n") + 1
@@ -178,7 +173,7 @@ class StepCurves:
         begins, columns = _rows_of(piece, [key for key in self._columns if key != "tokens"])
         columns = {**columns, **self._totals.of(columns)}
         for step in columns["step"]:
-            if step is not None:
+            if step is not None and math.isfinite(step):
                 self._turns += step <= self._step
                 self._step = step
         at, count = 0, len(begins)
@@ -236,11 +231,10 @@ class StepCurves:
             while file is not None and (piece := os.pread(file, PIECE, at)):
                 at += len(piece)
                 *lines, rest = (rest + piece).split(b"\n") if len(rest) < PIECE else piece.split(b"\n")
-                rows = (_row(line) for line in lines)
+                rows = ([_number(row.get(key)) for key in keys] for row in map(_row, lines) if "step" in row)
                 yield "".join(
-                    ",".join(f"{row[key]:.9g}" if _is_number(row.get(key)) else "" for key in keys) + "\n"
+                    ",".join("" if each is None or not math.isfinite(each) else f"{each:.9g}" for each in row) + "\n"
                     for row in rows
-                    if _is_number(row.get("step"))
                 )
 
     def last(self, key: str, count: int) -> list[float]:
@@ -293,8 +287,8 @@ class StepCurves:
             x = [None if each is None else each + shift for each in x]
         dense = self._is_dense(key)
         numbers = (None if y is None or not math.isfinite(y) else y for y in columns[key])
-        pairs = ((each, y) for each, y in zip(x, numbers, strict=True) if each is not None and (y is not None or dense))
-        return list(pairs)
+        pairs = zip(x, numbers, strict=True)
+        return [(each, y) for each, y in pairs if each is not None and math.isfinite(each) and (dense or y is not None)]
 
     def _is_dense(self, key: str) -> bool:
         return 2 * sum(self._columns[key].count) > self._rows

@@ -14,6 +14,7 @@ __all__ = ["opened", "read_object"]
 
 MOST_OBJECT = 4 * 2**20
 """Bytes of a file with an object."""
+DEEPEST = 40
 
 
 @contextmanager
@@ -34,6 +35,19 @@ def read_object(path: Path) -> dict[str, Any]:
     with opened(path) as file, suppress(OSError, ValueError, RecursionError):
         if file is not None and os.fstat(file).st_size <= MOST_OBJECT:
             found = json.loads(os.read(file, MOST_OBJECT))
-            if isinstance(found, dict):
+            if isinstance(found, dict) and _is_shallow(found):
                 return found
     return {}
+
+
+def _is_shallow(found: Any) -> bool:
+    """Whether it is not nested so deeply that who walks through it gets lost."""
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+    return not level
