@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, which
+from subprocess import PIPE
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -251,9 +253,51 @@ def test_the_openai_package(server: Served) -> None:
                 other.chat.completions.create(model=NAME, messages=messages, max_tokens=20, temperature=0)
                 for _ in range(4)
             ]
-            return [each.choices[0].message.content for each in await asyncio.gather(*made)]
+            whole = [each.choices[0].message.content for each in await asyncio.gather(*made)]
+            stream = await other.chat.completions.create(
+                model=NAME, messages=messages, max_tokens=20, temperature=0, stream=True
+            )
+            return [*whole, "".join([each.choices[0].delta.content or "" async for each in stream])]
 
-    assert asyncio.run(many()) == [expected] * 4
+    assert asyncio.run(many()) == [expected] * 5
+
+
+def test_a_stream_of_the_openai_package_that_is_closed_is_cancelled(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    cancelled = server.app.counts["cancelled"]
+    with paced(server, monkeypatch) as pace:
+        pace.allow(2)
+        messages: Any = [{"role": "user", "content": "one"}]
+        with client.chat.completions.create(model=NAME, messages=messages, max_tokens=110, seed=1, stream=True) as said:
+            next(said)
+        until(lambda: server.answers.waiting > 0, 20)
+        pace.allow(1)
+        until(lambda: server.app.load == 0 and server.ranks.used_pages == 0, 20)
+    assert server.app.counts["cancelled"] == cancelled + 1
+
+
+@pytest.mark.skipif(which("curl") is None, reason="there is no curl")
+def test_curl_shows_a_stream_as_it_comes(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``curl -N``: words are read while the answer is made, and the text is the right one."""
+    expected = reference(server, "one", 12)
+    command = ["curl", "-sN", f"{server.url}{CHAT}", "-H", "Content-Type: application/json", "-d", "@-"]
+    text = ""
+    with paced(server, monkeypatch) as pace, subprocess.Popen(command, stdin=PIPE, stdout=PIPE) as curl:
+        assert curl.stdin is not None and curl.stdout is not None
+        curl.stdin.write(body_of(max_tokens=12, temperature=0, stream=True))
+        curl.stdin.close()
+        pace.allow(6)
+        for line in curl.stdout:
+            if line.startswith(b"data: {"):
+                text += json.loads(line.removeprefix(b"data: "))["choices"][0]["delta"].get("content", "")
+            if text and pace.begun < 8:
+                pace.allow(20)
+        assert curl.wait(20) == 0
+    assert text == expected and line == b"\n"
 
 
 @pytest.mark.parametrize("stream", [True, False])
