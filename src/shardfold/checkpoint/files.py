@@ -159,7 +159,8 @@ def write_file(path: Path, parts: Sequence[UnwrittenPiece], tick: Callable[[int]
         for part in ordered:
             sums: list[str] = []
             finite = True
-            for block in _blocks(part):
+            blocks = _blocks(part)
+            while (block := next(blocks, None)) is not None:  # so no tensor is held when the next is read
                 sums.append(checksum(out.write(block)))
                 done += len(block)
                 if part.piece.kind in ("element", "buffer"):

@@ -177,8 +177,8 @@ def test_a_merge_needs_the_memory_of_a_layer(tmp_path: Path, options: dict[str, 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_a_merge_needs_the_memory_of_one_tensor(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Matrices of 64 MiB: at the peak a process holds one of them as it is and as it is written, and parts of 8 MiB, of
-    which DoRA needs some more."""
+    """Matrices of 64 MiB: at the peak a process holds one of them as it is written, and parts of 2 MiB, of which DoRA
+    needs some more; never two."""
     import os
     import subprocess
     import sys
@@ -190,7 +190,7 @@ def test_a_merge_needs_the_memory_of_one_tensor(tmp_path: Path, options: dict[st
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
     ran = subprocess.run(command, capture_output=True, check=False, text=True, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) < 2 * (64 << 20) + (96 << 20), int(ran.stdout)
+    assert int(ran.stdout) < 1.5 * (64 << 20), int(ran.stdout)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,8 +3,8 @@
 The mathematics are peft's own, of every kind of adapter that it can merge. It wraps a model without memory, which gets
 the adapter's tensors; when the tensor of a layer is asked for, the layer is given its base's values and one call of
 ``merge()``. Rows of a linear layer have nothing to do with each other, in LoRA and in DoRA, so such layers are merged
-by parts of :data:`AT_ONCE`: a merge needs the adapter and one tensor in memory, as it is and in the dtype that is
-asked for. Other layers are merged as a whole.
+by parts of :data:`AT_ONCE`: a merge needs the adapter and one tensor in memory, in the dtype that is asked for; the
+base's stays in its mapped file. Other layers are merged as a whole.
 
 A head that is tied to the embedding cannot have a sum that the embedding has not: where an adapter changes one of them,
 both are written, and the config says that they are no longer tied.
@@ -33,8 +33,8 @@ __all__ = ["MergeReport", "MergedTensors", "merge"]
 
 ADAPTER = "adapter_model.safetensors"
 NAME = "default"  # peft's, of an adapter
-AT_ONCE = 1 << 21
-"""Elements of a layer that are merged together: 8 MiB in fp32."""
+AT_ONCE = 1 << 19
+"""Elements of a layer that are merged together: 2 MiB in fp32, of which DoRA needs some more."""
 BY_ROW = ("lora_B", "lora_magnitude_vector", "base_layer")
 """What has a row for each output of a linear layer."""
 TOKENIZER = (
@@ -127,7 +127,7 @@ class MergedTensors(Mapping[str, Tensor]):
         """What peft makes of a layer's values; the layer is changed."""
         base = layer.get_base_layer()
         for name, value in given.items():
-            base.register_parameter(name, nn.Parameter(value.float().clone(), requires_grad=False))
+            base.register_parameter(name, nn.Parameter(value.to(torch.float32, copy=True), requires_grad=False))
         with torch.no_grad():
             layer.float().merge()
         return base.get_parameter(own).detach()
@@ -263,7 +263,7 @@ def merge(
     """Writes a base with an adapter merged into it, as a folder of transformers with config, tokenizer, chat template
     and a generation config that ends where the tokenizer's turns do.
 
-    One tensor is in memory at a time, as it is and as it is written, and the adapter.
+    One tensor is in memory at a time, as it is written, and the adapter; the base is read from mapped files.
 
     Args:
         source: a run of ``shardfold tune`` with an adapter, or an adapter of peft, whose config names the base.

@@ -294,7 +294,7 @@ def test_formats_say_the_same(tmp_path: Path) -> None:
         ('{"instruction": "a", "output": "b", "history": 7}', r"chat.jsonl:2: 'history' is 7"),
         ('{"instruction": "a", "output": "b", "history": [[1, 2]]}', r"chat.jsonl:2: history\[0\] is \[1, 2\]"),
         ('{"prompt": "a", "completion": "\\udc00"}', r"chat.jsonl:2: .* is half of a character"),
-        ("x" * 3000, r"chat.jsonl:2: a line of 3,001 bytes, .*split it"),
+        ("x" * 3000, r"chat.jsonl:2: a line of 3,000 bytes, .*split it"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, said: str) -> None:

@@ -15,7 +15,7 @@ from shardfold.errors import ConfigError
 from shardfold.tools.tune.data.encoding import ByteTokens, EncodedRow, Encoder, tokens_of
 from shardfold.tools.tune.data.row_formats import Message, read_example
 from shardfold.tools.tune.data.sources import Raw
-from shardfold.tools.tune.data.templates import TEMPLATES, ChatTemplate
+from shardfold.tools.tune.data.templates import TEMPLATES, ChatTemplate, Rendered
 from tests.tools.tune.support import TEMPLATE, tiny_tokenizer
 
 pytest.importorskip("transformers")
@@ -151,7 +151,9 @@ def test_places_in_tokens_of_bytes_are_those_that_the_tokenizer_says() -> None:
             text = f"<é>{text}<é>"
             edges = [draw.randrange(len(text) + 1) for _ in range(4)]
             spans = [(min(pair), max(pair)) for pair in zip(edges[::2], edges[1::2], strict=True)]
-            places, encoding = known.places(text, made.encode(text).ids, spans), made.encode(text)
+            encoding = made.encode(text)
+            ids, at = np.array([7, *encoding.ids, 7], np.int32), np.array([1])  # among those of other texts
+            [places] = known.places([Rendered(text, tuple(spans), ())], ids, at, np.array([len(ids) - 2]))
             if places is None:
                 left += 1
                 assert prefix or normalizer is not None
@@ -246,7 +248,40 @@ OWN = {
     "asked for more": NOTES.replace("CONDITION", "messages[-1]['content'] | length > 20"),
     **TEMPLATES,
 }
-SAID = ["one two", "x", " blanks\n", "one two three four five", "one /no", "two</think>three", "<think>a</think>\n\nb"]
+SAID = [
+    "one two", "x", " blanks\n", "one two three four five", "one /no", "two</think>three", "<think>a</think>\n\nb",
+    "{{ x }}\n<|im_end|>", "0", "<tool_response>a</tool_response>",
+]  # fmt: skip
+
+
+EACH = "{% for m in messages %}NODES{% endfor %}"
+READ = {
+    "{{ messages[0].content | trim }}": (),
+    EACH.replace("NODES", "{% set c = m.content %}{% if '</a>' in c %}{{ c.split('</a>')[-1] }}{% endif %}"): ("</a>",),
+    "{{ messages[0].content.replace('a', 'b') }}": ("a",),
+    "{{ messages[0].content[:3] }}": None,
+    "{{ messages[0].content | upper }}": None,
+    "{{ messages[0].content.strip('x') }}": None,
+    "{{ messages[0].content | length }}": None,
+    "{{ messages[0] }}": None,
+    "{{ messages[0].content == messages[1].content }}": None,
+    "{% set ns = namespace(a='') %}" + EACH.replace("NODES", "{{ ns.a | upper }}{% set ns.a = m.content %}"): None,
+    "{% macro say(x) %}{{ x | upper }}{% endmacro %}{{ say(messages[0].content) }}": None,
+    EACH.replace("NODES", "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0] }}{% endif %}"): (),
+    "{% if messages[0].content.x is string %}{% else %}{{ messages[0].content[0] }}{% endif %}": None,
+    EACH.replace("NODES", "{{ loop.previtem.content | upper }}"): None,
+    "{% for c in messages[0].content %}{{ c }}{% endfor %}": None,
+    "{{ strftime_now('%d') }}": None,
+}
+"""What templates look for in words; None: more, or the time."""
+
+
+@pytest.mark.parametrize("source", READ)
+def test_what_a_template_does_with_words_is_read(source: str) -> None:
+    from shardfold.tools.tune.data._template_words import words_looked_for
+
+    wanted = READ[source]
+    assert words_looked_for(source) == (None if wanted is None else frozenset(wanted))
 
 
 def drawn(number: int, seed: int) -> list[list[Message]]:
@@ -261,6 +296,13 @@ def drawn(number: int, seed: int) -> list[list[Message]]:
         ]
         found.append(first + turns)
     return found
+
+
+@pytest.mark.parametrize("train_on", ["assistant", pytest.param("completion", marks=SOAK)])
+def test_most_conversations_of_other_templates_are_rendered_once(train_on: Any) -> None:
+    """Where it cannot be told what a template does with words, each text is rendered and compared with its shape."""
+    counts = same_as_alone(NOTES.replace("CONDITION", "messages[-1]['content'] | upper == 'ONE'"), train_on, 100)
+    assert counts[-30:].count(1) >= 6 and 0 not in counts, counts
 
 
 def same_as_alone(source: str, train_on: Any, number: int) -> list[int]:
@@ -287,11 +329,11 @@ def same_as_alone(source: str, train_on: Any, number: int) -> list[int]:
 
 @pytest.mark.parametrize("train_on", ["assistant", *(pytest.param(k, marks=SOAK) for k in ("last", "completion"))])
 @pytest.mark.parametrize("name", [*OWN])
-def test_conversations_are_rendered_once(name: str, train_on: Any) -> None:
-    """What is trained is what rendering them turn by turn finds; most are not rendered so, as soon as their shape is
-    known."""
+def test_few_conversations_are_rendered(name: str, train_on: Any) -> None:
+    """Text and what is trained in it are what rendering them turn by turn finds; many are not rendered, as soon as
+    their shape is known, where the template writes words as they are."""
     counts = same_as_alone(OWN[name], train_on, 100)
-    assert counts[-30:].count(1) >= (0 if name == "asked for more" else 6), counts
+    assert counts[-30:].count(0) >= (0 if name == "asked for more" else 6), counts
 
 
 @pytest.mark.parametrize("train_on", ["assistant", pytest.param("completion", marks=SOAK)])
@@ -309,6 +351,6 @@ def test_shapes_are_tried(train_on: Any) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("train_on", ["assistant", "last", "completion"])
 @pytest.mark.parametrize("name", [each.stem for each in sorted(FOLDER.glob("*.jinja"))] if FOLDER else [])
-def test_conversations_are_rendered_once_in_templates_of_others(name: str, train_on: Any) -> None:
+def test_few_conversations_are_rendered_in_templates_of_others(name: str, train_on: Any) -> None:
     assert FOLDER is not None
     same_as_alone((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), train_on, 300)

@@ -1,14 +1,15 @@
-"""Rows as numbers of tokens, by the fast tokenizer's threads: while these work on some, the next are rendered."""
+"""Rows as numbers of tokens, by the fast tokenizer's threads. What Python does is done for many rows at once, where it
+can be: for each row by itself it would soon take as long as the tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
+from threading import Lock
 from typing import Any, TypeGuard
 from unicodedata import is_normalized
 
@@ -37,22 +38,31 @@ class EncodedRow:
         good: of ``kind="label"``.
         fields: of ``kind="prompt"``.
         facts: what is counted: ``cut``, ``empty``, ``too_long``, ``untrained``, ``altered_turns``.
+        stops: tokens that its answers end with.
     """
 
     sequences: list[Tokens]
     good: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     facts: Counter[str] = field(default_factory=Counter)
+    stops: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Piece:
-    """A text to be tokenized, for one sequence of one example."""
+    """A text to be tokenized, for one sequence of one row."""
 
+    row: EncodedRow
+    where: str
     rendered: Rendered
     special: bool = False  # the tokenizer adds what it puts around texts
     ended: bool = False  # a stop token is put behind it
-    stops: bool = True  # turns have to end with a stop token
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the text is trained, or nothing: places of its tokens are not asked for."""
+        spans = self.rendered.spans
+        return not spans or (spans == ((0, len(self.rendered.text)),) and not self.rendered.answers)
 
 
 class Encoder:
@@ -94,7 +104,7 @@ class Encoder:
         self.special = frozenset(tokenizer.all_special_ids) | ({self.eos} if self.eos is not None else frozenset())
         said = json.dumps([kind, train_on, length, self._source, tokenizer.special_tokens_map], default=str)
         self.fingerprint = hashlib.sha256(f"{text}\n{said}".encode()).hexdigest()
-        self.stops: Counter[int] = Counter()
+        self._rendering = Lock()  # what is known of shapes is one thread's at a time
 
     @property
     def template(self) -> ChatTemplate:
@@ -112,7 +122,7 @@ class Encoder:
         return self._template
 
     def encode(self, examples: Iterable[Example | None]) -> list[EncodedRow]:
-        """Tokenize rows.
+        """Tokenize rows; threads may call it at the same time.
 
         Args:
             examples: of a block; None: a blank line.
@@ -124,38 +134,28 @@ class Encoder:
             ConfigError: one cannot be rendered, or ends without a stop token; names file and line.
         """
         found: list[EncodedRow] = []
-        rest, begun = iter(examples), None
-        with ThreadPoolExecutor(1, "encoder") as beside:
-            while part := list(islice(rest, _TOGETHER)):
-                pieces = [(k, piece) for k, each in enumerate(part) if _says(each) for piece in self._pieces(each)]
-                for k, piece in pieces:
-                    _check_text(piece.rendered.text, part[k])
-                encodings = beside.submit(self._tokenized, [piece for _, piece in pieces])
-                if begun is not None:
-                    found += self._rows(*begun)
-                begun = part, pieces, encodings
-            if begun is not None:
-                found += self._rows(*begun)
+        rest = iter(examples)
+        while part := list(islice(rest, _TOGETHER)):
+            found += self._rows(part)
         return found
 
-    def _rows(
-        self, part: Sequence[Example | None], pieces: Sequence[tuple[int, _Piece]], encodings: Future[list[Any]]
-    ) -> list[EncodedRow]:
-        """Rows of examples whose texts were tokenized."""
-        found = [
-            EncodedRow([], bool(each.good), each.fields if self.kind == "prompt" else {})
-            if _says(each)
-            else EncodedRow([_NONE] * self.width, facts=Counter({"empty": 1}))
-            for each in part
-        ]
-        for (number, piece), encoding in zip(pieces, encodings.result(), strict=True):
-            example = part[number]
-            assert example is not None
-            found[number].sequences.append(self._sequence(piece, encoding, example))
-            if piece.rendered.altered:
-                found[number].facts["altered_turns"] += piece.rendered.altered
-        for each in found:
-            self._fit(each)
+    def _rows(self, part: Sequence[Example | None]) -> list[EncodedRow]:
+        found: list[EncodedRow] = []
+        pieces: list[_Piece] = []
+        with self._rendering:
+            for example in part:
+                if not _says(example):
+                    found.append(EncodedRow([_NONE] * self.width, facts=Counter({"empty": 1})))
+                    continue
+                fields = example.fields if self.kind == "prompt" else {}
+                found.append(EncodedRow([], bool(example.good), fields))
+                for piece in self._pieces(example, found[-1]):
+                    _check_text(piece.rendered.text, example.where)
+                    if piece.rendered.altered:
+                        piece.row.facts["altered_turns"] += piece.rendered.altered
+                    pieces.append(piece)
+        if pieces:
+            self._put(pieces)
         return found
 
     @property
@@ -163,29 +163,34 @@ class Encoder:
         """Sequences of a row."""
         return 2 if self.kind == "pair" else 1
 
-    def _pieces(self, example: Example) -> list[_Piece]:
+    def _pieces(self, example: Example, row: EncodedRow) -> list[_Piece]:
         if self.kind == "text":
             text = example.answers[0]
             assert isinstance(text, str)
-            return [_Piece(Rendered(text, ((0, len(text)),), ()), special=True, ended=True)]
+            whole = Rendered(text, ((0, len(text)),), ())
+            return [_Piece(row, example.where, whole, special=True, ended=True)]
         if self.kind == "prompt":
-            return [self._prompt(example)]
-        return [self._answer(example, answer) for answer in example.answers]
+            rendered, special = self._prompt(example)
+            return [_Piece(row, example.where, rendered, special)]
+        return [_Piece(row, example.where, *self._answer(example, answer)) for answer in example.answers]
 
-    def _prompt(self, example: Example) -> _Piece:
+    def _prompt(self, example: Example) -> tuple[Rendered, bool]:
+        """A prompt, and whether the tokenizer adds to it what it puts around texts."""
         if isinstance(example.prompt, str):
-            return _Piece(Rendered(example.prompt, (), ()), special=True)
+            return Rendered(example.prompt, (), ()), True
         say = {"tools": example.tools, "settings": example.settings, "where": example.where}
-        return _Piece(Rendered(self.template.render(example.prompt, prompt=True, **say), (), ()))
+        return Rendered(self.template.render(example.prompt, prompt=True, **say), (), ()), False
 
-    def _answer(self, example: Example, answer: Words) -> _Piece:
+    def _answer(self, example: Example, answer: Words) -> tuple[Rendered, bool, bool]:
+        """An answer behind its prompt; whether the tokenizer adds to it what it puts around texts, and whether a stop
+        token is put behind it."""
         if isinstance(answer, str):
             assert isinstance(example.prompt, str)
             if self.eos is None:
                 raise ConfigError("the tokenizer has no eos_token, so answers would never end: set one.")
             text, start = example.prompt + answer, len(example.prompt)
             span = (0 if self.train_on == "all" else start, len(text))
-            return _Piece(Rendered(text, (span,), ()), special=True, ended=True)
+            return Rendered(text, (span,), ()), True, True
         prompt = example.prompt if isinstance(example.prompt, list) else []
         # Answers that are compared are the recipe's whole subject: their turns are trained, and none in front of them.
         train_on = "completion" if self.kind in ("pair", "label") else self.train_on
@@ -197,70 +202,96 @@ class Encoder:
             tools=example.tools,
             settings=example.settings,
         )
-        return _Piece(rendered)
+        return rendered, False, False
 
-    def _tokenized(self, pieces: Sequence[_Piece]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Of each text its tokens, and of its spans [first, stop) of them."""
-        texts = [each.rendered.text for each in pieces]
-        found: list[Any] = [None] * len(pieces)
-        rest: list[int] = []
-        for special in (False, True):
-            chosen = [k for k, each in enumerate(pieces) if each.special == special]
-            fast = [k for k in chosen if self._bytes is not None or _is_whole(pieces[k].rendered)]
-            for k, numbers in self._numbers(self._backend.encode_batch_fast, texts, fast, special):
-                spans = pieces[k].rendered.spans if not _is_whole(pieces[k].rendered) else ()
-                places = self._bytes.places(texts[k], numbers.ids, spans) if self._bytes and spans else []
-                found[k] = None if places is None else (numbers.ids, places)
-            rest = [k for k in chosen if found[k] is None]
-            for k, numbers in self._numbers(self._backend.encode_batch, texts, rest, special):
-                found[k] = numbers.ids, [tokens_of(numbers, *span) for span in pieces[k].rendered.spans]
-        return found
+    def _put(self, pieces: Sequence[_Piece]) -> None:
+        """Gives rows the tokens of their texts."""
+        numbers: list[list[int]] = [[]] * len(pieces)
+        places: list[Sequence[tuple[int, int]] | None] = [() if each.whole else None for each in pieces]
+        direct = [k for k, place in enumerate(places) if self._bytes is not None or place is not None]
+        for k, encoding in _encoded(self._backend.encode_batch_fast, pieces, direct):
+            numbers[k] = encoding.ids
+        if self._bytes is None:
+            self._locate(pieces, numbers, places)
+        own = [len(each) for each in numbers]
+        for piece, each in zip(pieces, numbers, strict=True):
+            if piece.ended and self.eos is not None:
+                if not each or each[-1] != self.eos:
+                    each.append(self.eos)
+                piece.row.stops.append(self.eos)
+        sizes = np.array([len(each) for each in numbers])
+        stops = np.cumsum(sizes)
+        starts = stops - sizes
+        ids = np.fromiter(chain.from_iterable(numbers), np.int32, int(stops[-1]))
+        if self._bytes is not None and (asked := [k for k, place in enumerate(places) if place is None]):
+            texts = [pieces[k].rendered for k in asked]
+            found = self._bytes.places(texts, ids, starts[asked], np.array(own)[asked])
+            for k, place in zip(asked, found, strict=True):
+                places[k] = place
+            self._locate(pieces, numbers, places)
+        trained = np.zeros(len(ids), np.bool_)
+        for start, stop, numbered, piece, place in zip(
+            starts.tolist(), stops.tolist(), numbers, pieces, places, strict=True
+        ):
+            assert place is not None
+            if piece.whole and piece.rendered.spans:
+                trained[start:stop] = True
+            for span, (first, last) in zip(() if piece.whole else piece.rendered.spans, place, strict=True):
+                trained[start + first : start + last] = True
+                if span in piece.rendered.answers:
+                    self._check_stop(numbered[first:last], piece)
+            if piece.ended and numbered:
+                trained[stop - 1] = True
+            piece.row.sequences.append(Tokens(ids[start:stop], trained[start:stop]))
+        self._fit_rows(pieces, trained, starts, stops)
 
-    @staticmethod
-    def _numbers(encode: Any, texts: Sequence[str], chosen: Sequence[int], special: bool) -> Iterable[tuple[int, Any]]:
-        """Encodings of chosen texts, with their numbers."""
-        if not chosen:
-            return ()
-        return zip(chosen, encode([texts[k] for k in chosen], add_special_tokens=special), strict=True)
+    def _locate(
+        self,
+        pieces: Sequence[_Piece],
+        numbers: list[list[int]],
+        places: list[Sequence[tuple[int, int]] | None],
+    ) -> None:
+        """Asks the tokenizer for the tokens of spans that have no places yet."""
+        asked = [k for k, place in enumerate(places) if place is None]
+        for k, encoding in _encoded(self._backend.encode_batch, pieces, asked):
+            numbers[k] = numbers[k] or encoding.ids
+            places[k] = [tokens_of(encoding, *span) for span in pieces[k].rendered.spans]
 
-    def _sequence(self, piece: _Piece, encoding: tuple[list[int], list[tuple[int, int]]], example: Example) -> Tokens:
-        rendered, (numbers, places) = piece.rendered, encoding
-        if piece.ended and self.eos is not None:
-            if not numbers or numbers[-1] != self.eos:
-                numbers.append(self.eos)
-            self.stops[self.eos] += 1
-        ids = np.array(numbers, dtype=np.int32)
-        if _is_whole(rendered):
-            return Tokens(ids, np.full(len(ids), bool(rendered.spans)))
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        for span, (first, stop) in zip(rendered.spans, places, strict=True):
-            trained[first:stop] = True
-            if span in rendered.answers:
-                self._check_stop(ids[first:stop], example)
-        if piece.ended and len(ids):
-            trained[-1] = True
-        return Tokens(ids, trained)
-
-    def _check_stop(self, turn: npt.NDArray[np.int32], example: Example) -> None:
+    def _check_stop(self, turn: Sequence[int], piece: _Piece) -> None:
         """
         Raises:
             ConfigError: the turn ends with no token that a model can stop at.
         """
-        for token in reversed(turn[-_TAIL:].tolist()):
+        for token in reversed(turn[-_TAIL:]):
             if token in self.special:
-                self.stops[token] += 1
+                piece.row.stops.append(token)
                 return
         end = self.tokenizer.decode(turn[-_TAIL:])
         raise ConfigError(
-            f"data: {example.where}: the assistant's turn ends with {end!r}, which has no stop token, so the model "
+            f"data: {piece.where}: the assistant's turn ends with {end!r}, which has no stop token, so the model "
             "would never learn to end: let the chat template put {{ eos_token }} behind the assistant's content, or "
             "give template='chatml'."
         )
 
-    def _fit(self, each: EncodedRow) -> None:
-        """Cut what is too long, and empty what has nothing left to learn from."""
-        if self.kind == "text" or each.facts["empty"]:
+    def _fit_rows(
+        self,
+        pieces: Sequence[_Piece],
+        trained: npt.NDArray[np.bool_],
+        starts: npt.NDArray[np.int64],
+        stops: npt.NDArray[np.int64],
+    ) -> None:
+        """Cut rows that are too long, and empty those that have nothing left to learn from."""
+        if self.kind == "text":
             return
+        counts = np.concatenate([[0], np.cumsum(trained)])
+        targets = counts[stops] - counts[np.minimum(starts + 1, stops)]
+        doubtful = (stops - starts > self.length) | (targets == 0)
+        last = None
+        for k in np.flatnonzero(doubtful).tolist():
+            if pieces[k].row is not last:
+                self._fit(last := pieces[k].row)
+
+    def _fit(self, each: EncodedRow) -> None:
         if self.kind == "prompt":
             reason = "too_long" if len(each.sequences[0]) > self.length else ""
         else:
@@ -308,44 +339,69 @@ class ByteTokens:
         return cls(widths, form)
 
     def places(
-        self, text: str, numbers: Sequence[int], spans: Sequence[tuple[int, int]]
-    ) -> list[tuple[int, int]] | None:
-        """As :func:`tokens_of` for each span; None: the tokens are not the bytes of this text, and no more."""
-        if self._form is not None and not is_normalized(self._form, text):
-            return None
-        ends = np.cumsum(self._widths[numbers])
-        edges = [edge for span in spans for edge in span]
-        if not text.isascii():
-            edges = [len(text[:edge].encode()) for edge in edges]
-        if not len(ends) or ends[-1] != len(text.encode()):
-            return None
-        found = np.searchsorted(ends, edges, side="right").tolist()
-        return list(zip(found[0::2], found[1::2], strict=True))
+        self,
+        texts: Sequence[Rendered],
+        ids: npt.NDArray[np.int32],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+    ) -> list[list[tuple[int, int]] | None]:
+        """As :func:`tokens_of` for each span of each text.
+
+        Args:
+            texts: with spans.
+            ids: of all of them, and of others.
+            starts, lengths: which tokens are those of a text.
+
+        Returns:
+            Of each text [first, stop) of its own tokens for each span; None: its tokens are not its bytes, and no more.
+        """
+        ends = np.cumsum(self._widths[ids])
+        edges = np.concatenate([[0], ends])
+        before, behind = edges[starts], edges[starts + lengths]
+        asked: list[int] = []
+        known: list[bool] = []
+        for one, base, size in zip(texts, before.tolist(), (behind - before).tolist(), strict=True):
+            text, inner = one.text, [edge for span in one.spans for edge in span]
+            if not (plain := text.isascii()):
+                inner = [len(text[:edge].encode()) for edge in inner]
+            same = plain or self._form is None or is_normalized(self._form, text)
+            known.append(same and size > 0 and size == (len(text) if plain else len(text.encode())))
+            asked += [base + edge for edge in inner]
+        at = iter(np.searchsorted(ends, asked, side="right").tolist())
+        found: list[list[tuple[int, int]] | None] = []
+        for one, start, sure in zip(texts, starts.tolist(), known, strict=True):
+            mine = [(next(at) - start, next(at) - start) for _ in one.spans]
+            found.append(mine if sure else None)
+        return found
 
 
 _FORMS: tuple[Any, ...] = ("NFC", "NFKC", "NFD", "NFKD")
-_NO_BYTES = 1 << 40  # of a token that stands for none: no sum with it is a text's
+_NO_BYTES = 1 << 32  # of a token that stands for none: no sum with it is a text's
 
 
 def _says(example: Example | None) -> TypeGuard[Example]:
     return example is not None and not example.empty
 
 
-def _check_text(text: str, example: Example | None) -> None:
+def _check_text(text: str, where: str) -> None:
     """
     Raises:
         ConfigError: it is no text, but has halves of a surrogate pair, which JSON can spell.
     """
+    if text.isascii():
+        return
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        where = example.where if example is not None else ""
         raise ConfigError(f"data: {where}: {text[error.start]!a} is half of a character.") from None
 
 
-def _is_whole(rendered: Rendered) -> bool:
-    """Whether all of a text is trained, or nothing: places of its tokens are not asked for."""
-    return not rendered.spans or (rendered.spans == ((0, len(rendered.text)),) and not rendered.answers)
+def _encoded(encode: Any, pieces: Sequence[_Piece], chosen: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Encodings of chosen texts, with their numbers."""
+    for special in (False, True):
+        if some := [k for k in chosen if pieces[k].special == special]:
+            texts = [pieces[k].rendered.text for k in some]
+            yield from zip(some, encode(texts, add_special_tokens=special), strict=True)
 
 
 def tokens_of(encoding: Any, start: int, stop: int) -> tuple[int, int]:

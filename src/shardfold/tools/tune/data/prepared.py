@@ -13,11 +13,11 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any, Protocol
 
 import numpy as np
@@ -97,21 +97,27 @@ class _Mapped:
         return Tokens(self.ids[start:stop], self.trained[start:stop])
 
 
-def _write(path: Path, encoded: Sequence[EncodedRow], stops: Mapping[int, int]) -> None:
+def _write(path: Path, encoded: Sequence[EncodedRow]) -> None:
     sequences = [each for one in encoded for each in one.sequences]
     facts: Counter[str] = Counter()
+    stops: Counter[int] = Counter()
     for one in encoded:
-        facts.update(one.facts)
+        if one.facts:
+            facts.update(one.facts)
+        stops.update(one.stops)
+    ends = np.cumsum([0] + [len(each) for each in sequences], dtype="<i8")
+    trained = np.concatenate([np.zeros(0, np.bool_)] + [each.trained for each in sequences])
+    firsts = ends[:-1][np.diff(ends) > 0]  # tokens that nothing stands in front of
     facts["rows"] = sum(1 for one in encoded if len(one.sequences[0]))
-    facts["tokens"] = sum(len(each) for each in sequences)
-    facts["trained"] = sum(each.targets for each in sequences)
+    facts["tokens"] = len(trained)
+    facts["trained"] = int(np.count_nonzero(trained)) - int(np.count_nonzero(trained[firsts]))
     said = [json.dumps(one.fields, default=str).encode() if one.fields else b"" for one in encoded]
     empty: list[npt.NDArray[Any]] = [np.zeros(0, np.int32)]
     parts = {  # the widest first: each array begins at a multiple of its own width
-        "ends": np.cumsum([0] + [len(each) for each in sequences], dtype="<i8"),
+        "ends": ends,
         "field_ends": np.cumsum([0] + [len(each) for each in said], dtype="<i8"),
         "ids": np.concatenate(empty + [each.ids for each in sequences]).astype("<i4"),
-        "trained": np.concatenate([np.zeros(0, np.bool_)] + [each.trained for each in sequences]),
+        "trained": trained,
         "good": np.array([one.good for one in encoded], dtype=np.bool_),
         "fields": np.frombuffer(b"".join(said), dtype=np.uint8),
     }
@@ -146,7 +152,6 @@ class Prepared:
         self.kind: Kind = encoder.kind
         self.folder = folder
         self._encoder = encoder
-        self._encoding = Lock()
         self._blocks = [(source, file, block) for source, file in files for block in file.blocks]
         self._firsts = np.cumsum([0] + [block.rows for _, _, block in self._blocks])
         self._open: OrderedDict[int, _Mapped] = OrderedDict()
@@ -217,6 +222,7 @@ class Prepared:
         """
         facts: Counter[str] = Counter()
         stops: Counter[str] = Counter()
+        self._make_all(range(self.blocks))
         for block in range(self.blocks):
             mapped = self._block(block)
             facts.update(mapped.facts)
@@ -247,32 +253,45 @@ class Prepared:
     def _make(self, number: int) -> None:
         source, file, block = self._blocks[number]
         columns = getattr(source, "columns", None)
-        with self._encoding:
-            self._encoder.stops.clear()
-            examples = (read_example(raw, source.format, self.kind, columns) for raw in read_block(file, block))
-            encoded = self._encoder.encode(examples)
-            _write(self._path(number), encoded, self._encoder.stops)
+        examples = (read_example(raw, source.format, self.kind, columns) for raw in read_block(file, block))
+        _write(self._path(number), self._encoder.encode(examples))
 
     def ahead(self, order: Sequence[int]) -> None:
-        """Make blocks in this order from now on, in a thread beside, unless another process of this host does."""
+        """Make blocks in this order from now on, in threads beside, unless another process of this host does."""
         if self._ahead is None and any(not self._path(block).is_file() for block in order):
             self._ahead = Thread(target=self._go_ahead, args=(list(order),), daemon=True, name="prepared-ahead")
             self._ahead.start()
 
     def _go_ahead(self, order: Sequence[int]) -> None:
         with _locked(self.folder / "ahead.lock", wait=False) as mine:
-            for block in order if mine else ():
+            if mine:
+                self._make_all(order)
+
+    def _make_all(self, order: Sequence[int]) -> None:
+        """Make blocks that nobody has made or is making, two at a time: while the tokenizer has one, the other is read
+        or written. It ends at a row that cannot be read: whoever needs its block meets the same error, and can say it.
+        """
+        rest = iter(order)
+
+        def work() -> None:
+            for block in rest:
                 path = self._path(block)
                 if self._closed.is_set():
                     return
                 if path.is_file():
                     continue
                 with _locked(path.with_suffix(".lock"), wait=False) as free:
-                    if free and not path.is_file():
-                        try:
+                    try:
+                        if free and not path.is_file():
                             self._make(block)
-                        except ConfigError:
-                            return  # whoever needs this block meets the same error, and can say it
+                    except ConfigError:
+                        deque(rest, maxlen=0)  # nothing is left
+                        return
+
+        beside = Thread(target=work, daemon=True, name="prepared-beside")
+        beside.start()
+        work()
+        beside.join()
 
     def close(self) -> None:
         """End what works beside; files stay."""

@@ -93,7 +93,9 @@ def read_example(raw: Raw, format: str | None, kind: Kind, columns: Mapping[str,
         if kind != "text":
             _refuse(raw.where, f"plain text has no {_NEEDS[kind]}: give a file of rows, as {_SHAPES[kind]}")
         return Example(raw.where, "", (raw.value,))
-    row = {name: value for name, value in raw.value.items() if value is not None}
+    row = raw.value
+    if columns or None in row.values():
+        row = {name: value for name, value in row.items() if value is not None}
     for name, theirs in (columns or {}).items():
         if theirs in row:
             row[name] = row.pop(theirs)
@@ -192,7 +194,9 @@ def _turns(value: Any, where: str, name: str) -> list[Message]:
 def _turn(value: Any, where: str, name: str) -> Message:
     if not isinstance(value, Mapping):
         _refuse(where, f"{name} is {value!r:.60}, but a turn, {{'role': ..., 'content': ...}}")
-    turn = {key: each for key, each in value.items() if each is not None}
+    turn = dict(value)
+    if None in turn.values():
+        turn = {key: each for key, each in value.items() if each is not None}
     if "role" in turn:
         if not isinstance(turn["role"], str):
             _refuse(where, f"{name}: 'role' is {turn['role']!r:.60}, but has to be text")

@@ -7,7 +7,6 @@ lines, in the pass that also takes its checksum; nothing is parsed for that.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ ROWS = 1024
 BYTES = 1 << 20
 _CHUNK = 8 << 20  # bytes that are looked through at once
 _LINE = 64 << 20  # bytes of a row, at most
+_BLANKS = " \t\r\n\v\f"
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -318,21 +318,23 @@ def _decoded(content: bytes, path: str, line: int) -> str:
 
 
 def _lines(path: str, block: RowBlock, content: bytes) -> Iterator[Raw]:
-    for number, line in enumerate(io.BytesIO(content), block.first + 1):
+    lines = _decoded(content, path, block.first + 1).split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    long = len(content) > _LINE
+    for number, line in enumerate(lines, block.first + 1):
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix("\ufeff")
         where = f"{path}:{number}"
-        if not line.strip():
+        if not line.strip(_BLANKS):
             yield Raw(where, None)
             continue
-        if len(line) > _LINE:
+        if long and (size := len(line.encode())) > _LINE:
             raise ConfigError(
-                f"data: {where}: a line of {len(line):,} bytes, but a row has at most {_LINE:,}: split it into rows."
+                f"data: {where}: a line of {size:,} bytes, but a row has at most {_LINE:,}: split it into rows."
             )
         try:
             value = json.loads(line)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"data: {where}: not UTF-8: {error.reason}.") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"data: {where}: not JSON: {error}.") from None
         if not isinstance(value, dict):

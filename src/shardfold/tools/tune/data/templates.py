@@ -5,9 +5,10 @@ of the turns in front of it, with the prompt for an answer, ends; it ends where 
 has to be known for that: it is rendered with and without each turn. Where a template marks the assistant's words by
 ``{% generation %}``, its marks are taken.
 
-Most conversations are rendered once for that. What a template puts around the words of turns is learned for each shape
-of conversations (who speaks, in which order), and tried on some of them. Of one whose text is these words with what was
-learned around them, it is known where turns begin and end.
+Most conversations are rendered once for that, or not at all. What a template puts around the words of turns is
+learned for each shape of conversations (who speaks, in which order), and tried on some of them. Of one whose text is
+these words with what was learned around them, it is known where turns begin and end. Where the template writes all
+words as they are, that is its text.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.tools.tune.data._template_words import words_looked_for
 from shardfold.tools.tune.data.row_formats import SPEAKERS, Message
 
 __all__ = ["TEMPLATES", "ChatTemplate", "Rendered", "TrainOn", "chat_template"]
@@ -112,6 +114,7 @@ class _Shape:
             ends, by how many.
         answers: whether spans are whole turns, see :class:`Rendered`.
         altered: see :class:`Rendered`.
+        bare: whether no words begin or end with a blank.
         trials: conversations that have to agree yet, before one is believed.
     """
 
@@ -119,6 +122,7 @@ class _Shape:
     spans: tuple[tuple[int, int, int, int], ...]
     answers: bool
     altered: int
+    bare: bool = False
     trials: int = 3
 
     @classmethod
@@ -145,20 +149,27 @@ class _Shape:
 
     @staticmethod
     def _places(around: Sequence[str], words: Sequence[str]) -> list[tuple[int, int]]:
-        ends = list(accumulate(len(each) for pair in zip(around, words, strict=False) for each in pair))
-        return list(zip(ends[0::2], ends[1::2], strict=True))
+        found, at = [], 0
+        for before, each in zip(around, words, strict=False):
+            start = at + len(before)
+            at = start + len(each)
+            found.append((start, at))
+        return found
 
     def fits(self, words: Sequence[str], text: str) -> Rendered | None:
         """What is trained in ``text``; None: it is not these words, as they are or without blanks at their ends, with
         what stands around them."""
-        if not self._is(words, text) and not self._is(words := [each.strip() for each in words], text):
-            return None
+        if (found := self.filled(words)).text == text:
+            return found
+        found = self.filled([each.strip() for each in words])
+        return found if found.text == text else None
+
+    def filled(self, words: Sequence[str]) -> Rendered:
+        """Words with what stands around them."""
+        text = "".join(chain(*zip(self.around, words, strict=False), self.around[-1:]))
         places = self._places(self.around, words)
         spans = tuple((places[a][0] - before, places[b][1] + behind) for a, before, b, behind in self.spans)
         return Rendered(text, spans, spans if self.answers else (), self.altered)
-
-    def _is(self, words: Sequence[str], text: str) -> bool:
-        return text == "".join(chain.from_iterable(zip_longest(self.around, words, fillvalue="")))
 
 
 _SHAPES = 1024  # that are kept
@@ -221,7 +232,9 @@ class ChatTemplate:
         self.marks = bool(_GENERATION.search(source))
         names = {*tokenizer.all_special_tokens, *(str(each) for each in tokenizer.added_tokens_decoder.values())}
         self._special = re.compile("|".join(map(re.escape, sorted(names - {""}, key=len, reverse=True))) or r"(?!)")
-        self._asks = _asks(source)
+        asks = words_looked_for(_GENERATION.sub("", source))
+        self._plain = asks is not None
+        self._asks = _asks(source) if asks is None else sorted(asks)
         self._shapes: dict[Any, _Shape | None] = {}
         self.parts = False
         asked = [{"role": "user", "content": "x"}]
@@ -231,7 +244,7 @@ class ChatTemplate:
         except ConfigError:
             whole = ""
         if _PROBE not in whole:  # as templates of models that see, too, which take a list of parts
-            self.parts = True
+            self.parts, self._plain = True, False
             whole = self.render(told, where="the template")
         base, prompted = (self.render(asked, where="the template", prompt=prompt) for prompt in (False, True))
         turn = _alike(base, prompted)
@@ -306,11 +319,11 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses them, or what the assistant says cannot be found in its text.
         """
-        text = self.render(messages, tools, settings, where=where)
-        if train_on == "all":
-            return Rendered(text, ((0, len(text)),), ())
         say = {"tools": tools, "settings": settings, "where": where}
         shape, words = self._shape(messages, begin, train_on, say)
+        if self._plain and shape is not None and not shape.trials and shape.bare:
+            return shape.filled(words)
+        text = self.render(messages, tools, settings, where=where)
         guess = shape.fits(words, text) if shape is not None else None
         if shape is not None and guess is not None and not shape.trials:
             return guess
@@ -330,7 +343,7 @@ class ChatTemplate:
             text = each.get("content")
             if self._asks is None or len(each) != 2 or not isinstance(text, str) or not text or text.isspace():
                 return None, []
-            if any(asked in text for asked in self._asks):
+            if self._asks and any(asked in text for asked in self._asks):
                 return None, []
             words.append(text)
             turns += each["role"], text[0].isspace(), text[-1].isspace()
@@ -339,6 +352,7 @@ class ChatTemplate:
         if key in self._shapes:
             if (shape := self._shapes[key]) is None:
                 shape = self._shapes[key] = self._learned(messages, begin, train_on, say)
+                shape.bare = True not in turns
             return shape, words
         if len(self._shapes) < _SHAPES:
             self._shapes[key] = None
@@ -353,12 +367,14 @@ class ChatTemplate:
             found = _Shape.learn(words, self._searched(probes, begin, train_on, text, say))
         except ConfigError:
             found = None
-        return _Shape((), (), False, 0, _NEVER) if found is None else found
+        return _Shape((), (), False, 0, trials=_NEVER) if found is None else found
 
     def _searched(
         self, messages: Sequence[Message], begin: int, train_on: TrainOn, text: str, say: Mapping[str, Any]
     ) -> Rendered:
         """What is trained, by rendering parts of the conversation."""
+        if train_on == "all":
+            return Rendered(text, ((0, len(text)),), ())
         first = self._first(messages, begin, text, say) if train_on == "completion" else 0
         if train_on == "completion":
             last = messages[-1]["role"] == "assistant" if messages else False
