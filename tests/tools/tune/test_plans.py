@@ -19,6 +19,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("sft", {}),
     "lora": ("sft", {"adapter": {"rank": 8}}),
     "qlora": ("sft", {"adapter": {"rank": 8}, "base": {"bits": 4}}),
+    "packed": ("sft", {"adapter": {"rank": 8}, "text": {"length": LENGTH, "pack": True}}),
     "recomputed": ("sft", {"adapter": {"rank": 8}, "activations": "recompute"}),
     "dpo": ("dpo", {"adapter": {"rank": 8}}),
     "qdpo": ("dpo", {"adapter": {"rank": 8}, "base": {"bits": 4}}),
@@ -51,8 +52,9 @@ def peaks(folder: str, recipe: str, more: dict[str, Any], layout: str) -> tuple[
     from shardfold.tools.tune.tuning_plan import planned_tuning
 
     here = Path(folder)
+    rows = "packed" if "text" in more else recipe
     settings = {
-        "model": here / "base", "data": str(here / f"{recipe}.jsonl"), "cache": here / "cache", "steps": 3,
+        "model": here / "base", "data": str(here / f"{rows}.jsonl"), "cache": here / "cache", "steps": 3,
         "micro_batch": 4, "layout": layout, "text": {"length": LENGTH}, **more,
     }  # fmt: skip
     if recipe == "distill":
@@ -81,6 +83,9 @@ def _folder(tmp_path: Path) -> str:
     answers = ["x" * (LENGTH if i % 2 else LENGTH // 2) for i in range(24)]
     rows = [{"prompt": f"{i} ", "completion": answer} for i, answer in enumerate(answers)]
     support.write_rows(tmp_path / "sft.jsonl", rows)
+    # Two samples fill a line.
+    parts = [{"prompt": f"{i:02}", "completion": "x" * ((40, LENGTH - 40)[i % 2] - 3)} for i in range(48)]
+    support.write_rows(tmp_path / "packed.jsonl", parts)
     pairs = [{"prompt": f"{i} ", "chosen": "x" * LENGTH, "rejected": "x" * (LENGTH // 2)} for i in range(24)]
     for recipe in ("dpo", "orpo", "reward"):
         support.write_rows(tmp_path / f"{recipe}.jsonl", pairs)

@@ -343,7 +343,7 @@ class ChatTemplate:
             text = each.get("content")
             if self._asks is None or len(each) != 2 or not isinstance(text, str) or not text or text.isspace():
                 return None, []
-            if self._asks and any(asked in text for asked in self._asks):
+            if any(asked in text for asked in self._asks):
                 return None, []
             words.append(text)
             turns += each["role"], text[0].isspace(), text[-1].isspace()
