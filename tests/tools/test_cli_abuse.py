@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import nn
 
+import shardfold as sf
 from shardfold import launch
 from shardfold.errors import ConfigError
 from shardfold.plan.layout import Tier
@@ -337,6 +338,8 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
         (["--micro-batch", "2", "--price", "2"], "--price has no effect here"),
         (["--price", "-1"], "give what a device costs an hour"),
         (["--micro-batch", "2", "--order", "gpipe"], "--order has no effect here"),
+        (["--micro-batch", "2", "--galore-rank", "4"], "--galore-rank has no effect here"),
+        (["--micro-batch", "2", "--optimizer", "galor"], "Did you mean 'galore'?"),
         (["--inference", "--layout", "zero1"], "--layout has no effect here"),
         (["--inference", "--precision", "fp32"], "--precision has no effect here"),
         (
@@ -507,6 +510,25 @@ def test_a_plan_says_in_what_parameters_are_kept(
     given = ["--gpus", "2xL4", "--layout", "zero3", "--activations", "keep", "--micro-batch", "2"]
     assert call("plan", *given, *options) == 0
     assert said in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_plan_counts_what_the_optimizer_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    """GaLore's moments are of its rank, so that less is at rest than of AdamW's, and the first line names it."""
+    given = ["--model", "tiny", "--gpus", "1xL4", "--layout", "ddp", "--activations", "keep", "--micro-batch", "2"]
+    rests = []
+    for name, called in (("adamw", "AdamW"), ("galore", "GaLore")):
+        more = ["--galore-rank", "4"] if name == "galore" else []
+        assert call("plan", *given, "--optimizer", name, *more) == 0
+        printed = capsys.readouterr().out
+        assert f"; {called};" in printed.splitlines()[0]
+        row = next(line for line in printed.splitlines() if line.startswith("ddp"))
+        number, unit = row.split()[2:4]
+        rests.append(float(number) * {"KiB": 2**10, "MiB": 2**20}[unit])
+    groups = sf.optim.galore_groups(GPT(GPTConfig.named("tiny")), others=("*head*",), rank=4)
+    low = [p for group in groups if "rank" in group for p in group["params"]]
+    # Two moments of rank 4 along the longer side in place of whole ones, and a projector of the shorter side.
+    saved = sum(8 * (p.numel() - 4 * max(p.shape)) - 16 * min(p.shape) for p in low)
+    assert rests[0] - rests[1] == pytest.approx(saved, rel=0.02)
 
 
 def test_a_plan_of_what_does_not_fit_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@
     entry         where the command begins; says what is not installed
     extras        what is installed only on request
     interruption  Ctrl-C of the command, from its start on
+    named_optimizers  optimizers by the names that options have for them
     observe       what a run shows and leaves behind: metrics as data, progress on the terminal, pictures
     onnx          models as ONNX, compared with their source, in few bits
     packages      models of other packages by a name

@@ -13,6 +13,7 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.checks import parse_bytes
 from shardfold.tools.effects import Effect, check_effects
+from shardfold.tools.named_optimizers import check_optimizer
 
 if TYPE_CHECKING:
     from shardfold.plan.auto_wire import AutoWire
@@ -33,7 +34,7 @@ NOTHING_FITS = 1
 EFFECTS = (
     *(
         Effect(name, lambda plan: not plan.inference, "--inference plans no training")
-        for name in ("batch", "host", "accumulate", "layout", "activations", "wire", "price", "html")
+        for name in ("batch", "host", "accumulate", "layout", "activations", "wire", "price", "html", "optimizer")
     ),
     *(
         Effect(name, lambda plan: plan.inference, "it is about generation", "give --inference")
@@ -50,6 +51,13 @@ EFFECTS = (
         "price",
         lambda plan: plan.micro_batch is None,
         "what tokens cost is said of the fastest way, for which --micro-batch is left out",
+    ),
+    Effect("optimizer", lambda plan: plan.html is None, "the page of --html plans AdamW"),
+    Effect(
+        "galore_rank",
+        lambda plan: plan.optimizer.startswith("galore"),
+        "it is of GaLore",
+        "give --optimizer galore",
     ),
     Effect(
         "order",
@@ -132,6 +140,10 @@ Real = Annotated[
 ]
 
 
+OptimizerName = Annotated[
+    str, typer.Option(help="adamw, adamw8bit, adafactor, lion, muon, galore or galore8bit, whose states are counted.")
+]
+GaloreRank = Annotated[int, typer.Option(min=1, max=2**16, help="Rank of what GaLore projects gradients to.")]
 Price = Annotated[float | None, typer.Option(help="Price of a device for an hour: says what 10^9 tokens cost.")]
 
 
@@ -158,6 +170,8 @@ def plan(
     wire: Wire = None,
     real: Real = False,
     price: Price = None,
+    optimizer: OptimizerName = "adamw",
+    galore_rank: GaloreRank = 16,
     inference: Inference = False,
     weights: Weights = "memory",
     bits: Bits = None,
@@ -173,6 +187,7 @@ def plan(
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: give what a device costs an hour, above 0.")
     tables, auto, size = _checked(activations, layout, precision, wire, micro_batch, gpus)
+    check_optimizer(optimizer)
     if weights not in ("memory", "host", "disk"):
         raise ConfigError(f"--weights {weights}: it is memory, host or disk.")
     if bits not in (None, 2, 4, 8):
@@ -208,6 +223,7 @@ def plan(
         model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate or 1, length=length,
         tables=tables, modes=activations or list(MODES), batch=batch, host=host,
         divisions=divisions, wire=auto, real=real or None, price=price,
+        optimizer=optimizer, galore_rank=galore_rank,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(NOTHING_FITS)

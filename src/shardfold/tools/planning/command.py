@@ -50,6 +50,8 @@ def print_plan(
     wire: AutoWire | None = None,
     real: bool | None = None,
     price: float | None = None,
+    optimizer: str = "adamw",
+    galore_rank: int = 16,
 ) -> bool:
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
     train that fits; returns whether anything fits. ``model``: a name, or what makes it for a division."""
@@ -61,7 +63,8 @@ def print_plan(
         with _making(model if isinstance(model, str) else "a model"):
             if not isinstance(model, str):
                 return model(division or Division())
-            return planned_model(model, length=length, samples=2, division=division, real=real)
+            kept: dict[str, Any] = {"optimizer": optimizer, "galore_rank": galore_rank}
+            return planned_model(model, length=length, samples=2, division=division, real=real, **kept)
 
     name = model if isinstance(model, str) else ""
     if len(divisions) > 1:

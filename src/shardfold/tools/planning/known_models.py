@@ -7,18 +7,21 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError, ModelError, ShardfoldError, did_you_mean
 from shardfold.plan.checks import described, is_integer
 from shardfold.planner.division import Division
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
+from shardfold.tools.named_optimizers import OPTIMIZERS, named_optimizer
 from shardfold.tools.packages import PACKAGES, config_of_type, package_of, timm_model
 from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.train_config import SIZES, GPTConfig
@@ -90,6 +93,7 @@ class Planned:
         parameters: elements.
         length: tokens of a sample; 0: it has none.
         made: the micro-batch is made here, from what the model says that it takes.
+        optimizer: what it is called.
     """
 
     name: str
@@ -97,6 +101,7 @@ class Planned:
     parameters: int
     length: int
     made: bool = False
+    optimizer: str = "AdamW"
 
 
 def planned_model(
@@ -106,10 +111,12 @@ def planned_model(
     samples: int = 1,
     division: Division | None = None,
     real: bool | None = None,
+    optimizer: str = "adamw",
+    galore_rank: int = 16,
 ) -> Planned:
     """The model that a name, a path of a config.json, ``timm:NAME``, ``transformers:TYPE``, or ``module:function``
     gives; the function gives a model, or a model and a micro-batch. ``division``: how ranks share it; ``real``: as of a
-    subject.
+    subject; ``optimizer``: its name, of ``OPTIMIZERS``.
 
     Raises:
         ConfigError: it gives none, or does not divide.
@@ -145,10 +152,16 @@ def planned_model(
     unsaid = given.endswith(".json") or (named is not None and named[0] == "transformers")
     name = f"{given} ({type(model).__name__})" if unsaid else given
     try:
-        subject = Subject(model, batch, real=real, division=division or Division())
+        makes = None if optimizer == "adamw" else partial(_optimizer, name=optimizer, rank=galore_rank)
+        subject = Subject(model, batch, real=real, division=division or Division(), optimizer=makes)
     except (ConfigError, ModelError) as error:
         raise type(error)(_by_options(str(error), division or Division())) from error
-    return Planned(name, subject, numel, length or 0, made)
+    return Planned(name, subject, numel, length or 0, made, OPTIMIZERS[optimizer])
+
+
+def _optimizer(model: nn.Module, *, name: str, rank: int) -> Optimizer:
+    found = named_optimizer(name, model, galore={"rank": rank})
+    return found(list(model.parameters())) if isinstance(found, partial) else found
 
 
 def _by_options(said: str, division: Division) -> str:

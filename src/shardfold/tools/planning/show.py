@@ -61,9 +61,9 @@ def states(model: Planned, precision: str) -> str:
     if not ways:
         return "no parameters"
     if len(ways) == 1:
-        return f"{model.parameters:,} parameters, {next(iter(ways))} under precision {precision}; AdamW"
+        return f"{model.parameters:,} parameters, {next(iter(ways))} under precision {precision}; {model.optimizer}"
     each = ", ".join(f"{numel:,} {way}" for way, numel in sorted(ways.items(), key=lambda pair: -pair[1]))
-    return f"{model.parameters:,} parameters, {each} under precision {precision}; AdamW"
+    return f"{model.parameters:,} parameters, {each} under precision {precision}; {model.optimizer}"
 
 
 def notes(zeros: Iterable[str], losses: Iterable[str] = (), where: Cluster | None = None, precision: str = "") -> str:

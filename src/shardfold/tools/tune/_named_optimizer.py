@@ -5,16 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 import shardfold as sf
+from shardfold.tools.named_optimizers import named_optimizer
 from shardfold.tools.tune.adapters import optimizer_groups
 from shardfold.tools.tune.config import TuneConfig
 
 __all__ = ["optimizer_of", "schedule_of"]
-
-BETAS = (0.9, 0.999)
 
 
 def schedule_of(config: TuneConfig, total: int) -> Any:
@@ -36,26 +34,9 @@ def schedule_of(config: TuneConfig, total: int) -> Any:
 
 def optimizer_of(config: TuneConfig, model: nn.Module) -> Any:
     """As an engine takes it."""
-    if config.optimizer == "muon":
-        return sf.optim.Muon(
-            sf.optim.muon_groups(model, lr=config.lr, adamw_lr=config.lr, betas=BETAS), weight_decay=config.weight_decay
-        )
-    if config.optimizer in ("galore", "galore8bit"):
-        names = {"rank": config.galore_rank, "update_proj_gap": config.galore_every, "scale": config.galore_scale}
-        return sf.optim.GaLore(
-            sf.optim.galore_groups(model, others=("*head*", "score*"), **names),
-            lr=config.lr,
-            betas=BETAS,
-            weight_decay=config.weight_decay,
-            bits=8 if config.optimizer == "galore8bit" else 32,
-        )
-    classes: dict[str, tuple[type, dict[str, Any]]] = {
-        "adamw": (torch.optim.AdamW, {"betas": BETAS}),
-        "adamw8bit": (sf.optim.AdamW8bit, {"betas": BETAS}),
-        "adafactor": (sf.optim.Adafactor, {}),
-        "lion": (sf.optim.Lion, {}),
-    }
-    kind, options = classes[config.optimizer]
-    if config.adapter is not None and config.adapter.lr_ratio is not None:
-        return optimizer_groups(model, config.adapter, kind, config.lr, config.weight_decay, **options)
-    return partial(kind, lr=config.lr, weight_decay=config.weight_decay, **options)
+    galore = {"rank": config.galore_rank, "update_proj_gap": config.galore_every, "scale": config.galore_scale}
+    found: Any = named_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay, galore=galore)
+    if isinstance(found, partial) and config.adapter is not None and config.adapter.lr_ratio is not None:
+        options = {name: value for name, value in found.keywords.items() if name not in ("lr", "weight_decay")}
+        return optimizer_groups(model, config.adapter, found.func, config.lr, config.weight_decay, **options)
+    return found

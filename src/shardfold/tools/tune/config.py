@@ -22,6 +22,7 @@ from shardfold.plan.checks import parse_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
+from shardfold.tools.named_optimizers import check_optimizer
 from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig, read_settings
 
 __all__ = [
@@ -120,17 +121,6 @@ class Adapter(RecipeSettings):
     pre_seq_len: int = Field(16, ge=1, le=2**16, description="Virtual tokens of a prefix.")
     prefix_projection: bool = Field(False, description="The prefix comes out of an MLP.")
     layers: int = Field(2, ge=1, le=2**12, description="Layers that freeze leaves trained, or blocks that expand adds.")
-
-
-OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon", "galore", "galore8bit")
-
-
-def _optimizer(name: str) -> str:
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            f"there is no optimizer {name!r}.{did_you_mean(name, OPTIMIZERS)} Known are {', '.join(OPTIMIZERS)}."
-        )
-    return name
 
 
 def _number(given: Any) -> Any:
@@ -294,7 +284,7 @@ class TuneConfig(RecipeSettings):
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="How the learning rate goes on behind --warmup: cosine or linear to 0, or constant."
     )
-    optimizer: Annotated[str, AfterValidator(_optimizer)] = Field(
+    optimizer: Annotated[str, AfterValidator(check_optimizer)] = Field(
         "adamw",
         description="adamw, adamw8bit, adafactor, lion, muon (of the matrices of blocks), galore (moments of a low "
         "rank, of the same matrices) or galore8bit.",

@@ -19,6 +19,7 @@ from shardfold.plan.lifetimes import CPU, GPU
 from shardfold.planner.choice import Option, largest_of
 from shardfold.planner.division import Division
 from shardfold.planner.setting import LINE, PlannedRank, Subject
+from shardfold.tools.named_optimizers import OPTIMIZERS
 from shardfold.tools.planning.known_models import Planned
 from shardfold.tools.recipes.largest import most_that_fit
 from shardfold.tools.tune._divergences import divergences
@@ -66,7 +67,9 @@ def planned_tuning(config: TuneConfig, division: Division, samples: int = LINE[0
     optimizer = partial(_planned_optimizer, config=config)
     compute = partial(_loss, config=config)
     subject = Subject(model, batch, compute, division=division, optimizer=optimizer, beside=beside)
-    return Planned(f"{config.recipe} of {config.model}", subject, parameters, length)
+    return Planned(
+        f"{config.recipe} of {config.model}", subject, parameters, length, optimizer=OPTIMIZERS[config.optimizer]
+    )
 
 
 def _value_model(config: PPOConfig, settings: Any) -> nn.Module:

@@ -298,6 +298,20 @@ def drawn(number: int, seed: int) -> list[list[Message]]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("name", "asked"), [("asked for more", [*["one"] * 8, "one two three four five six"]), ("trimmed", [" one\n"] * 8)]
+)
+def test_words_are_not_taken_for_others_of_their_shape(name: str, asked: list[str]) -> None:
+    """What is learned of short words is not believed of long ones where a template measures them, nor are blanks
+    thought to be written where it trims them."""
+    tokenizer, source = tiny_tokenizer(), OWN[name]
+    known = ChatTemplate(tokenizer, source)
+    for each in asked:
+        messages = [{"role": "user", "content": each}, {"role": "assistant", "content": "one two"}]
+        wanted = ChatTemplate(tokenizer, source).conversation(messages, 1, "assistant", where="a:1")
+        assert known.conversation(messages, 1, "assistant", where="a:1") == wanted
+
+
 @pytest.mark.parametrize("train_on", ["assistant", pytest.param("completion", marks=SOAK)])
 def test_most_conversations_of_other_templates_are_rendered_once(train_on: Any) -> None:
     """Where it cannot be told what a template does with words, each text is rendered and compared with its shape."""
