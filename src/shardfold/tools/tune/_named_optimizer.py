@@ -38,5 +38,6 @@ def optimizer_of(config: TuneConfig, model: nn.Module) -> Any:
     found: Any = named_optimizer(config.optimizer, model, lr=config.lr, weight_decay=config.weight_decay, galore=galore)
     if isinstance(found, partial) and config.adapter is not None and config.adapter.lr_ratio is not None:
         options = {name: value for name, value in found.keywords.items() if name not in ("lr", "weight_decay")}
-        return optimizer_groups(model, config.adapter, found.func, config.lr, config.weight_decay, **options)
+        kind: Any = found.func
+        return optimizer_groups(model, config.adapter, kind, config.lr, config.weight_decay, **options)
     return found
