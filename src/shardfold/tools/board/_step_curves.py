@@ -6,9 +6,9 @@ import json
 import math
 import os
 import re
+import secrets
 import threading
 import time
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -27,6 +27,8 @@ MOST_BLOCKS = 4096
 PIECE = 2**20  # bytes that are read at a time: others wait for the interpreter meanwhile
 MOST_REREAD = 64 * 2**20
 """Bytes that a look at a part of a curve reads again for it; of a longer part the blocks are shown."""
+LAST = 64
+"""Bytes in front of the place up to which a file was read, by which it is known to be the same."""
 DIGITS = 6
 
 _NUMBER = rb'"%b":\s*([^,}\s]+)'
@@ -94,7 +96,9 @@ class StepCurves:
         self._events: EventRows | None = None
         self._lock = threading.Lock()
         self.used = 0.0
-        self._reset("")
+        self._which: tuple[int, bytes] | None = None
+        self._mark = ""
+        self._reset(())
 
     def _opened(self) -> AbstractContextManager[int | None]:
         path = self._folder / "metrics.jsonl"
@@ -102,11 +106,11 @@ class StepCurves:
             self._events = EventRows(self._folder)
         return opened(path) if self._events is None else self._events.opened()
 
-    def _reset(self, mark: str) -> None:
-        self._mark, self._turns = mark, 0
+    def _reset(self, keys: Iterable[str]) -> None:
+        self._turns, self._last = 0, b""
         self._read, self._rows, self._size, self._length = 0, 0, 1, 0
         self._begins = array("Q")
-        self._columns: dict[str, _Column] = {}
+        self._columns = {key: _Column() for key in (*keys, "tokens")}
         self._totals = _Totals()
         self._step = -math.inf
         self._skips = False
@@ -143,12 +147,14 @@ class StepCurves:
         with self._lock, self._opened() as file:
             self.used = time.monotonic()
             first = os.pread(file, 64, 0).partition(b"\n")[0] if file is not None else b""
-            mark = f"{os.fstat(file).st_ino:x}-{zlib.crc32(first):x}" if file is not None else "none"
+            which = (os.fstat(file).st_ino, first) if file is not None else None
             length = os.fstat(file).st_size if file is not None else 0
-            if mark != self._mark or length < self._read or not wanted <= self._columns.keys():
-                known = {*wanted, *self._columns, "tokens"}
-                self._reset(mark)
-                self._columns = {key: _Column() for key in known}
+            before = os.pread(file, len(self._last), self._read - len(self._last)) if file is not None else b""
+            if which != self._which or length < self._read or before != self._last:
+                self._reset({*wanted, *self._columns})
+                self._which, self._mark = which, secrets.token_hex(4)
+            elif not wanted <= self._columns.keys():
+                self._reset({*wanted, *self._columns})
             self._length = length
             if file is None:
                 return
@@ -166,6 +172,7 @@ class StepCurves:
                 if not self._skips and end:
                     self._take(piece[:end])
                 self._read += end
+                self._last = os.pread(file, min(LAST, self._read), self._read - min(LAST, self._read))
                 if time.monotonic() > until:
                     return
 
