@@ -32,14 +32,16 @@ function dashes(slot) {
   return DASHES[Math.floor(slot / COLOURS) % DASHES.length];
 }
 
-/** The mean of what came before, that weighs each earlier point `weight` times the next; what is not finite is no part
- * of it. */
-export function smoothed(points, weight) {
-  let held = 0, size = 0;
+/** The mean of what came before, in which a value weighs `weight` times less for each `unit` of the axis that it is older:
+ * so lines with few points are smoothed as those with many. What is not finite is no part of it. */
+export function smoothed(points, weight, unit) {
+  let held = 0, size = 0, before = -Infinity;
   return points.map(([x, , , mean]) => {
-    if (!Number.isFinite(mean)) return [x, NaN];
-    held = weight * held + (1 - weight) * mean;
-    size = weight * size + (1 - weight);
+    if (mean === null || !Number.isFinite(mean)) return [x, NaN];
+    const left = weight ** ((x - before) / unit);
+    held = left * held + (1 - left) * mean;
+    size = left * size + (1 - left);
+    before = x;
     return [x, held / size];
   });
 }
@@ -109,8 +111,10 @@ export class Chart {
   set(series, { axis = "step", weight = 0, log = false, zoomed = false } = {}) {
     Object.assign(this, { series, axis, weight, log });
     this._back.hidden = !zoomed;
+    const longest = this._longest(), unit = longest.length > 1
+      ? (longest[longest.length - 1][0] - longest[0][0]) / (longest.length - 1) : 1;
     this.lines = series.map((each) => weight
-      ? smoothed(each.points, weight) : each.points.map(([x, , , mean]) => [x, mean]));
+      ? smoothed(each.points, weight, unit) : each.points.map(([x, , , mean]) => [x, mean]));
     const told = series.length === 1 ? this._last(0) : series.length <= 2
       ? series.map((each, place) => `${each.name} ${this._last(place)}`).join(", ") : `${series.length} lines`;
     tell(this._told, told);
@@ -118,6 +122,10 @@ export class Chart {
       + "and minus zoom, 0 shows all.");
     if (this._values.open) this._fillTable();
     this.draw();
+  }
+
+  _longest() {
+    return this.series.reduce((one, each) => each.points.length > one.length ? each.points : one, []);
   }
 
   _last(place) {
@@ -374,7 +382,7 @@ export class Chart {
     this.plot.addEventListener("keydown", (event) => {
       if (!this.place || event.ctrlKey || event.metaKey || event.altKey) return;
       const { left, right } = this.place, here = this.at ?? right, step = (right - left) / (event.shiftKey ? 10 : 100);
-      const longest = this.series.reduce((one, each) => each.points.length > one.length ? each.points : one, []);
+      const longest = this._longest();
       const place = nearest(longest, here);
       const to = {
         ArrowLeft: () => Math.min(longest[Math.max(0, place - 1)][0], event.shiftKey ? here - step : Infinity),
@@ -393,7 +401,7 @@ export class Chart {
   /** The same as numbers, at some places of the axis. */
   _fillTable() {
     if (!this._values.open) return;
-    const longest = this.series.reduce((one, each) => each.points.length > one.length ? each.points : one, []);
+    const longest = this._longest();
     const every = Math.max(1, Math.ceil(longest.length / ROWS));
     const places = longest.filter((_, place) => place % every === 0 || place === longest.length - 1).map(([x]) => x);
     const columns = [{ name: AXES[this.axis].name, number: true }, ...this.series.map(({ name }) => ({ name, number: true }))];

@@ -106,7 +106,7 @@ function compared(main, route, ids, trouble) {
       row("tokens/s", (run) => run.rate, count, false),
       row("ranks", (run) => run.ranks || null, number),
       row("layout", (run) => run.layout || "–", String),
-      row("why", (run) => run.why || "–", (why) => make("span", { class: "words" }, why)),
+      row("why", (run) => run.why || "–", (why) => make("span", { class: "brief" }, why)),
     ].filter(([, ...cells]) => cells.some((cell) => (cell.textContent ?? cell) !== "–"));
     section_(facts, "Results", table("Results", [{ name: "figure" }, ...heads()], rows));
   }

@@ -87,6 +87,11 @@ const SIGNS = {
   failed: "✕", lost: "?", unknown: "·",
 };
 
+/** Whether nothing of it goes on, as far as its folder tells. */
+export function isOver(run) {
+  return run.is_over || run.state === "unknown";
+}
+
 export function stateBadge(state) {
   const made = make("span", { class: "badge" }, make("span", { "aria-hidden": "true", class: "sign" }), make("span"));
   setState(made, state);

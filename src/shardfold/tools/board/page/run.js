@@ -2,7 +2,7 @@
 
 import { get, ofRun, post, query, repeat } from "./asking.js";
 import { Chart, Curves } from "./chart.js";
-import { ago, ask, button, bytes, copied, count, duration, empty, link, make, number, say, setState, stateBadge, table, tell,
+import { ago, ask, button, bytes, copied, count, duration, empty, isOver, link, make, number, say, setState, stateBadge, table, tell,
   words } from "./parts.js";
 import { runAddress } from "./runs.js";
 import { MOST_KEYS, chartControls, samplesOf, shownKeys, tierRows, unitOf, view } from "./shared.js";
@@ -41,7 +41,7 @@ export function runView(main, route, { entitle, trouble, title }) {
 }
 
 function told(facts, run) {
-  const over = run.is_over;
+  const over = isOver(run);
   const shown = {
     step: run.steps ? `${number(run.step)} of ${number(run.steps)}` : number(run.step),
     loss: number(run.loss), "tokens/s": count(run.rate), left: over ? null : duration(run.seconds_left),

@@ -2,7 +2,7 @@
 
 import { get, repeat } from "./asking.js";
 import { Curves } from "./chart.js";
-import { ago, count, duration, empty, link, make, number, say, setState, stateBadge, tell } from "./parts.js";
+import { ago, count, duration, empty, isOver, link, make, number, say, setState, stateBadge, tell } from "./parts.js";
 
 const MOST = 200; // rows at a time
 const EVERY = 1; // seconds
@@ -62,8 +62,8 @@ class Row {
     this.bar.hidden = !run.steps;
     this.bar.value = run.steps ? run.step / run.steps : 0;
     tell(loss, number(run.loss));
-    tell(rate, run.is_over ? "" : count(run.rate));
-    tell(left, run.is_over || run.seconds_left === null ? "" : duration(run.seconds_left));
+    tell(rate, isOver(run) ? "" : count(run.rate));
+    tell(left, isOver(run) || run.seconds_left === null ? "" : duration(run.seconds_left));
     tell(ranks, number(run.ranks));
     tell(layout, run.layout || "–");
     layout.title = run.layout || "";
@@ -87,7 +87,7 @@ class Row {
   }
 
   matches(filter, kind) {
-    const { run } = this, over = run.is_over;
+    const { run } = this, over = isOver(run);
     if (kind === "live" && over || kind === "over" && !over || kind === "bad" && !["failed", "lost", "stalled"].includes(run.state))
       return false;
     const text = [run.name, run.recipe, run.state, run.layout, run.why].join(" ").toLowerCase();
@@ -111,7 +111,7 @@ export function runsView(main, route, { entitle, trouble }) {
   const order = make("select", { class: "order", change: () => sorted(order.value) }, [["-started", "newest first"],
     ["started", "oldest first"], ["name", "name"], ["loss", "least loss"], ["state", "state"], ["-step", "most steps"]].map(
     ([value, text]) => make("option", { value }, text)));
-  const counted = make("p", { class: "muted", role: "status" });
+  const counted = make("p", { class: "muted", role: "status" }), roots = make("p", { class: "muted roots" });
   const compare = make("a", { href: "#/compare", class: "button main" });
   const none = make("button", { type: "button", click: () => {
     for (const row of rows.values()) row.tick.checked = false;
@@ -137,7 +137,7 @@ export function runsView(main, route, { entitle, trouble }) {
     make("thead", { role: "rowgroup" }, make("tr", { role: "row" },
       make("th", { role: "columnheader", scope: "col", class: "tick" }, make("span", { class: "aside" }, "Compare")), head)), body);
   main.append(make("div", { class: "tools" }, make("label", {}, "Find", filter), make("label", {}, "Show", kind),
-    make("label", { class: "order" }, "Order", order), counted), chosen, place, more);
+    make("label", { class: "order" }, "Order", order), counted, roots), chosen, place, more);
 
   function sorted(by) {
     sort = by;
@@ -172,7 +172,7 @@ export function runsView(main, route, { entitle, trouble }) {
       cell.querySelector(".arrow").textContent = by ? (down ? " ↓" : " ↑") : "";
     }
     order.value = sort;
-    const live = [...rows.values()].filter((row) => !row.run.is_over).length;
+    const live = [...rows.values()].filter((row) => !isOver(row.run)).length;
     tell(counted, `${shown.length === rows.size ? "" : `${shown.length} of `}${rows.size} run${rows.size === 1 ? "" : "s"}, ${live} under way`);
     if (known && !rows.size) {
       place.replaceChildren(make("div", { class: "empty" }, make("p", {}, "There are no runs here yet."),
@@ -194,7 +194,7 @@ export function runsView(main, route, { entitle, trouble }) {
   const poll = repeat(async (signal) => {
     const said = await get("runs", { after: cursor }, signal);
     if (cursor === null) rows.clear();
-    tell(document.getElementById("roots"), said.roots.join("  "));
+    tell(roots, said.roots.join("  "));
     for (const id of said.gone) { rows.delete(id); if (ticked.delete(id)) choose(); }
     said.runs.forEach(heard);
     known = true;

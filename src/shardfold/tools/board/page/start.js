@@ -45,7 +45,7 @@ class StartForm {
     this.find = make("input", { type: "search", autocomplete: "off", placeholder: "name or words", input: () => this._filter() });
     this.changed = make("p", { class: "muted", role: "status" });
     this.fields = make("div", { class: "groups" });
-    this.command = copied("Command", "");
+    this.command = copied("Command", "…");
     this.toml = copied("As a file for --config", "");
     this.refused = make("p", { class: "refused", role: "alert", hidden: true });
     this.plan = make("div", { class: "plan", "aria-live": "polite" });
@@ -140,6 +140,7 @@ class StartForm {
     const { input } = this.inputs.get(field.name), value = input.type === "checkbox" ? input.checked : input.value.trim();
     const same = input.type === "checkbox" ? value === Boolean(field.default) : value === "" || value === textOf(field.default);
     if (same) delete this.given[field.name]; else this.given[field.name] = value;
+    this.touched = true;
     this._mark(field.name);
     this._later();
   }
@@ -190,27 +191,26 @@ class StartForm {
       this.command.set(said.command || "");
       this.toml.set(said.toml || "");
       this.toml.element.hidden = !said.toml;
-      return this._errors(said.errors || []);
+      this._errors(this.touched ? said.errors : []); // who has said nothing yet is not told what is missing
+      return !said.errors.length;
     } catch (error) {
       if (error instanceof Refused) this._errors([{ field: null, sentence: error.message }]);
       return false;
     }
   }
 
-  /** Each at its field; the rest above. */
+  /** Each at its field, and all beside what starts the run. */
   _errors(errors) {
-    const rest = [];
-    for (const [, { error, input }] of this.inputs) { tell(error, ""); input.removeAttribute("aria-invalid"); }
+    for (const { error, input } of this.inputs.values()) { tell(error, ""); input.removeAttribute("aria-invalid"); }
     for (const { field, sentence } of errors) {
       const at = this.inputs.get(field);
-      if (!at) { rest.push(sentence); continue; }
+      if (!at) continue;
       tell(at.error, sentence);
       at.input.setAttribute("aria-invalid", "true");
       at.element.closest("details").open = true;
     }
     this.refused.hidden = !errors.length;
-    tell(this.refused, [...rest, ...errors.filter(({ field }) => this.inputs.has(field)).map(({ sentence }) => sentence)].join(" "));
-    return !errors.length;
+    tell(this.refused, errors.map(({ sentence }) => sentence).join(" "));
   }
 
   async _plan() {
@@ -234,6 +234,7 @@ class StartForm {
 
   async _start() {
     clearTimeout(this.timer);
+    this.touched = true;
     this.start.disabled = true;
     if (await this._check()) {
       try {
