@@ -136,14 +136,14 @@ def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
         guest.press("link", "Start one")
 
         guest.choose("Recipe", "sft")
-        settings = {"model": model, "data": data, "steps": 3000, "save every": 500, "procs": 2, "length": 64}
+        settings = {"model": model, "data": data, "steps": 3000, "save every": 500, "procs": 2, "text.length": 64}
         for name, value in settings.items():
             guest.write("Find a setting", name)
             guest.write(name, str(value))
+        guest.write("Find a setting", "steps")
         guest.write("steps", "many")
         page.locator(".error", has_text="many").wait_for()
         guest.expect_accessible()
-        guest.write("Find a setting", "steps")
         guest.write("steps", "3000")
         page.locator("pre", has_text="--steps").wait_for()
         guest.press("button", "Plan")
@@ -224,7 +224,7 @@ def open_both(guest: Visitor, url: str) -> None:
     for name in ("first", "second"):
         guest.press("checkbox", f"Compare {name}")
     guest.press("link", "Compare 2 runs")
-    guest.page.get_by_role("rowheader", name="lr").wait_for()
+    guest.page.get_by_role("rowheader", name="lr", exact=True).wait_for()
     drawn(guest, "loss", "step")
 
 

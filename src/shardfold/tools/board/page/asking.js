@@ -50,9 +50,10 @@ export function ofRun(id, what = "") {
  * while the board does not answer. Returns what ends it. */
 export function repeat(turn, seconds, trouble) {
   const control = new AbortController();
-  let timer = 0, fails = 0, under = false;
+  let timer = 0, fails = 0, under = false, more = false;
   async function once() {
     clearTimeout(timer);
+    more = under;
     if (under || control.signal.aborted) return;
     under = true;
     try {
@@ -67,7 +68,7 @@ export function repeat(turn, seconds, trouble) {
     } finally {
       under = false;
       if (!control.signal.aborted && !document.hidden)
-        timer = setTimeout(once, Math.min(30, seconds * 2 ** Math.min(fails, 5)) * 1000);
+        timer = setTimeout(once, more ? 0 : Math.min(30, seconds * 2 ** Math.min(fails, 5)) * 1000);
     }
   }
   const seen = () => { if (!document.hidden) once(); };

@@ -418,6 +418,7 @@ export class Chart {
 export class Curves {
   constructor() {
     this.held = new Map();
+    this.by = "step"; // what the points are over
     this.share = 1; // of the files that was read
     this._cursor = null;
     this._for = "";
@@ -440,6 +441,7 @@ export class Curves {
       else this._join(before, points, to);
       changed ||= each.whole || points.length > 0;
     }
+    this.by = by;
     this._cursor = said.cursor;
     this.share = said.read ?? 1;
     this._for = asked;

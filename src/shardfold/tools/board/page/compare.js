@@ -24,7 +24,7 @@ function compared(main, route, ids, trouble) {
   const shown = view(route);
   const choice = make("fieldset", { class: "figures" }, make("legend", {}, "Figures"));
   let keys = route.given.getAll("key"), charts = new Map(), known = "";
-  const controls = chartControls(route, shown, (asksAgain) => { if (asksAgain) poll.once(); redraw(); });
+  const controls = chartControls(route, shown, (asksAgain) => { if (asksAgain) poll.once(); else redraw(); });
   main.append(make("div", { class: "tools" }, choice, controls), legend, held, facts, differs, memory, samples);
 
   function name(id) {
@@ -55,7 +55,7 @@ function compared(main, route, ids, trouble) {
     for (const [key, chart] of charts) {
       chart.set(ids.filter((id) => !hidden.has(id)).map((id) => ({
         name: name(id), slot: ids.indexOf(id), points: curves.of(id, key),
-      })), { axis: shown.by, weight: shown.smooth, log: shown.log, zoomed: shown.from !== null });
+      })), { axis: curves.by, weight: shown.smooth, log: shown.log, zoomed: shown.from !== null });
     }
   }
 

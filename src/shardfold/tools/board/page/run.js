@@ -128,7 +128,7 @@ function curves(body, id, route, again) {
   const found = new Curves(), charts = new Map();
   const zoom = (from = null, to = null) => { Object.assign(shown, { from, to }); route.put({ from, to }); again(); };
   const csv = make("a", { class: "button", download: true, hidden: true }, "CSV");
-  body.append(make("div", { class: "tools" }, chartControls(route, shown, (asksAgain) => { if (asksAgain) again(); redraw(); }), csv), held);
+  body.append(make("div", { class: "tools" }, chartControls(route, shown, (asksAgain) => { if (asksAgain) again(); else redraw(); }), csv), held);
   let keys = [];
 
   function redraw() {
@@ -136,7 +136,7 @@ function curves(body, id, route, again) {
       const of = [key, ...keys.filter((each) => TOGETHER[each] === key)];
       const lines = of.map((each, slot) => ({ name: slot ? "held out" : of.length > 1 ? "training" : words(each), slot,
         points: found.of(id, each) })).filter((each, place) => !place || each.points.length);
-      chart.set(lines, { axis: shown.by, weight: shown.smooth, log: shown.log, zoomed: shown.from !== null });
+      chart.set(lines, { axis: found.by, weight: shown.smooth, log: shown.log, zoomed: shown.from !== null });
       chart.element.hidden = shown.from === null && !lines.some((each) => each.points.length) && key !== "loss";
     }
   }

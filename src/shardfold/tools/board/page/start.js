@@ -119,8 +119,9 @@ class StartForm {
     input.setAttribute("aria-describedby", `${id}-help ${id}-error`);
     const error = make("p", { class: "error", id: id + "-error" });
     const back = button("Back to default", () => { this._reset(field); }, { class: "small", "aria-label": `${field.name}: back to default` });
-    const help = make("p", { class: "help", id: id + "-help" }, field.help || "");
-    const label = make("label", { for: id }, field.name.replaceAll("_", " "), field.required ? make("span", { class: "needed" }, " needed") : null);
+    const help = make("p", { class: "help", id: id + "-help" }, field.required ? make("span", { class: "needed" }, "Needed. ") : null,
+      field.help || "");
+    const label = make("label", { for: id }, field.name.replaceAll("_", " "));
     const element = make("div", { class: "field" + (field.kind === "bool" ? " flag" : ""), "data-name": field.name }, label, input, back, help, error,
       input.dataset.list ? make("datalist", { id: id + "-known" }, field.choices.map((each) => make("option", { value: textOf(each) }))) : null);
     this.inputs.set(field.name, { field, input, element, error, back });
