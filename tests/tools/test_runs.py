@@ -42,6 +42,9 @@ def here():
             from shardfold.errors import NonFiniteError
             raise NonFiniteError("the loss is nan")
         if rank == 1 and dies == "exit": os._exit(3)
+        if rank == 1 and dies == "oom": b"x" * 2**30
+        if rank == 0 and dies == "full": open(folder + "/large", "wb", buffering=0).write(b"x" * 2**24)
+        if rank == 0 and dies == "full": raise OSError(28, os.strerror(28))  # what did not fit of that is left out
         if rank == 1 and dies == "hang":
             while True: time.sleep(1)
         if dies == "stops": run.close("stopped"); sys.exit(130)
@@ -116,6 +119,11 @@ def die(dies: str, folder: Path, process: subprocess.Popen[bytes], found: RunSta
             os.kill(pid, signal.SIGKILL)
     elif dies == "stop rank 1":
         os.kill(pids[1], signal.SIGSTOP)
+    elif dies == "oom":
+        (group := GROUPS / f"shardfold-dies-{pids[1]}").mkdir()
+        (group / "cgroup.procs").write_text(str(pids[1]))
+        (group / MOST).write_text(str(2**28))
+        (folder / "now").touch()
     elif dies == "move":
         folder.rename(folder.with_name("elsewhere"))
         (folder.with_name("elsewhere") / "now").touch()
@@ -123,7 +131,11 @@ def die(dies: str, folder: Path, process: subprocess.Popen[bytes], found: RunSta
         (folder / "now").touch()
 
 
+GROUPS = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").is_dir() else Path("/sys/fs/cgroup")
+MOST = "memory.limit_in_bytes" if GROUPS.name == "memory" else "memory.max"
 ENDS = {
+    "oom": ("failed", 1, "SIGKILL"),
+    "full": ("failed", 0, "No space left"),
     "kill rank 0": ("failed", 0, "SIGKILL"),
     "kill rank 1": ("failed", 1, "SIGKILL"),
     "kill launcher": ("lost", None, "processes are gone"),
@@ -137,8 +149,29 @@ ENDS = {
 }
 
 
-def check(folder: Path, moment: str, dies: str) -> None:
-    with running(folder, moment, dies) as process:
+@contextmanager
+def placed(folder: Path, dies: str) -> Iterator[Path]:
+    """A folder for a run that dies so: on a disk that will be full, beside what kills who takes too much memory."""
+    if dies in ("oom", "full") and (os.geteuid() or not shutil.which("mount") or not os.access(GROUPS, os.W_OK)):
+        pytest.skip("it needs root, and control groups")
+    if dies != "full":
+        yield folder
+        for group in GROUPS.glob("shardfold-dies-*"):
+            with suppress(OSError):
+                group.rmdir()
+        return
+    disk = folder.with_name("disk")
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(disk)], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield disk / "run"
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def check(place: Path, moment: str, dies: str) -> None:
+    with placed(place, dies) as folder, running(folder, moment, dies) as process:
         found = RunStatus.of(folder)
         die(dies, folder, process, found)
         state, rank, words = ENDS[dies]

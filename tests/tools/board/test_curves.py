@@ -49,7 +49,7 @@ def expected(path: Path, key: str, by: str = "step") -> list[tuple[float, float 
 
 
 def points(curves: StepCurves, key: str, by: str = "step", pixels: int = 10**6, part: Any = None) -> list[list[Any]]:
-    curves.read_on([key], FOREVER)
+    curves.read_on([key], by, FOREVER)
     return json.loads(curves.whole(key, by, pixels, part).points)
 
 
@@ -150,7 +150,7 @@ def test_what_comes_behind_a_cursor_is_what_is_new(seed: int, tmp_path: Path, mo
             path.touch()
             step = 0
         for one in rng.sample(held, rng.randrange(3)):
-            curves.read_on(["loss"], FOREVER)
+            curves.read_on(["loss"], "step", FOREVER)
             told = curves.since(one["cursor"], "loss", "step", 10**6)
             one["cursor"] = curves.cursor
             if told is not None:
@@ -221,7 +221,7 @@ def test_a_long_file_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.Monkey
     curves, shares = StepCurves(path.parent), [0.0]
     cursor, held = "", list[Any]()
     while shares[-1] < 1:
-        curves.read_on(["loss"], time.monotonic())
+        curves.read_on(["loss"], "step", time.monotonic())
         told = curves.since(cursor, "loss", "step", 10**6)
         assert told is not None
         new = json.loads(told.points)

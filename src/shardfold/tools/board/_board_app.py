@@ -271,7 +271,7 @@ class BoardApp:
         read = 0.0
         for number, run in enumerate(runs):
             curves = self._of(run, self._runs.folder(run))
-            curves.read_on(keys, until)
+            curves.read_on(keys, by, until)
             read += curves.share_read
             for key in keys:
                 if before and part is None:

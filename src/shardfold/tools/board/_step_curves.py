@@ -10,8 +10,9 @@ import secrets
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = ["AXES", "CurvePoints", "StepCurves"]
 
 AXES = ("step", "tokens", "seconds")
 """What points are drawn over. Tokens and seconds go on where a run that was started again counts anew."""
+TIMES = ("tokens", "seconds", "tokens_per_s")
 MOST_BLOCKS = 4096
 PIECE = 2**20  # bytes that are read at a time: others wait for the interpreter meanwhile
 MOST_REREAD = 64 * 2**20
@@ -110,7 +112,7 @@ class StepCurves:
         self._turns, self._last = 0, b""
         self._read, self._rows, self._size, self._length = 0, 0, 1, 0
         self._begins = array("Q")
-        self._columns = {key: _Column() for key in (*keys, "tokens")}
+        self._columns = {key: _Column() for key in keys}
         self._totals = _Totals()
         self._step = -math.inf
         self._skips = False
@@ -141,9 +143,9 @@ class StepCurves:
                                 found.setdefault(key)
         return [key for key in found if key not in ("step", "seconds") and len(key) < 200]
 
-    def read_on(self, keys: Iterable[str], until: float) -> None:
+    def read_on(self, keys: Collection[str], by: str, until: float) -> None:
         """Read what is new, or all for keys that are new; it ends at a time of the monotonic clock."""
-        wanted = {*keys, *AXES} - {"tokens"} | {"tokens_per_s"}
+        wanted = {*keys, "step", *(TIMES if by != "step" or "tokens" in keys else ())}
         with self._lock, self._opened() as file:
             self.used = time.monotonic()
             first = os.pread(file, 64, 0).partition(b"\n")[0] if file is not None else b""
@@ -177,8 +179,13 @@ class StepCurves:
                     return
 
     def _take(self, piece: bytes) -> None:
+        has_times = "tokens" in self._columns
         begins, columns = _rows_of(piece, [key for key in self._columns if key != "tokens"])
-        columns = {**columns, **self._totals.of(columns)}
+        if has_times:
+            columns = {**columns, **self._totals.of(columns)}
+        if not self._read:  # the size that blocks would come to
+            while len(begins) * self._length / len(piece) / self._size > MOST_BLOCKS:
+                self._size *= 2
         for step in columns["step"]:
             if step is not None and math.isfinite(step):
                 self._turns += step <= self._step
@@ -213,8 +220,7 @@ class StepCurves:
                 # The block in front may end within the part.
                 blocks = blocks[max(0, inside[0] - 1) : inside[-1] + 2] if inside else blocks[:0]
                 if self._size > 1 and len(blocks) < pixels and (rows := self._again(blocks, key, by)) is not None:
-                    shown = [each for each in rows if part[0] <= each[0] <= part[1]]
-                    return self._grouped_rows(shown, pixels)
+                    return self._grouped_rows([each for each in rows if part[0] <= each[0] <= part[1]], pixels)
             return self._grouped(blocks, key, by, pixels)
 
     def since(self, cursor: str, key: str, by: str, pixels: int) -> CurvePoints | None:
@@ -277,6 +283,9 @@ class StepCurves:
             for at, (begin, end) in zip(blocks, spans, strict=True):
                 piece = os.pread(file, end - begin, begin) if file is not None else b""
                 found += self._exact(piece, key, by, first=self._columns[by].low[at])
+        if self._turns and by == "step":
+            least = [math.inf, *accumulate((x for x, _ in reversed(found)), min)]
+            found = [each for each, later in zip(found, reversed(least[:-1]), strict=True) if each[0] < later]
         return found
 
     def _exact(
@@ -284,11 +293,11 @@ class StepCurves:
     ) -> list[tuple[float, float | None]]:
         """Rows of a piece as x and number, where the first x or the last total of the axis is known; numbers that are
         not finite only in a curve that has one in most rows."""
-        names = {key, "step", "seconds", "tokens_per_s"} - {"tokens"}
-        columns = _rows_of(piece, names).columns
-        columns = {**columns, **_Totals().of(columns)}
-        x = columns[by]
-        if by != "step":
+        columns = _rows_of(piece, {key, "step", *(TIMES[1:] if by != "step" else ())}).columns
+        if by == "step":
+            x = columns["step"]
+        else:
+            x = _Totals().of(columns)[by]
             known = [each for each in x if each is not None]
             shift = 0.0 if not known else first - known[0] if first is not None else (total or 0.0) - known[-1]
             x = [None if each is None else each + shift for each in x]

@@ -13,12 +13,12 @@ from pydantic.fields import FieldInfo
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.tools.cli_options import argument, option_name
+from shardfold.tools.named_optimizers import OPTIMIZERS
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.settings_text import as_toml
 from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig
 from shardfold.tools.tune.config import (
     KINDS,
-    OPTIMIZERS,
     SECTIONS,
     SHORT,
     TuneConfig,
