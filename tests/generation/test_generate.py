@@ -46,6 +46,47 @@ def test_greedy_tokens_are_those_of_each_prompt_alone(family: str, more: dict[st
     assert alone(model, prompts[0], most[0]) == expected[0]
 
 
+def test_texts_are_read_where_they_rest_also_behind_pages_of_others() -> None:
+    """Prompts that begin alike share the pages of their begins, with which nobody's own are one run."""
+    model = made()
+    begin = unequal(1, 1, seed=7)[0] * 9 + [3, 5, 8]
+    prompts = [[*begin, *end] for end in unequal(5, 6, seed=2)] + unequal(3, 30)
+    found = _by_request(sf.generate(model, prompts, max_tokens=20, temperature=0, page_size=4))
+    assert [found[i, 0].tokens for i in range(len(prompts))] == [alone(model, prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("order", ["qkv", "kqv", "qvk"])
+def test_matrices_in_the_same_memory_are_told_apart(order: str, family: str) -> None:
+    """Those behind each other are multiplied at once, in another order one by one."""
+    model = made(family)
+    for layer in model.model.layers:
+        matrices = [getattr(layer.self_attn, f"{name}_proj") for name in order]
+        whole = torch.cat([each.weight.data.view(-1) for each in matrices])
+        for each, part in zip(matrices, whole.split([each.weight.numel() for each in matrices]), strict=True):
+            each.weight.data = part.view_as(each.weight)
+    prompts = unequal(4, 20)
+    found = _by_request(sf.generate(model, prompts, max_tokens=9, temperature=0))
+    assert [found[i, 0].tokens for i in range(4)] == [alone(model, prompt, 9) for prompt in prompts]
+
+
+@pytest.mark.parametrize("where", ["mlp", "linear", "forward"])
+def test_what_changes_a_part_of_a_layer_acts(where: str) -> None:
+    """A hook on a part, on a matrix, and a forward of the user's."""
+    model = made()
+    prompts, layer = unequal(4, 9), model.model.layers[0]
+    plain = [alone(model, prompt, 8) for prompt in prompts]
+    if where == "forward":
+        layer.mlp.forward = lambda hidden: -hidden
+    else:
+        part = layer.mlp if where == "mlp" else layer.self_attn.k_proj
+        part.register_forward_hook(lambda part, inputs, out: -out if out.dim() == 3 else None)
+    expected = [alone(model, prompt, 8) for prompt in prompts]
+    found = _by_request(sf.generate(model, prompts, max_tokens=8, temperature=0))
+    assert [found[i, 0].tokens for i in range(4)] == expected != plain
+    assert ("forward" in vars(layer.mlp)) == (where == "forward") and "forward" not in vars(layer)
+
+
 def test_evicted_texts_go_on_exactly() -> None:
     """With pages for two texts of six, drawn and greedy; some were evicted, and the books are closed behind them."""
     model = made()
@@ -133,6 +174,7 @@ def test_the_model_is_given_back_whenever_the_answers_are_left() -> None:
     with pytest.raises(UsageError, match="generates already"):
         next(sf.generate(model, [[3]], max_tokens=1))
     answers.close()
+    assert not any("forward" in vars(part) for part in model.modules())
     assert model.training and not model.model.layers[1].training and model.config._attn_implementation == "sdpa"
     model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()
 

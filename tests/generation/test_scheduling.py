@@ -165,6 +165,51 @@ def _whole(scheduler: BatchScheduler, text: Continuation) -> int:
     return seen
 
 
+def test_texts_grow_into_pages_behind_their_own() -> None:
+    """Four texts that grow together have a run of pages each; others come into their place when they are over."""
+    books = PageBooks(None, 4, apart=True)
+    scheduler = BatchScheduler(books, rows=9, chunk=1000)
+    for turn in range(3):
+        texts = [_text(number, [turn, number] * 5, 30) for number in range(4)]
+        for text in texts:
+            scheduler.add(text)
+        for _ in range(29):
+            for text in scheduler.plan().under_way or texts:
+                text.take(1, 0.0)
+        for text in texts:
+            assert text.pages == list(range(text.pages[0], text.pages[0] + 10))
+        assert books.made == books.end == 40
+        scheduler.end(texts)
+
+
+def test_pages_that_were_written_are_used_again() -> None:
+    """Texts of unequal lengths leave holes, which never are more than a quarter of what is in use and a stretch."""
+    draw = random.Random(0)
+    books = PageBooks(None, 4, apart=True)
+    held: list[list[int]] = []
+    most = 0
+    for _ in range(3000):
+        if len(held) > 30 or (held and draw.random() < 0.3):
+            books.release(held.pop(draw.randrange(len(held))))
+        elif held and draw.random() < 0.5:
+            text = draw.choice(held)
+            page = books.take(text[-1], draw.randint(1, 20))
+            assert page is not None
+            text.append(page)
+        else:
+            pages: list[int] = []
+            for left in range(draw.randint(1, 40), 0, -1):
+                page = books.take(pages[-1] if pages else None, left)
+                assert page is not None
+                pages.append(page)
+            held.append(pages)
+        taken = [page for pages in held for page in pages]
+        assert len(taken) == len(set(taken)) == books.used
+        most = max(most, books.used)
+        assert books.made <= most + most // 4 + 17
+        assert sum(end - first for first, end in books.stretches()) == books.made
+
+
 def test_pages_of_texts_that_are_over_are_found_until_others_need_them() -> None:
     """Those of an answer too: the next turn of a chat computes what is new, and the end of the last page."""
     books = PageBooks(6, 4, None)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError, UsageError
@@ -30,6 +32,10 @@ _READ: WeakKeyDictionary[nn.Module, PagedAttention] = WeakKeyDictionary()
 
 PLAIN_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Whose angles depend on a token's position alone, not on the longest text of the batch."""
+
+
+STRAIGHT = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers differ in what :class:`_StraightLayer` reads of them, and in nothing else."""
 
 
 class Decoder(Protocol):
@@ -114,9 +120,13 @@ class _OfTransformers:
             raise UsageError("the model generates already: take the answers of the first generation before another.")
         held.callback(setattr, config, "_attn_implementation", before)
         config._attn_implementation = NAME
+        turns = _Turns()
         for part in self._model.modules():
             _READ[part] = reads
             held.callback(_READ.pop, part, None)
+            if _is_straight(part):
+                held.callback(vars(part).pop, "forward", None)
+                vars(part)["forward"] = _StraightLayer(part, reads, turns)
 
     def logits(self, call: Callable[..., Any], tokens: Tensor, positions: Tensor, draws: Tensor) -> Tensor:
         more: dict[str, Any] = {"logits_to_keep": draws} if self._picks else {}
@@ -153,16 +163,155 @@ def _attend(
         UsageError: nothing is being generated with the module now.
         ModelError: the attention has what is not built.
     """
-    reads = _READ.get(module)
+    reads = _open(module, _READ.get(module))
+    for name in ("position_bias", "s_aux"):
+        if options.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} has attention with {name!r}, which generation in pages lacks.")
+    rows = (each[0].transpose(0, 1) for each in (query, key, value))
+    return reads.attend(module, *rows, scale=scaling, window=sliding_window, softcap=softcap)[None], None
+
+
+def _is_straight(layer: nn.Module) -> bool:
+    """Whether it is a layer of a known family, of whose parts nobody hears or changes a call."""
+    home, family = type(layer).__module__, _family(layer)
+    if family not in STRAIGHT or home != f"transformers.models.{family}.modeling_{family}":
+        return False
+    if not type(layer).__name__.endswith("DecoderLayer") or "forward" in vars(layer):
+        return False
+    parts = [part for name, part in layer.named_modules() if name and not isinstance(part, nn.Linear)]
+    own = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    return all(type(getattr(layer, name)).__module__ == home for name in own) and all(map(_is_plain, parts))
+
+
+def _is_plain(part: nn.Module) -> bool:
+    hooks: Any = part
+    return not (hooks._forward_hooks or hooks._forward_pre_hooks or "forward" in vars(part))
+
+
+class _Turns:
+    """Cosines and sines of one forward, as all its layers take them."""
+
+    def __init__(self) -> None:
+        self._of: Any = None
+        self._made = torch.empty(0), torch.empty(0)
+
+    def of(self, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of transformers' ``(1, tokens, dim)``: ``(tokens, 1, dim)``, sines of the first half with their sign."""
+        if self._of is not embeddings:
+            cosines, sines = (each[0, :, None] for each in embeddings)
+            first, second = sines.chunk(2, -1)
+            self._of, self._made = embeddings, (cosines, torch.cat([-first, second], -1))
+        return self._made
+
+
+class _StraightLayer:
+    """The forward of a decoder layer by fewer calls: its modules are not called one by one, and matrices that lie
+    behind each other in memory, as an engine puts them, are multiplied at once.
+
+    What is no plain ``nn.Linear``, such as an adapter or a part of a layer that is cut, is called as it is.
+    """
+
+    def __init__(self, layer: Any, reads: PagedAttention, turns: _Turns) -> None:
+        self._layer, self._reads, self._turns = layer, reads, turns
+        attention = layer.self_attn
+        self._norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        of = attention if hasattr(attention, "layer_type") else attention.config
+        self._window: int | None = None if _family(layer) == "llama" else getattr(of, "sliding_window", None)
+
+    def __call__(
+        self, hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **options: Any
+    ) -> Tensor:
+        layer, attention = self._layer, self._layer.self_attn
+        reads = _open(attention, self._reads)
+        row = hidden_states[0]
+        query, key, value = self._asked(_normed(layer.input_layernorm, row), self._turns.of(position_embeddings))
+        seen = reads.attend(attention, query, key, value, scale=attention.scaling, window=self._window)
+        row = _added(row, seen.reshape(len(row), -1), attention.o_proj)
+        return _added(row, self._gated(_normed(layer.post_attention_layernorm, row)), layer.mlp.down_proj)[None]
+
+    def _asked(self, row: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        attention = self._layer.self_attn
+        parts, width = (attention.q_proj, attention.k_proj, attention.v_proj), attention.head_dim
+        whole = _joined(parts)
+        if whole is None:
+            query, key, value = (_output(row, each).view(len(row), -1, width) for each in parts)
+        else:
+            counts = [len(each.weight) // width for each in parts]
+            heads = F.linear(row, whole).view(len(row), -1, width)
+            if self._norms[0] is None:
+                turned = _turned(heads[:, : -counts[2]], *turns)
+                return turned[:, : counts[0]], turned[:, counts[0] :], heads[:, -counts[2] :]
+            query, key, value = heads.split(counts, 1)
+        if self._norms[0] is not None:
+            query, key = self._norms[0](query), self._norms[1](key)
+        return _turned(query, *turns), _turned(key, *turns), value
+
+    def _gated(self, row: Tensor) -> Tensor:
+        mlp = self._layer.mlp
+        whole = _joined((mlp.gate_proj, mlp.up_proj))
+        if whole is None:
+            return mlp.act_fn(_output(row, mlp.gate_proj)) * _output(row, mlp.up_proj)
+        gate, up = F.linear(row, whole).chunk(2, -1)
+        return mlp.act_fn(gate) * up
+
+
+def _family(layer: nn.Module) -> str:
+    return type(layer).__module__.rpartition(".modeling_")[2]
+
+
+def _normed(norm: Any, row: Tensor) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019)."""
+    if row.dtype != torch.float32 or norm.weight.dtype != torch.float32:
+        return norm(row)
+    return F.rms_norm(row, (row.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021) of ``(tokens, heads, dim)``."""
+    swapped = heads.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return torch.addcmul(heads * cosines, swapped, sines)
+
+
+def _is_matrix(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear and layer.bias is None and _is_plain(layer)
+
+
+def _output(row: Tensor, layer: nn.Module) -> Tensor:
+    return F.linear(row, layer.weight) if _is_matrix(layer) else layer(row[None])[0]
+
+
+def _added(row: Tensor, more: Tensor, layer: nn.Module) -> Tensor:
+    """``row`` and the layer's output."""
+    return torch.addmm(row, more, layer.weight.t()) if _is_matrix(layer) else row + layer(more[None])[0]
+
+
+def _joined(layers: Sequence[nn.Module]) -> Tensor | None:
+    """The matrices of layers with the same input as one, if they lie behind each other in memory."""
+    if not all(map(_is_matrix, layers)):
+        return None
+    weights: list[Any] = [each.weight for each in layers]
+    first, end = weights[0], weights[0].data_ptr()
+    for each in weights:
+        if each.data_ptr() != end or not each.is_contiguous() or each.dtype != first.dtype:
+            return None
+        end += each.nbytes
+    kept = first.untyped_storage()
+    if end > kept.data_ptr() + kept.nbytes():  # they are neighbours by chance
+        return None
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
+def _open(module: nn.Module, reads: PagedAttention | None) -> PagedAttention:
+    """
+    Raises:
+        UsageError: nothing is being generated with the module now.
+    """
     if reads is None or not reads.open:
         raise UsageError(
             f"{type(module).__name__} is asked while a generation with it is under way: take all answers of "
             "generate() first, or close() it."
         )
-    for name in ("position_bias", "s_aux"):
-        if options.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} has attention with {name!r}, which generation in pages lacks.")
-    return reads.attend(module, query, key, value, scale=scaling, window=sliding_window, softcap=softcap), None
+    return reads
 
 
 class _OfOwn:
@@ -213,5 +362,6 @@ class _Read:
     ) -> Tensor:
         if not causal:
             raise ConfigError("attention that is not causal cannot generate: tokens would see those behind them.")
-        out = self._reads.attend(self._layer, query, key, value, scale=scale, window=window, softcap=softcap)
-        return out.transpose(1, 2)
+        rows = (each[0].transpose(0, 1) for each in (query, key, value))
+        out = self._reads.attend(self._layer, *rows, scale=scale, window=window, softcap=softcap)
+        return out.transpose(0, 1)[None]

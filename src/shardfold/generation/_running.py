@@ -66,7 +66,8 @@ class Generation:
             rows, chunk = min(rows, longest // 2), min(chunk, longest - longest // 2)
         if keep is not None and not is_integer(keep, 0):
             raise ConfigError(f"Generation(keep={described(keep)}): it is a whole number from 0 on, or None.")
-        self.books = PageBooks(pages, page_size, 0 if pages is None and keep is None else keep)
+        keep = 0 if pages is None and keep is None else keep
+        self.books = PageBooks(pages, page_size, keep, apart=self._device.type == "cpu")
         self.pool = PagePool(page_size, pages)
         self._scheduler = BatchScheduler(self.books, rows=rows, chunk=chunk)
         self._reads = PagedAttention(self.pool)
@@ -123,7 +124,7 @@ class Generation:
                 self._forward(ForwardPlan([], []))
             return []
         step = self._scheduler.plan()
-        self.pool.make(self.books.made)
+        self.pool.make(self.books.end, self.books.stretches, self.books.made)
         logits = self._forward(step)
         drawn = step.under_way + [part.text for part in step.parts if part.draws]
         if not drawn:
@@ -157,12 +158,16 @@ class Generation:
         """Gives the model back after an error, without a word to other ranks."""
         self._held.close()
 
+    @property
+    def _device(self) -> torch.device:
+        if self._engine is not None:
+            return self._engine.device
+        first = next(self._module.parameters(), next(self._module.buffers(), torch.empty(0)))
+        return first.device
+
     def _forward(self, step: ForwardPlan) -> Tensor:
         call = self._module if self._engine is None else self._engine
-        device = next(self._module.buffers(), torch.empty(0)).device if self._engine is None else self._engine.device
-        if self._engine is None and (first := next(self._module.parameters(), None)) is not None:
-            device = first.device
-        tokens, positions, draws = self._reads.begin(step, device)
+        tokens, positions, draws = self._reads.begin(step, self._device)
         self._reads.open = True
         try:
             with torch.no_grad():

@@ -126,7 +126,8 @@ class BatchScheduler:
         """Gives a text under way the page for its next token; where there is none, the text that began last gives back
         all of its own and waits, perhaps the one that asks."""
         while text.pages and len(text.pages) * self.books.size <= text.stored:
-            page = self.books.take()
+            left = self.books.pages_of(text.start + text.most - 1) - len(text.pages)
+            page = self.books.take(text.pages[-1], left)
             if page is None:
                 self._evict(self.live[-1])
             else:
@@ -135,7 +136,7 @@ class BatchScheduler:
     def _evict(self, text: Continuation) -> None:
         self.live.remove(text)
         self.books.release(text.pages)
-        text.pages, text.stored = [], 0
+        text.pages, text.runs, text.stored = [], [], 0
         text.evicted += 1
         self._waiting.appendleft(text)
 
@@ -155,7 +156,8 @@ class BatchScheduler:
         end = books.end_of(shared, text.tokens)
         text.pages, text.stored = shared, len(shared) * books.size
         for _ in range(need):
-            page = books.take()
+            left = books.pages_of(text.start + text.most - 1) - len(text.pages)
+            page = books.take(text.pages[-1] if text.pages else None, left)
             assert page is not None
             text.pages.append(page)
         if end is not None:

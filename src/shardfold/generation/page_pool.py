@@ -1,12 +1,13 @@
 """Keys and values of all layers in pages.
 
-For each layer two tensors ``(pages, key_heads, size, dim)``, made when the layer first stores: heads, width and dtype
+For each layer two tensors ``(pages, size, key_heads, dim)``, made when the layer first stores: heads, width and dtype
 are those that come. So an axis of tensor parallelism, under which a rank has some of the heads, needs no word here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -49,43 +50,38 @@ class PagePool:
         return self.nbytes // self._pages if self._pages else 0
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether it holds fewer than 32 bits of a number: what lies between two calls has no more then."""
+        first = next(iter(self._layers.values()), None)
+        return first is not None and first.keys.dtype.itemsize < 4
+
+    @property
     def layers(self) -> list[nn.Module]:
         """Those that have stored."""
         return list(self._layers)
 
-    def make(self, pages: int) -> None:
-        """From now on there are at least so many; layer by layer, so that one layer at most is there twice."""
-        if pages <= self._pages or not self._grows:
+    def make(self, end: int, written: Callable[[], Iterable[tuple[int, int]]], count: int) -> None:
+        """From now on there are pages of numbers below ``end``; layer by layer, so that one layer at most is there
+        twice.
+
+        Args:
+            written: which of them were in use at some time, as stretches; others have nothing to keep.
+            count: how many those are.
+        """
+        if not self._grows:
             return
-        if pages > self._room:
-            self._room = max(pages, int(self._room * self._step) + 1)
+        if end > self._room:
+            self._room = max(end, int(self._room * self._step) + 1)
             for layer, kept in self._layers.items():
-                self._layers[layer] = LayerPages(*(self._longer(each) for each in kept))
-        self._pages = pages if self._step == HOST_STEP else self._room
+                self._layers[layer] = LayerPages(*(self._longer(each, written()) for each in kept))
+        self._pages = count if self._step == HOST_STEP else self._room
 
-    def places(self, where: Tensor, heads: int) -> Tensor:
-        """``(heads, tokens)``, where :meth:`store` puts what each head has of tokens.
-
-        Args:
-            where: (tokens,) int64: of each its page times ``size`` plus its place in the page.
-        """
-        page, place = where // self.size, where % self.size
-        return (page * heads + torch.arange(heads, device=where.device)[:, None]) * self.size + place
-
-    def rows(self, tables: Tensor, heads: int) -> Tensor:
-        """``(texts * heads * pages,)``, what :meth:`read` reads of texts.
-
-        Args:
-            tables: ``(texts, pages)`` int64: the pages of each, in order.
-        """
-        return (tables[:, None] * heads + torch.arange(heads, device=tables.device)[:, None]).view(-1)
-
-    def store(self, layer: nn.Module, keys: Tensor, values: Tensor, places: Tensor, copied: Tensor, to: Tensor) -> None:
+    def store(self, layer: nn.Module, keys: Tensor, values: Tensor, where: Tensor, copied: Tensor, to: Tensor) -> None:
         """Puts tokens where they belong, then copies tokens from page to page.
 
         Args:
-            keys: ``(key_heads, tokens, dim)``.
-            places: of :meth:`places`, as are the next.
+            keys: ``(tokens, key_heads, dim)``.
+            where: ``(tokens,)`` int64: of each its page times ``size`` plus its place in the page, as are the next.
             copied: which are read.
             to: where they are put besides.
         """
@@ -93,37 +89,37 @@ class PagePool:
         if kept is None:
             kept = self._layers[layer] = LayerPages(self._made(keys), self._made(values))
         for each, new in zip(kept, (keys, values), strict=True):
-            width = each.shape[-1]
-            flat = each.view(-1, width)
-            flat.index_copy_(0, places.view(-1), new.reshape(-1, width))
+            flat = each.flatten(0, 1)
+            flat.index_copy_(0, where, new)
             if copied.numel():
-                flat.index_copy_(0, to.view(-1), flat.index_select(0, copied.view(-1)))
+                flat.index_copy_(0, to, flat.index_select(0, copied))
 
-    def read(self, layer: nn.Module, rows: Tensor, texts: int) -> tuple[Tensor, Tensor]:
+    def tokens(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """All keys and all values where they rest, ``(key_heads, pages * size, dim)``."""
+        keys, values = self._layers[layer]
+        return keys.flatten(0, 1).transpose(0, 1), values.flatten(0, 1).transpose(0, 1)
+
+    def read(self, layer: nn.Module, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of texts, in memory that the next call writes anew.
 
         Args:
-            rows: of :meth:`rows`.
-            texts: how many.
+            tables: ``(texts, pages)`` int64: the pages of each, in order.
 
         Returns:
             Both ``(texts, key_heads, pages * size, dim)``.
         """
         kept = self._layers[layer]
-        heads = kept.keys.shape[1]
-        tokens = len(rows) // (texts * heads) * self.size
-        keys, values = (
-            self._read(each, rows, number).view(texts, heads, tokens, -1) for number, each in enumerate(kept)
-        )
+        keys, values = (self._read(each, tables, number) for number, each in enumerate(kept))
         return keys, values
 
-    def _read(self, kept: Tensor, rows: Tensor, number: int) -> Tensor:
-        flat = kept.view(-1, self.size * kept.shape[-1])
-        need = len(rows) * flat.shape[1]
+    def _read(self, kept: Tensor, tables: Tensor, number: int) -> Tensor:
+        flat = kept.flatten(1)
+        need = tables.numel() * flat.shape[1]
         scratch = self._scratch.get((number, kept.dtype))
         if scratch is None or scratch.numel() < need:
             scratch = self._scratch[number, kept.dtype] = kept.new_empty(need)
-        return torch.index_select(flat, 0, rows, out=scratch[:need].view(-1, flat.shape[1]))
+        found = torch.index_select(flat, 0, tables.view(-1), out=scratch[:need].view(-1, flat.shape[1]))
+        return found.view(len(tables), -1, *kept.shape[2:]).transpose(1, 2)
 
     @property
     def _step(self) -> float:
@@ -132,11 +128,12 @@ class PagePool:
 
     def _made(self, new: Tensor) -> Tensor:
         # Zeros: what no token fills is masked, and 0 times inf would not be 0.
-        return self._zeros(new, (self._room, new.shape[0], self.size, new.shape[-1]))
+        return self._zeros(new, (self._room, self.size, *new.shape[1:]))
 
-    def _longer(self, old: Tensor) -> Tensor:
+    def _longer(self, old: Tensor, written: Iterable[tuple[int, int]]) -> Tensor:
         new = self._zeros(old, (self._room, *old.shape[1:]))
-        new[: self._pages] = old[: self._pages]
+        for first, end in written:  # pages that are not written yet take no memory
+            new[first : min(end, len(old))] = old[first:end]
         return new
 
     def _zeros(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:

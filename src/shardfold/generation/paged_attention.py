@@ -1,12 +1,14 @@
 """Attention of one forward over pages: each token sees the tokens of its own text.
 
 The forward is one row of tokens: one each of the texts under way, then parts of texts that begin. All keys and values
-are stored first, then read: texts under way in groups of about equal length, each group in one call; a part that begins
-a text reads what came with it.
+are stored first, then read: on a host texts under way whose pages stand behind each other where they rest, without a
+copy; others are collected, in groups of about equal length, each group in one call; a part that begins a text reads
+what came with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,13 +18,16 @@ from torch import Tensor, nn
 
 from shardfold.generation.batch_scheduler import ForwardPlan, TextPart
 from shardfold.generation.page_pool import PagePool
+from shardfold.generation.texts import Continuation
 
 __all__ = ["PagedAttention"]
 
 WASTE = 64
 """Pages that a group reads in vain, at most, before another group is worth its calls."""
-GROUP = 256
+GROUP = 64
 """Pages that a group reads, at most: what is read stays in cache until it is used."""
+RUNS = 4
+"""Of pages behind each other, in which a text that is read where it rests has its own, at most."""
 
 
 @dataclass
@@ -35,7 +40,6 @@ class ReadGroup:
         queries: tokens of each text.
         tables: ``(texts, pages)``.
         seen: of each text the tokens that its first query sees, itself included.
-        rows: by heads, what the pool reads.
         masks: by window, ``(texts, 1, queries, keys)``, added to scores.
     """
 
@@ -44,7 +48,6 @@ class ReadGroup:
     queries: int
     tables: Tensor
     seen: Tensor
-    rows: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, keys: int, like: Tensor) -> Tensor:
@@ -71,8 +74,8 @@ class PagedAttention:
         self._pool = pool
         self._groups: list[ReadGroup] = []
         self._whole: list[tuple[int, int]] = []
+        self._alone: list[list[tuple[int, int]]] = []  # of texts that are read where they rest, their runs
         self._where = torch.empty(0, dtype=torch.int64)
-        self._places: dict[int, tuple[Tensor, ...]] = {}  # by heads, the same for all layers of a forward
         self._copies = torch.empty(2, 0, dtype=torch.int64)
         self.open = False
 
@@ -84,9 +87,9 @@ class PagedAttention:
             of the parts each that ends its text. ``step.under_way`` is brought into the order of its tokens.
         """
         size = self._pool.size
-        step.under_way.sort(key=lambda text: len(text.pages))
+        self._alone = self._settle(step, device)
         rows = [(text.tokens[-1], text.stored - 1, text.pages[(text.stored - 1) // size]) for text in step.under_way]
-        self._groups, self._whole, self._places = [], [], {}
+        self._groups, self._whole = [], []
         self._group(step, device)
         pairs = [
             (source * size + place, to * size + place) for source, to, count in step.copies for place in range(count)
@@ -112,18 +115,27 @@ class PagedAttention:
         tokens = torch.from_numpy(np.stack([np.concatenate(ids), np.concatenate(positions)])).to(device)
         return tokens[:1], tokens[1:], torch.tensor(draws, dtype=torch.int64, device=device)
 
+    def _settle(self, step: ForwardPlan, device: torch.device) -> list[list[tuple[int, int]]]:
+        """Puts texts that are read where they rest in front, the others behind them, the shortest first; the runs of
+        those in front. On a host a call costs less than a copy."""
+        here = device.type == "cpu" and not self._pool.is_rounded
+        found = {text: _runs(text, self._pool.size) for text in step.under_way} if here else {}
+        alone = {text: runs for text, runs in found.items() if len(runs) <= RUNS}
+        step.under_way.sort(key=lambda text: 0 if text in alone else len(text.pages))
+        return [alone[text] for text in step.under_way[: len(alone)]]
+
     def _group(self, step: ForwardPlan, device: torch.device) -> None:
-        """Cuts the texts under way, the shortest first, into groups."""
+        """Cuts the texts under way that are collected, the shortest first, into groups."""
         pages = [len(text.pages) for text in step.under_way]
-        begin, waste = 0, 0
-        for number, count in enumerate(pages):
+        begin, waste = len(self._alone), 0
+        for number, count in enumerate(pages[begin:], begin):
             more = (count - pages[number - 1]) * (number - begin) if number > begin else 0
             if number > begin and (waste + more > WASTE or count * (number - begin + 1) > GROUP):
                 self._close(step, begin, number, device)
                 begin, waste = number, 0
             else:
                 waste += more
-        if pages:
+        if len(pages) > begin:
             self._close(step, begin, len(pages), device)
 
     def _close(self, step: ForwardPlan, begin: int, end: int, device: torch.device) -> None:
@@ -156,47 +168,92 @@ class PagedAttention:
         """
         Args:
             layer: whose keys and values these are.
-            query: ``(1, heads, tokens, dim)``.
-            key: ``(1, key_heads, tokens, dim)``, where ``key_heads`` divides ``heads``; with positions applied.
-            value: ``(1, key_heads, tokens, value_dim)``.
+            query: ``(tokens, heads, dim)``.
+            key: ``(tokens, key_heads, dim)``, where ``key_heads`` divides ``heads``; with positions applied.
+            value: ``(tokens, key_heads, value_dim)``.
             scale: of the scores; None: ``dim ** -0.5``.
             window: tokens see the last so many, themselves included.
             softcap: scores are ``softcap * tanh(scores / softcap)``.
 
         Returns:
-            ``(1, tokens, heads, value_dim)``.
+            ``(tokens, heads, value_dim)``.
         """
-        query, key, value = query[0], key[0], value[0]
-        heads, tokens, width = query.shape
+        _, heads, width = query.shape
         if len(self._where):
-            if (places := self._places.get(len(key))) is None:
-                places = tuple(self._pool.places(each, len(key)) for each in (self._where, *self._copies))
-                self._places[len(key)] = places
-            self._pool.store(layer, key, value, *places)
-        shared = heads // len(key)  # heads of queries for one of keys
-        out = query.new_empty(tokens, heads, value.shape[-1])
+            self._pool.store(layer, key, value, self._where, *self._copies)
+        shared = heads // key.shape[1]  # heads of queries for one of keys
+        parts: list[tuple[int, Tensor]] = []
+        if self._alone:
+            parts.append((0, self._read_alone(layer, query, scale, window, softcap)))
         for group in self._groups:
             last = group.first + group.texts * group.queries
-            if (rows := group.rows.get(len(key))) is None:
-                rows = group.rows[len(key)] = self._pool.rows(group.tables, len(key))
-            keys, values = self._pool.read(layer, rows, group.texts)
+            keys, values = self._pool.read(layer, group.tables)
             # Heads that share keys are more queries of these.
-            asked = query[:, group.first : last].view(len(key), shared, group.texts, group.queries, width)
-            asked = asked.permute(2, 0, 1, 3, 4).reshape(group.texts, len(key), -1, width)
+            asked = query[group.first : last].view(group.texts, group.queries, -1, shared, width)
+            asked = asked.permute(0, 2, 3, 1, 4).reshape(group.texts, key.shape[1], -1, width)
             mask = group.mask(window, keys.shape[2], query)
             if shared > 1 and group.queries > 1:
                 mask = mask.repeat(1, 1, shared, 1)
             seen = _attend(asked, keys, values, mask, scale, softcap)
-            seen = seen.view(group.texts, len(key), shared, group.queries, -1).permute(0, 3, 1, 2, 4)
-            out[group.first : last] = seen.reshape(last - group.first, heads, -1)
+            seen = seen.view(group.texts, -1, shared, group.queries, value.shape[-1]).permute(0, 3, 1, 2, 4)
+            parts.append((group.first, seen.reshape(last - group.first, heads, -1)))
         for first, last in self._whole:
-            asked, keys, values = (each[None, :, first:last] for each in (query, key, value))
+            asked, keys, values = (each[None, first:last].transpose(1, 2) for each in (query, key, value))
             if shared > 1:
                 keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
             band = window if window is not None and window < last - first else None
             mask = _band(last - first, band, query) if band is not None or softcap is not None else None
-            out[first:last] = _attend(asked, keys, values, mask, scale, softcap, causal=mask is None)[0].transpose(0, 1)
-        return out[None]
+            seen = _attend(asked, keys, values, mask, scale, softcap, causal=mask is None)[0].transpose(0, 1)
+            parts.append((first, seen))
+        if len(parts) == 1:
+            return parts[0][1]
+        return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
+
+    def _read_alone(
+        self, layer: nn.Module, query: Tensor, scale: float | None, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Of texts each of which is read where it rests."""
+        keys, values = self._pool.tokens(layer)
+        keys = keys.transpose(1, 2)
+        width = query.shape[-1]
+        asked = query[: len(self._alone)] * (width**-0.5 if scale is None else scale)
+        found = []
+        for row, runs in zip(asked.view(len(self._alone), len(keys), -1, width), self._alone, strict=True):
+            seen = runs if window is None else _last(runs, window)
+            scores = [torch.bmm(row, keys.narrow(2, *run)) for run in seen]
+            whole = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+            if softcap is not None:
+                whole = torch.tanh(whole / softcap) * softcap
+            parts = whole.softmax(-1).split([count for _, count in seen], -1) if len(seen) > 1 else [whole.softmax(-1)]
+            out = torch.bmm(parts[0], values.narrow(1, *seen[0]))
+            for part, run in zip(parts[1:], seen[1:], strict=True):
+                out = torch.baddbmm(out, part, values.narrow(1, *run))
+            found.append(out)
+        return torch.stack(found).view(len(found), query.shape[1], -1)
+
+
+def _last(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """The part of a text's runs with its last ``count`` tokens."""
+    found: list[tuple[int, int]] = []
+    for first, length in reversed(runs):
+        taken = min(length, count)
+        if taken > 0:
+            found.insert(0, (first + length - taken, taken))
+        count -= taken
+    return found
+
+
+def _runs(text: Continuation, size: int) -> list[tuple[int, int]]:
+    """Where a text's tokens rest, in order: the first of each run, and how many."""
+    for page in text.pages[sum(count for _, count in text.runs) :]:
+        if text.runs and sum(text.runs[-1]) == page:
+            text.runs[-1][1] += 1
+        else:
+            text.runs.append([page, 1])
+    found = [(first * size, count * size) for first, count in text.runs]
+    empty = len(text.pages) * size - text.stored
+    found[-1] = found[-1][0], found[-1][1] - empty
+    return found
 
 
 def _attend(

@@ -46,6 +46,7 @@ class Continuation:
         log_probs: of the tokens generated.
         tops: of each of these the likeliest alternatives, where its rule asks for them.
         pages: of its keys and values, in order.
+        runs: of these, as far as they were read: ``[first, pages]`` of each run of pages that stand behind each other.
         stored: tokens whose keys and values are in its pages, or will be after the step that is planned.
         evicted: how often its pages were taken from it.
     """
@@ -60,6 +61,7 @@ class Continuation:
     log_probs: list[float] = field(default_factory=list)
     tops: list[Tops] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    runs: list[list[int]] = field(default_factory=list)
     stored: int = 0
     evicted: int = 0
     finish: Literal["stop", "length"] | None = None
