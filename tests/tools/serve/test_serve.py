@@ -79,6 +79,20 @@ GET = "GET {} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 TEXTS = ("one cat", "two dogs run", "x", "red and blue " * 3)
 
 
+def test_who_does_not_stream_is_told_at_the_end(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sockets' thread has nothing to do for an answer that nobody reads before it is whole."""
+    told: list[int] = []
+    tell = server.app.tell
+
+    def heard(pieces: Any) -> None:
+        told.append(len(pieces))
+        tell(pieces)
+
+    monkeypatch.setattr(server.answers, "_tell", heard)
+    status, said = server.complete("a cat", max_tokens=9, temperature=0)
+    assert status == 200 and said["usage"]["completion_tokens"] == sum(told) > 1 and len(told) == 1
+
+
 def test_answers_are_those_of_the_model_alone(server: Served) -> None:
     """Eight clients at once, chat and completions, whole and as a stream: each gets its own text."""
 

@@ -95,6 +95,7 @@ class _Choice:
         self.job, self.index, self.text, self.stream = job, index, text, stream
         self.seen = self.shown = 0
         self.waiting: deque[tuple[int, ShownToken]] = deque()
+        self.untold: list[AnswerPiece] = []
 
 
 class AnswerLoop:
@@ -258,7 +259,10 @@ class AnswerLoop:
             piece = self._piece(choice)
             if piece is None:
                 continue
-            told.append((choice.job, piece))
+            choice.untold.append(piece)
+            if piece.finish is not None or choice.job.asked.stream:  # else nobody reads it before the end
+                told += [(choice.job, each) for each in choice.untold]
+                choice.untold.clear()
             if piece.finish is not None:
                 del self._choices[number]
                 if choice.text.finish is None:
