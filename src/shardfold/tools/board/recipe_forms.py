@@ -189,8 +189,8 @@ class RecipeForm:
         for word in re.findall(r"--[a-z][a-z-]*", sentence):
             if word in options:
                 return options[word]
-        first = re.match(r"(\w+) is ", sentence)
-        return next((name for name in names if first and name.rpartition(".")[2] == first[1]), None)
+        first = sentence.partition(" ")[0]
+        return next((name for name in names if name.rpartition(".")[2] == first), None)
 
 
 def _kind(name: str, field: FieldInfo) -> tuple[str, list[Any] | None]:
