@@ -24,7 +24,7 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
                           "step", "age", "words"}], checkpoints [{"name", "bytes", "is_latest"}], memory {tier:
                           {state: bytes}}, traffic and moved [rows of summary.json], summary, files [{"name",
                           "bytes"}], keys (of curves), samples (whether there are any), logs [rank], chat ({"url",
-                          "key"} of its server, or null)
+                          "key", "page"} of its server, or null)
     GET /api/curves?id=&id=&key=&key=&by=step|tokens|seconds&pixels=600[&from=&to=][&after=CURSOR]
                           {"cursor", "read", "series": [{"id", "key", "level", "whole", "points"}]}. A point is
                           [x, min, max, mean] of ``level`` rows, or [x, value] of one row; null: not finite. whole:
@@ -53,7 +53,7 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
     POST /api/runs/ID/resume
                           {"settings"? (procs, layout, ...), "name"?}: {"id"} of the run that goes on
     POST /api/runs/ID/chat
-                          {"url", "key"} of a server that answers with the run's weights
+                          {"url", "key", "page"} of a server that answers with the run's weights
 
 board           the command: the sockets and the signals
 board_config    the settings of `shardfold board`

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 from shardfold.launch.run_records import ENDS, LAUNCHER, STATUS, Record, note_end, read_records
 from shardfold.tools.board.known_runs import KnownRuns, recipe_of_settings
@@ -282,7 +283,9 @@ def chat_of(folder: Path) -> dict[str, str] | None:
         except OSError:
             found = re.search(rb"^(http://127\.0\.0\.1:\d{1,5}) answers", os.pread(file, 64 * 1024, 0), re.MULTILINE)
             key = read_text(folder / CHAT)
-            return {"url": found[1].decode(), "key": key} if found and key else None
+            if found and key:
+                url = found[1].decode()
+                return {"url": url, "key": key, "page": f"{url}/#key={quote(key)}"}
     return None
 
 

@@ -99,8 +99,8 @@ function actions(id, place, refused, again) {
     chat: ["Chat", "Starts a server of the newest checkpoint on this machine", () => done("chat", {}, "A server is started …", (said) => {
       tell(note, "");
       ask("Chat", "The server is up; its page opens in another tab.", [], "Close", [
-        make("p", {}, make("a", { class: "button main", href: safe(said.url), target: "_blank", rel: "noopener" }, "Open the chat")),
-        said.key ? copied("Key, which the page asks for", said.key).element : null]);
+        make("p", {}, make("a", { class: "button main", href: safe(said.page), target: "_blank", rel: "noopener" }, "Open the chat")),
+        said.key ? copied("Key, for other clients", said.key).element : null]);
     })],
   };
   return (run) => {
