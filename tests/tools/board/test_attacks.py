@@ -187,7 +187,7 @@ RUNS = (
 def test_no_request_names_a_path(what: str, run: str, board: AskedBoard) -> None:
     """A run is known by a digest of where it is; a link out of the folder is none."""
     reply = board.ask("GET", f"/api/runs/{run}{what}")
-    assert reply.status_code == 404, reply.text
+    assert reply.status_code in (404, 405), reply.text
     assert "swordfish" not in reply.text and "root:" not in reply.text
     if not what:
         for asked in (f"/api/curves?id={run}&key=loss", f"/api/csv?id={run}&key=loss", f"/api/differences?id={run}"):

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -414,9 +415,12 @@ def _number(request: Request, name: str, default: int | None) -> int | None:
 
 def _float(request: Request, name: str, default: float) -> float:
     try:
-        return float(request.query_params.get(name, default))
+        found = float(request.query_params.get(name, default))
     except ValueError:
-        raise ApiRefusal(f"{name}= is a number.", name, "invalid_value") from None
+        found = math.nan
+    if math.isnan(found):
+        raise ApiRefusal(f"{name}= is a number.", name, "invalid_value")
+    return found
 
 
 def _json(found: Mapping[str, Any]) -> Response:
