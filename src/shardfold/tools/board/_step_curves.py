@@ -12,7 +12,8 @@ import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import le
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,10 +187,10 @@ class StepCurves:
         if not self._read:  # the size that blocks would come to
             while len(begins) * self._length / len(piece) / self._size > MOST_BLOCKS:
                 self._size *= 2
-        for step in columns["step"]:
-            if step is not None and math.isfinite(step):
-                self._turns += step <= self._step
-                self._step = step
+        steps = _finite(columns["step"])
+        self._turns += sum(map(le, steps, chain((self._step,), steps)))
+        self._step = steps[-1] if steps else self._step
+        clean = {key for key in self._columns if _is_clean(columns[key])}
         at, count = 0, len(begins)
         while at < count:
             inside = self._rows % self._size
@@ -203,7 +204,8 @@ class StepCurves:
             if not inside:
                 self._begins.append(self._read + begins[at])
             for key, column in self._columns.items():
-                values = _finite(columns[key][at:until])
+                values = columns[key][at:until]
+                values = values if key in clean else _finite(values)
                 column.extend_last(values) if inside else column.append(values)
             self._rows += until - at
             at = until
@@ -367,10 +369,7 @@ def _rows_of(piece: bytes, keys: Iterable[str]) -> _Rows:
     """Of whole lines. Flat rows that all have a key are read without making objects of them."""
     lines = piece.split(b"\n")
     lines.pop()
-    begins, place = [0] * len(lines), 0
-    for at, line in enumerate(lines):
-        begins[at] = place
-        place += len(line) + 1
+    begins = [length + at for at, length in enumerate(accumulate(map(len, lines), initial=0))][:-1]
     flat = piece.count(b"{") == len(lines) and b"\\" not in piece and b"[" not in piece
     columns: dict[str, Sequence[float | None]] = {}
     rest: list[str] = []
@@ -380,6 +379,9 @@ def _rows_of(piece: bytes, keys: Iterable[str]) -> _Rows:
             columns[key] = [None] * len(lines)
             continue
         if flat and len(found) == len(lines):
+            with suppress(ValueError):
+                columns[key] = list(map(float, found))
+                continue
             with suppress(ValueError):
                 columns[key] = [None if each == b"null" else float(each) for each in found]
                 continue
@@ -422,6 +424,14 @@ def _number(value: Any) -> float | None:
 
 def _finite(values: Sequence[float | None]) -> Sequence[float]:
     return [each for each in values if each is not None and math.isfinite(each)]
+
+
+def _is_clean(values: Sequence[Any]) -> bool:
+    """Whether all are finite, and their sum is."""
+    try:
+        return math.isfinite(sum(values))
+    except TypeError:
+        return False
 
 
 def _several(x: float, low: float, high: float, mean: float) -> str:
