@@ -14,11 +14,12 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
     GET /page/NAME        scripts and styles of the page; as / without a token
     POST /api/session     {"token"}: sets the cookie; 204, or 401
     GET /api/runs?after=CURSOR
-                          {"cursor", "roots", "read_only", "runs": [row], "gone": [id]}: rows that changed since the
-                          cursor, without it all. A row: id, name, recipe ("lm", "face", "sft", ...; "": a script's),
-                          state (docs/runs.md), is_over, why, step, steps (0: not known), loss, rate (tokens/s),
-                          seconds (trained), seconds_left, ranks, layout, started (seconds since 1970), age (seconds
-                          since its last word, as this was answered), can (of stop, stop-now, resume, repeat, chat)
+                          {"cursor", "roots", "read_only", "runs": [row], "whole", "gone": [id]}: rows that changed
+                          since the cursor, without it, or with one of an earlier board's, all (whole). A row: id, name,
+                          recipe ("lm", "face", "sft", ...; "": a script's), state (docs/runs.md), is_over, why, step,
+                          steps (0: not known), loss, rate (tokens/s), seconds (trained), seconds_left, ranks, layout,
+                          started (seconds since 1970), age (seconds since its last word, as this was answered), can (of
+                          stop, stop-now, resume, repeat, chat)
     GET /api/runs/ID     the row, and: config, settings (by the names of /api/forms, where they are not the default),
                           command, toml, folder, status [{"rank" (-1: the launcher), "host", "pid", "state", "lives",
                           "step", "age", "words"}], checkpoints [{"name", "bytes", "is_latest"}], memory {tier:

@@ -83,6 +83,7 @@ class KnownRuns:
                 "cursor": f"{self._mark}.{self._version}",
                 "roots": [str(each) for each in self.roots],
                 "runs": [rows[run] for run, (at, _) in self._rows.items() if at > since],
+                "whole": since < 0,
                 "gone": [run for run, at in self._gone.items() if at > since] if since >= 0 else [],
             }
 

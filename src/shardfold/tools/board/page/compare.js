@@ -150,10 +150,11 @@ function compared(main, route, ids, trouble) {
       details.set(row.id, { ...before, ...row, gone: false });
       if (before?.state !== row.state || !before.keys?.length) news.push(row.id);
     }
+    const gone = said.whole ? ids.filter((id) => !said.runs.some((row) => row.id === id)) : said.gone;
     for (const id of ids)
-      if (said.gone.includes(id) || !details.has(id))
+      if (gone.includes(id))
         details.set(id, { name: id, ...details.get(id), state: "unknown", why: "it is gone", gone: true });
-    const moved = said.runs.length + said.gone.length > 0;
+    const moved = said.runs.length + gone.length > 0;
     if (moved && !legend.contains(document.activeElement)) list();
     const pixels = charts.size ? [...charts.values()][0].pixels : 600, there = present();
     if (there.length && await curves.turn(there, [...charts.keys()], { ...shown, pixels }, signal)) redraw();

@@ -162,6 +162,7 @@ export function runsView(main, route, { entitle, trouble }) {
         : String(left).localeCompare(String(right), "en", { numeric: true });
       return (down ? -before : before) || String(one.run.name).localeCompare(String(other.run.name), "en", { numeric: true });
     });
+    const had = body.contains(document.activeElement) ? document.activeElement : null; // a row that moves loses the focus
     const wanted = shown.slice(0, most).map((row) => row.element);
     wanted.forEach((each, at) => { if (body.children[at] !== each) body.insertBefore(each, body.children[at] || null); });
     while (body.children.length > wanted.length) body.lastElementChild.remove();
@@ -174,11 +175,18 @@ export function runsView(main, route, { entitle, trouble }) {
     order.value = sort;
     const live = [...rows.values()].filter((row) => !isOver(row.run)).length;
     tell(counted, `${shown.length === rows.size ? "" : `${shown.length} of `}${rows.size} run${rows.size === 1 ? "" : "s"}, ${live} under way`);
-    if (known && !rows.size) {
-      place.replaceChildren(make("div", { class: "empty" }, make("p", {}, "There are no runs here yet."),
-        readOnly ? null : make("p", {}, link("#/new", "Start one", { class: "button main" }))));
-    } else if (known && !shown.length) place.replaceChildren(empty("No run is like that."));
-    else if (rows.size && place.firstElementChild !== list) place.replaceChildren(list);
+    const now = !known ? "" : !rows.size ? "none" : !shown.length ? "unlike" : "list";
+    if (place.dataset.has !== now) { // else what has the focus would lose it
+      place.dataset.has = now;
+      place.replaceChildren({
+        "": () => "",
+        none: () => make("div", { class: "empty" }, make("p", {}, "There are no runs here yet."),
+          readOnly ? null : make("p", {}, link("#/new", "Start one", { class: "button main" }))),
+        unlike: () => empty("No run is like that."),
+        list: () => list,
+      }[now]());
+    }
+    if (had && document.activeElement !== had) had.focus({ preventScroll: true });
     return shown.slice(0, most);
   }
 
@@ -193,7 +201,7 @@ export function runsView(main, route, { entitle, trouble }) {
   let turns = 0, drawn = "";
   const poll = repeat(async (signal) => {
     const said = await get("runs", { after: cursor }, signal);
-    if (cursor === null) rows.clear();
+    if (said.whole) rows.clear();
     tell(roots, said.roots.join("  "));
     for (const id of said.gone) { rows.delete(id); if (ticked.delete(id)) choose(); }
     said.runs.forEach(heard);

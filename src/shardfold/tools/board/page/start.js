@@ -237,6 +237,7 @@ class StartForm {
     clearTimeout(this.timer);
     this.touched = true;
     this.start.disabled = true;
+    tell(this.start, "Starting …");
     if (await this._check()) {
       try {
         const said = await post("start", { recipe: this.recipe, settings: this.settings,
@@ -249,5 +250,6 @@ class StartForm {
       }
     } else this.fields.querySelector("[aria-invalid]")?.focus();
     this.start.disabled = false;
+    tell(this.start, "Start");
   }
 }
