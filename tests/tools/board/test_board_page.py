@@ -87,8 +87,23 @@ def test_the_page_is_whole_and_makes_no_markup_of_what_it_is_told() -> None:
     for name, text in found.items():
         wrong = r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|setAttribute\(\"style|url\("
         assert not re.search(wrong, text), name
-    for name in ("board.html", "nothing.js", "..", "%2e%2e/board.py", "__init__.py"):
+    for name in ("nothing.js", "..", "%2e%2e/board.py", "__init__.py"):
         assert board.ask("GET", f"/page/{name}").status_code == 404, name
+
+
+def test_a_list_says_whether_it_is_whole(tmp_path: Path) -> None:
+    """To who asks for the first time, and to who asks with what an earlier board said; a run that was removed meanwhile
+    is not in it."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    first, later = AskedBoard(tmp_path), AskedBoard(tmp_path)
+    before = first.get("/api/runs")
+    assert before["whole"] and len(before["runs"]) == 2
+    news = first.get("/api/runs", {"after": before["cursor"]})
+    assert not news["whole"] and news["runs"] == []
+    shutil.rmtree(tmp_path / "a")
+    after = later.get("/api/runs", {"after": before["cursor"]})
+    assert after["whole"] and [row["name"] for row in after["runs"]] == ["b"]
 
 
 def told(page: Any) -> str:
