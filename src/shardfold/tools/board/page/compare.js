@@ -84,7 +84,7 @@ function compared(main, route, ids, trouble) {
   function results() {
     const of = [...details.values()], best = (value, low) => {
       const good = of.map(value).filter((each) => typeof each === "number" && Number.isFinite(each));
-      return good.length > 1 ? (low ? Math.min(...good) : Math.max(...good)) : null;
+      return new Set(good).size > 1 ? (low ? Math.min(...good) : Math.max(...good)) : null;
     };
     const row = (title, value, shownAs, low = null) => {
       const first = low === null ? null : best(value, low);
