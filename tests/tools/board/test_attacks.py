@@ -253,10 +253,15 @@ def test_a_board_that_only_shows_changes_nothing(path: str, place: Path) -> None
 # -- run folders
 
 
+PIPES: list[int] = []
+
+
 def hostile_pipes(run: Path) -> None:
     for name in ("config.json", "metrics.jsonl", "summary.json", "samples.jsonl", "output.log", "chat.log", "chat.key"):
         (run / name).unlink(missing_ok=True)
         os.mkfifo(run / name)
+        PIPES.append(os.open(run / name, os.O_RDWR | os.O_NONBLOCK))
+        os.write(PIPES[-1], b'{"step": 1, "loss": 99, "word": "swordfish"}\n')
 
 
 def hostile_links(run: Path) -> None:
@@ -367,6 +372,8 @@ def test_a_run_folder_may_be_anybodys(make: Callable[[Path], None], tmp_path: Pa
         for act in ("stop", "stop-now", "resume", "chat"):
             reply = board.ask("POST", f"/api/runs/{row['id']}/{act}", body={})
             assert reply.status_code in (400, 409), (act, reply.text) if act != "chat" else True
+    while PIPES:
+        os.close(PIPES.pop())
     assert not any("swordfish" in text or "root:" in text or "\x1b" in text for text in texts)
 
 

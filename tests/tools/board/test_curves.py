@@ -70,8 +70,10 @@ def rows(count: int, first: int = 1, rng: random.Random | None = None) -> list[d
 
 @pytest.mark.parametrize("by", ["step", "seconds", "tokens"])
 def test_a_short_curve_is_told_as_it_is(by: str, tmp_path: Path) -> None:
+    """Also of a run that went back to a checkpoint, and counts its seconds anew."""
     path = tmp_path / "metrics.jsonl"
     written(path, rows(100))
+    written(path, rows(20, 91))
     told = points(StepCurves(path.parent), "loss", by)
     assert told == [[pytest.approx(x, rel=1e-9), pytest.approx(y, rel=1e-5)] for x, y in expected(path, "loss", by)]
     few = points(StepCurves(path.parent), "held_out_loss", by)
