@@ -13,7 +13,7 @@ from shardfold.tools.board._recipe_worker import checked
 from shardfold.tools.board.recipe_forms import RecipeForm
 from shardfold.tools.recipes.train_config import read_settings
 from shardfold.tools.tune.config import TuneConfig, from_options
-from tests.tools.board.support import AskedBoard
+from tests.tools.board.support import AskedBoard, Client, board_process
 
 TEXTS: dict[str, list[str]] = {
     "size": ["tiny", "small"],
@@ -206,19 +206,21 @@ def test_a_form_says_what_its_fields_are(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_plan_says_what_fits_how_long_and_what_is_faster(tmp_path: Path) -> None:
     """By a process that has PyTorch; the rows of the command `shardfold plan` for the same run, and its peak."""
-    board = AskedBoard(tmp_path, gpus="A100-40G")
     settings = {"size": "small", "procs": "4", "steps": "100", "micro_batch": "2", "precision": "bf16"}
-    told = board.ask("POST", "/api/plan", body={"recipe": "lm", "settings": settings}).json()
-    assert told["fits"] and "zero3 fits" in told["text"] and "for 100 steps" in told["text"], told
-    rows = told["layouts"]
-    assert {"ddp", "zero1", "zero2", "zero3"} <= {row["layout"] for row in rows} and all(row["fits"] for row in rows)
-    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
-    peaks = {row["layout"]: row["bytes"] for row in rows}
-    assert peaks["zero3"] < peaks["zero1"] < peaks["ddp"]
-    large = {**settings, "size": "xl", "micro_batch": "64", "layout": "ddp"}
-    told = AskedBoard(tmp_path, gpus="L4").ask("POST", "/api/plan", body={"recipe": "lm", "settings": large}).json()
-    assert not told["fits"] and "does not fit" in told["text"], told
-    refused = board.ask("POST", "/api/plan", body={"recipe": "lm", "settings": {"steps": "x"}})
-    assert refused.status_code == 400 and "steps" in refused.json()["error"]["message"]
-    refused = board.ask("POST", "/api/plan", body={"recipe": "face", "settings": {}})
-    assert refused.status_code == 400 and "--study" in refused.json()["error"]["message"]
+    (tmp_path / "runs").mkdir()
+    with board_process(tmp_path / "runs", "--gpus=A100-40G") as (_, url):
+        client = Client(url)
+        told = client.told("/api/plan", {"recipe": "lm", "settings": settings})
+        assert told["fits"] and "zero3 fits" in told["text"] and "for 100 steps" in told["text"], told
+        rows = told["layouts"]
+        assert {"ddp", "zero1", "zero2", "zero3"} <= {row["layout"] for row in rows}
+        assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+        peaks = {row["layout"]: row["bytes"] for row in rows if row["fits"]}
+        assert peaks["zero3"] < peaks["zero1"] < peaks["ddp"]
+        large = {**settings, "size": "xl", "micro_batch": "1024", "layout": "ddp", "context": "16384"}
+        told = client.told("/api/plan", {"recipe": "lm", "settings": large})
+        assert not told["fits"] and "does not fit" in told["text"], told
+        refused = client.ask("/api/plan", {"recipe": "lm", "settings": {"steps": "x"}})
+        assert refused.status_code == 400 and "steps" in refused.json()["error"]["message"]
+        refused = client.ask("/api/plan", {"recipe": "face", "settings": {}})
+        assert refused.status_code == 400 and "--study" in refused.json()["error"]["message"]
