@@ -265,6 +265,7 @@ def test_event_files_of_tensorboards_have_curves(tmp_path: Path) -> None:
     path.write_bytes(b"".join(record(scalar(*each)) for each in events[:9]))  # of step 5 a half
     board = AskedBoard(tmp_path)
     (run,) = board.get("/api/runs")["runs"]
+    assert run["loss"] == 1.25 and run["step"] == 5
     asked = {"id": run["id"], "key": ["train/loss", "train/lr"]}
     told = board.get("/api/curves", asked)
     assert [len(each["points"]) for each in told["series"]] == [4, 4]

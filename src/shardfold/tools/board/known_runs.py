@@ -109,6 +109,8 @@ class KnownRuns:
 
     def _told(self, run: str, folder: Path, status: RunStatus) -> dict[str, Any]:
         config, figures = read_object(folder / "config.json"), status.last_figures
+        loss = next((key for key in figures if key.rpartition("/")[2] == "loss"), "loss")  # TensorBoard's train/loss
+        figures = {**figures, "loss": figures.get("loss", figures.get(loss))}
         number = {name: figures.get(name) for name in ("loss", "tokens_per_s", "seconds", "step")}
         number = {name: value if _is_finite(value) else None for name, value in number.items()}
         step = status.step or int(number["step"] or 0)
