@@ -153,7 +153,8 @@ def test_places_in_tokens_of_bytes_are_those_that_the_tokenizer_says() -> None:
             spans = [(min(pair), max(pair)) for pair in zip(edges[::2], edges[1::2], strict=True)]
             encoding = made.encode(text)
             ids, at = np.array([7, *encoding.ids, 7], np.int32), np.array([1])  # among those of other texts
-            [places] = known.places([Rendered(text, tuple(spans), ())], ids, at, np.array([len(ids) - 2]))
+            alone = Rendered(text, tuple(spans), ())
+            [places] = known.places([alone], ids, at, np.array([len(ids) - 2]), np.array([0]))
             if places is None:
                 left += 1
                 assert prefix or normalizer is not None
@@ -162,6 +163,25 @@ def test_places_in_tokens_of_bytes_are_those_that_the_tokenizer_says() -> None:
             for span, (first, stop) in zip(spans, places, strict=True):
                 assert span[0] == span[1] or (first, max(first, stop)) == tokens_of(encoding, *span)
     assert found > 150 and left > 100, (found, left)
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A <eos>"])
+def test_tokens_around_texts_are_none_of_theirs(single: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in front is passed over; where others stand behind, the tokenizer is asked for places."""
+    from tokenizers import processors
+
+    from shardfold.tools.tune.data import encoding
+
+    asked: list[Any] = []
+    monkeypatch.setattr(encoding, "tokens_of", lambda *given: asked.append(given) or tokens_of(*given))
+    tokenizer = tokenizer_of("<s>")
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    names = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "<eos>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=names)
+    row = encoded(tokenizer, {"prompt": "two and ", "completion": "two"})
+    assert row.sequences[0].ids[0] == tokenizer.bos_token_id
+    assert trained_text(tokenizer, row) == ["two<eos>"]
+    assert bool(asked) == single.endswith("<eos>")
 
 
 def test_what_is_trained() -> None:

@@ -100,6 +100,9 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._bytes = ByteTokens.of(self._backend)
+        plain, special = (self._backend.encode("x", add_special_tokens=each).ids for each in (False, True))
+        more = len(special) - len(plain)
+        self._front = more if special[more:] == plain else 0  # tokens in front of texts, where none are behind them
         self.eos: int | None = tokenizer.eos_token_id
         self.special = frozenset(tokenizer.all_special_ids) | ({self.eos} if self.eos is not None else frozenset())
         said = json.dumps([kind, train_on, length, self._source, tokenizer.special_tokens_map], default=str)
@@ -225,7 +228,8 @@ class Encoder:
         ids = np.fromiter(chain.from_iterable(numbers), np.int32, int(stops[-1]))
         if self._bytes is not None and (asked := [k for k, place in enumerate(places) if place is None]):
             texts = [pieces[k].rendered for k in asked]
-            found = self._bytes.places(texts, ids, starts[asked], np.array(own)[asked])
+            front = np.array([self._front if pieces[k].special else 0 for k in asked])
+            found = self._bytes.places(texts, ids, starts[asked], np.array(own)[asked], front)
             for k, place in zip(asked, found, strict=True):
                 places[k] = place
             self._locate(pieces, numbers, places)
@@ -344,6 +348,7 @@ class ByteTokens:
         ids: npt.NDArray[np.int32],
         starts: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
+        front: npt.NDArray[np.int64],
     ) -> list[list[tuple[int, int]] | None]:
         """As :func:`tokens_of` for each span of each text.
 
@@ -351,13 +356,14 @@ class ByteTokens:
             texts: with spans.
             ids: of all of them, and of others.
             starts, lengths: which tokens are those of a text.
+            front: how many of them stand in front of it.
 
         Returns:
             Of each text [first, stop) of its own tokens for each span; None: its tokens are not its bytes, and no more.
         """
         ends = np.cumsum(self._widths[ids])
         edges = np.concatenate([[0], ends])
-        before, behind = edges[starts], edges[starts + lengths]
+        before, behind = edges[starts + front], edges[starts + lengths]
         asked: list[int] = []
         known: list[bool] = []
         for one, base, size in zip(texts, before.tolist(), (behind - before).tolist(), strict=True):
