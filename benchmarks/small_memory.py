@@ -132,7 +132,8 @@ def row(found: dict[str, Any], computing: float, rate: int) -> str:
     if "ended" in found:
         return f"{begin}| ended by signal {-found['ended']} | | | | |"
     seconds, moved = min(found["seconds"][1:]), found["moved"]
-    should = f"{computing:.1f}, {moved['FETCH'] / rate:.1f}" if rate else ""
+    reading = sum(moved.get(op, 0) for op in ("READ", "FETCH"))
+    should = f"{computing:.1f}, {reading / rate:.1f}" if rate else ""
     numbers = f"| {found['peak'] / MIB:.0f} | {found['resident'] / MIB:.0f} | {seconds:.1f} "
     return f"{begin}{numbers}| {sum(moved.values()) / 1e9:.2f} | {should} |"
 

@@ -143,7 +143,7 @@ def tick(done, total):
 
 looks = threading.Thread(target=look)
 looks.start()
-merge(sys.argv[1], sys.argv[2], tick=tick, shard_bytes=8 << 20)
+merge(sys.argv[1], sys.argv[2], tick=tick, shard_bytes=int(sys.argv[3]))
 over.set()
 looks.join()
 print(max(seen) - seen[0])
@@ -165,7 +165,7 @@ def test_a_merge_needs_the_memory_of_a_layer(tmp_path: Path, options: dict[str, 
         folder = tmp_path / str(layers)
         base = model_folder(folder / "base", hidden_size=256, intermediate_size=768, num_hidden_layers=layers)
         _adapter(base, folder / "adapter", **options)
-        command = [sys.executable, "-c", PEAK, str(folder / "adapter"), str(folder / "out")]
+        command = [sys.executable, "-c", PEAK, str(folder / "adapter"), str(folder / "out"), str(8 << 20)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
         ran = subprocess.run(command, capture_output=True, check=False, text=True, env=environment, timeout=300)
         assert ran.returncode == 0, ran.stderr
@@ -186,7 +186,7 @@ def test_a_merge_needs_the_memory_of_one_tensor(tmp_path: Path, options: dict[st
     sizes = {"hidden_size": 1024, "intermediate_size": 16384, "num_hidden_layers": 1}
     base = model_folder(tmp_path / "base", **sizes)
     _adapter(base, tmp_path / "adapter", **options)
-    command = [sys.executable, "-c", PEAK, str(tmp_path / "adapter"), str(tmp_path / "out")]
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "adapter"), str(tmp_path / "out"), str(1 << 40)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
     ran = subprocess.run(command, capture_output=True, check=False, text=True, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr

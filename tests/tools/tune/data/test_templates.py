@@ -388,3 +388,40 @@ def test_shapes_are_tried(train_on: Any) -> None:
 def test_few_conversations_are_rendered_in_templates_of_others(name: str, train_on: Any) -> None:
     assert FOLDER is not None
     same_as_alone((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), train_on, 300)
+
+
+PARTS = [
+    *("<|im_end|>", "{{ x }}", "{% if %}", "\n", "0", "None", "<think>", "</think>", "<tool_call>", "'", '"', "\\"),
+    *("é", "🙂", "</s>", "<|eot_id|>", "user", "assistant", "/no_think", "<tool_response>", "a", "1.5", "[", "}"),
+    *("image", "<eos>", "[INST]", "#", "-", "true"),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("more", [0, 2])
+def test_texts_that_are_not_rendered_are_those_of_the_template(more: int) -> None:
+    """Of words that look like what templates are made of, in all templates of TRL that are read to write them as they
+    are."""
+    assert FOLDER is not None
+    draw, calls = random.Random(5), list[Any]()
+    speakers, quick = ["system"] * (more > 0) + ["user", "assistant"] * (1 + more // 2), 0
+
+    class Counted(ChatTemplate):
+        def render(self, *args: Any, **kwargs: Any) -> str:
+            calls.append(args)
+            return super().render(*args, **kwargs)
+
+    for file in sorted(FOLDER.glob("*.jinja")):
+        source = file.read_text(encoding="utf-8")
+        known, fresh = (kind(tokenizer_of(source), source) for kind in (Counted, ChatTemplate))
+        for _ in range(40 if known.plain else 0):
+            words = ["".join(draw.choices(PARTS, k=draw.randrange(1, 6))).strip() or "x" for _ in speakers]
+            talk: list[Message] = [{"role": r, "content": w} for r, w in zip(speakers, words, strict=True)]
+            try:
+                wanted = fresh.render(talk, where="a:1")
+            except ConfigError:  # it knows no such turns
+                break
+            calls.clear()
+            assert known.conversation(talk, len(talk) - 1, "assistant", where="a:1").text == wanted, (file.stem, talk)
+            quick += not calls
+    assert quick > 300

@@ -233,7 +233,7 @@ class ChatTemplate:
         names = {*tokenizer.all_special_tokens, *(str(each) for each in tokenizer.added_tokens_decoder.values())}
         self._special = re.compile("|".join(map(re.escape, sorted(names - {""}, key=len, reverse=True))) or r"(?!)")
         asks = words_looked_for(_GENERATION.sub("", source))
-        self._plain = asks is not None
+        self.plain = asks is not None
         self._asks = _asks(source) if asks is None else sorted(asks)
         self._shapes: dict[Any, _Shape | None] = {}
         self.parts = False
@@ -244,7 +244,7 @@ class ChatTemplate:
         except ConfigError:
             whole = ""
         if _PROBE not in whole:  # as templates of models that see, too, which take a list of parts
-            self.parts, self._plain = True, False
+            self.parts, self.plain = True, False
             whole = self.render(told, where="the template")
         base, prompted = (self.render(asked, where="the template", prompt=prompt) for prompt in (False, True))
         turn = _alike(base, prompted)
@@ -321,7 +321,7 @@ class ChatTemplate:
         """
         say = {"tools": tools, "settings": settings, "where": where}
         shape, words = self._shape(messages, begin, train_on, say)
-        if self._plain and shape is not None and not shape.trials and shape.bare:
+        if self.plain and shape is not None and not shape.trials and shape.bare:
             return shape.filled(words)
         text = self.render(messages, tools, settings, where=where)
         guess = shape.fits(words, text) if shape is not None else None
