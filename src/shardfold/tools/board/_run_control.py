@@ -92,7 +92,7 @@ class RunControl:
             if not path.is_file():
                 raise ApiRefusal(f"there is no host file {str(path)!r}.", "hostfile", "invalid_value")
             command += ["run", f"--hostfile={path.resolve()}", "-m", "shardfold"]
-        return self._begin(folder, [*command, *words], stdin)
+        return self._begin(folder, [*command, *words], stdin, is_here=hostfile is None)
 
     def _free(self, name: str | None) -> Path:
         if name is None:
@@ -112,7 +112,7 @@ class RunControl:
             raise ApiRefusal(f"there is something called {name!r} already: give another name.", "name", "name_taken")
         return self._root / name
 
-    def _begin(self, folder: Path, command: Sequence[str], stdin: bytes) -> Path:
+    def _begin(self, folder: Path, command: Sequence[str], stdin: bytes, *, is_here: bool) -> Path:
         printed = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {**os.environ, PRINTS_INTO_FOLDER: "1", "PYTHONUNBUFFERED": "1"}
         with tempfile.TemporaryFile() as given:
@@ -126,11 +126,16 @@ class RunControl:
                 env=environment,
                 start_new_session=True,
             )
+
+        def has_begun() -> bool:
+            """Also in the eyes of who has just started another one of the same name."""
+            return any(each.rank == LAUNCHER and (each.pid == process.pid or not is_here) for each in _records(folder))
+
         until = time.monotonic() + BEGINS
-        while not (folder / STATUS).is_file():
+        while not has_begun():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK)
-                if not (folder / STATUS).is_file():
+                if not has_begun():
                     raise ApiRefusal(_last_words(printed), "settings", "refused")
             if time.monotonic() > until:
                 process.send_signal(signal.SIGINT)
@@ -183,8 +188,7 @@ class RunControl:
         Raises:
             ApiRefusal: it is over, or its processes are not on this machine.
         """
-        records, _ = read_records(folder)
-        alive = [each for each in records if each.lives is not False and each.phase not in ENDS]
+        alive = [each for each in _records(folder) if each.lives is not False and each.phase not in ENDS]
         first = [each for each in alive if each.rank == LAUNCHER] or alive
         if not first or RunStatus.of(folder).is_over:
             raise ApiRefusal("the run is over.", code="is_over", status=409)
@@ -293,6 +297,10 @@ def read_text(path: Path) -> str:
     """A short text; "" where there is none."""
     with opened(path) as file:
         return os.read(file, 1000).decode(errors="replace").strip() if file is not None else ""
+
+
+def _records(folder: Path) -> list[Record]:
+    return read_records(folder)[0]
 
 
 def _handle(pid: int, path: Path) -> int | None:
