@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,11 @@ class BoardApp:
 
     def _acting(self, row: dict[str, Any]) -> dict[str, Any]:
         """With what can be done with it."""
-        return {**row, "can": [] if self._config.read_only else acts_of(row, self._runs.folder(row["id"]))}
+        found: list[str] = []
+        if not self._config.read_only:
+            with suppress(ApiRefusal):  # it is gone by now
+                found = acts_of(row, self._runs.folder(row["id"]))
+        return {**row, "can": found}
 
     def _folder(self, run: str) -> Path:
         """

@@ -152,8 +152,10 @@ class RunControl:
 
     def refusal(self, run: str) -> str | None:
         """Why a run that this board started is gone with its folder, by its id; None: it is not."""
-        for folder, (process, printed) in self._started.items():
-            if KnownRuns.id_of(folder) == run and process.poll() is not None and not folder.is_dir():
+        for folder, (process, printed) in list(self._started.items()):
+            if KnownRuns.id_of(folder) == run and not folder.is_dir():
+                with suppress(subprocess.TimeoutExpired):  # its sentence comes behind the folder's end
+                    process.wait(GONE)
                 return _last_words(printed)
         return None
 
