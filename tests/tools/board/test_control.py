@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shardfold.launch.run_records import read_records
 from shardfold.tools.observe.run_status import RunStatus
 from tests.tools.board.support import AskedBoard, Client, board_process, rows
 
@@ -202,44 +203,68 @@ def test_a_run_that_is_refused_leaves_no_folder(procs: int, runs: Path, tmp_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize("procs", [1, 2])
-def test_a_board_that_is_killed_changes_no_bit_of_a_run(procs: int, tmp_path: Path, text: Path, runs: Path) -> None:
-    """Twenty times, while it is asked; the weights are those of a run that had none."""
+def test_a_board_that_is_killed_changes_no_bit_of_a_run(
+    procs: int, tmp_path: Path, text: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty times, each while the run goes on and the board is asked for it; the weights are those of a run that had
+    none."""
     import torch
     from safetensors.torch import load_file
 
     from shardfold.checkpoint.folders import resolve
 
-    settings = {**SHORT, "procs": str(procs), "data": str(text), "steps": "300", "save_every": "300"}
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    alone = [sys.executable, "-m", "shardfold", "train", *options, f"--out={tmp_path / 'alone'}"]
-    subprocess.run(alone, check=True, stdout=subprocess.DEVNULL)
-    run, kills = "", 0
-    while kills < 20:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SHARDFOLD_PATIENCE", "600")  # the run waits while the next board begins
+    settings = {**SHORT, "procs": str(procs), "data": str(text)}
+
+    def alone(steps: int) -> float:
+        """Seconds of a step."""
+        settings.update(steps=str(steps), save_every=str(steps))
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        out = tmp_path / f"alone-{steps}"
+        command = [sys.executable, "-m", "shardfold", "train", *options, f"--out={out}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return rows(out / "metrics.jsonl")[-1]["seconds"] / steps
+
+    step = alone(100)
+    if (steps := int(20 * 0.3 / step)) > 100:  # so that it goes on for all of the twenty
+        alone(steps)
+    steps = max(100, steps)
+    run, pids = "", list[int]()
+    for _ in range(20):
         with board_process(runs) as (process, url):
             client = Client(url)
             if not run:
                 run = client.told("/api/start", {"recipe": "lm", "settings": settings, "name": "one"})["id"]
-            with suppress(OSError):
-                for _ in range(3):
-                    row = client.row(run)
-                    client.ask(f"/api/curves?id={run}&key=loss")
-                    client.ask(f"/api/runs/{run}")
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            before = client.row(run)["step"]
+            row = client.wait_for(run, lambda row, before=before: row["step"] > before)
+            assert client.told(f"/api/curves?id={run}&key=loss")["series"] and client.told(f"/api/runs/{run}")["status"]
             process.kill()
-            kills += 1
-            assert row["state"] != "gone"
+            assert row["state"] == "training"
+            pids = sorted({each.pid for each in read_records(runs / "one")[0]})
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+    assert RunStatus.of(runs / "one").step < steps
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
     until = time.monotonic() + 200
     while not (found := RunStatus.of(runs / "one")).is_over:
         assert time.monotonic() < until, found
         time.sleep(0.05)
     assert found.state == "done", found
-    places = resolve(tmp_path / "alone"), resolve(runs / "one")
+    both = tmp_path / f"alone-{steps}", runs / "one"
+    places = [resolve(each) for each in both]
     names = [sorted(each.name for each in place.glob("*.safetensors")) for place in places]
     assert names[0] == names[1] and names[0]
     for name in names[0]:
         first, second = (load_file(place / name) for place in places)
         assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-    told = [[row["loss"] for row in rows(each / "metrics.jsonl")] for each in (tmp_path / "alone", runs / "one")]
-    assert told[0] == told[1] and len(told[0]) == 300
+    told = [
+        [row["loss"] for row in rows(each / "metrics.jsonl")] for each in (tmp_path / f"alone-{steps}", runs / "one")
+    ]
+    assert told[0] == told[1] and len(told[0]) == steps
 
 
 @pytest.mark.soak

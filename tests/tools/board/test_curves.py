@@ -247,7 +247,7 @@ def test_curves_that_nobody_looks_at_go(tmp_path: Path, monkeypatch: pytest.Monk
         made_run(tmp_path / name, 50)
     from shardfold.tools.board import _board_app
 
-    monkeypatch.setattr(_board_app, "MOST_NUMBERS", 2500)
+    monkeypatch.setattr(_board_app, "MOST_NUMBERS", 1000)
     board = AskedBoard(tmp_path)
     for name in "abcd":
         board.get("/api/curves", {"id": board.id(name), "key": "loss"})

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +25,9 @@ class EventRows:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._rows = tempfile.TemporaryFile()  # noqa: SIM115
+        with tempfile.TemporaryFile() as file:
+            self._rows = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._rows)
         self._files: dict[Path, EventFile] = {}
         self._begun: float | None = None
         self._row: dict[str, float | None] = {}
@@ -47,11 +50,11 @@ class EventRows:
                     break  # the next file's are later
         if self._row and all(_is_quiet(path) for path in paths):
             self._write()
-        yield self._rows.fileno()
+        yield self._rows
 
     def _write(self) -> None:
         if self._row:
-            os.write(self._rows.fileno(), json.dumps(self._row).encode() + b"\n")
+            os.write(self._rows, json.dumps(self._row).encode() + b"\n")
             self._row = {}
 
 
