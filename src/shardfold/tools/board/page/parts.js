@@ -124,7 +124,7 @@ export function empty(text) {
 
 /** A text that is copied with one press. */
 export function copied(label, text) {
-  const shown = make("pre", { tabindex: "0", "aria-label": label }, text);
+  const shown = make("pre", { tabindex: "0", role: "group", "aria-label": label }, text);
   const press = button("Copy", async () => {
     try { await navigator.clipboard.writeText(shown.textContent); tell(press, "Copied"); } catch {
       getSelection().selectAllChildren(shown);
