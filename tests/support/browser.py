@@ -25,7 +25,7 @@ OPTIONS = (
     "--disable-sync",
     "--no-first-run",
 )
-WAIT = 60_000  # milliseconds, on a loaded machine
+WAIT = int(os.environ.get("PAGE_WAIT", 60_000))  # milliseconds, on a loaded machine
 MOST_TABS = 400
 
 
@@ -101,7 +101,7 @@ class Visitor:
 
     def choose(self, label: str, text: str) -> None:
         """One of a list."""
-        found = self.page.get_by_label(label, exact=True).first
+        found = self.page.get_by_role("combobox", name=label, exact=True).first
         if not self.keys:
             found.select_option(label=text)
             return
