@@ -222,9 +222,9 @@ function ranks(body, id, route) {
       if (!logs.length) log.dataset.none = "None is kept: the run was started elsewhere."; else delete log.dataset.none;
     }
     const columns = [{ name: "rank" }, { name: "state" }, { name: "step", number: true }, { name: "last word", number: true },
-      { name: "host" }, { name: "process", number: true }, { name: "last words" }];
-    const rows = all.map((each) => [each.rank < 0 ? "launcher" : String(each.rank), stateBadge(each.state || "unknown"), each.rank < 0 ? "–" : number(each.step), ago(each.age), each.host || "–",
-      each.pid ? String(each.pid) : "–", make("span", { class: "words" }, each.words || "")]);
+      { name: "last words" }, { name: "host" }, { name: "process", number: true }];
+    const rows = all.map((each) => [each.rank < 0 ? "launcher" : String(each.rank), stateBadge(each.state || "unknown"), each.rank < 0 ? "–" : number(each.step), ago(each.age),
+      make("span", { class: each.words ? "words" : null }, each.words || ""), each.host || "–", each.pid ? String(each.pid) : "–"]);
     if (!list.contains(document.activeElement)) list.replaceChildren(all.length ? table("Ranks", columns, rows) : empty("No rank has said anything."));
     await fetchLog(signal);
   };
