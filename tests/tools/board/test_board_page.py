@@ -66,10 +66,10 @@ def write_run(folder: Path, number: int = 0, **config: Any) -> Path:
     return folder
 
 
-def test_the_page_is_whole_and_makes_no_markup_of_what_it_is_told() -> None:
+def test_the_page_is_whole_and_makes_no_markup_of_what_it_is_told(tmp_path: Path) -> None:
     """Every file that it names is served with its kind; its policy lets run these and nothing that stands in the page.
     Nothing in the scripts reads text as markup or as a script."""
-    board = AskedBoard()
+    board = AskedBoard(tmp_path)
     reply = board.ask("GET", "/")
     policy = dict(each.strip().split(" ", 1) for each in reply.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'" and policy["script-src"] == policy["style-src"] == "'self'"
