@@ -73,6 +73,16 @@ function nearest(points, x) {
   return low && x - points[low - 1][0] < points[low][0] - x ? low - 1 : low;
 }
 
+/** The pen of an empty canvas of so many pixels of the page. */
+function cleared(canvas, width, height) {
+  const scale = window.devicePixelRatio || 1;
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  return pen;
+}
+
 export class Chart {
   /** `onZoom(from, to)`: a part was marked; without numbers: all is wanted again. `unit`: how values are shown. */
   constructor(title, { onZoom, unit = number }) {
@@ -85,12 +95,13 @@ export class Chart {
     this.at = null;
     this._onZoom = onZoom;
     this.canvas = make("canvas", { "aria-hidden": "true" });
+    this._over = make("canvas", { "aria-hidden": "true" }); // what follows the pointer, so that lines are not drawn again for it
     this._tip = make("div", { class: "tip", hidden: true });
     this._mark = make("div", { class: "mark", hidden: true });
     this._none = make("p", { class: "muted none", hidden: true }, "No points yet.");
     this._spoken = make("p", { class: "aside", role: "status" });
     this.plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart" },
-      this.canvas, this._mark, this._tip, this._none);
+      this.canvas, this._over, this._mark, this._tip, this._none);
     this._back = button("Show all", () => this._onZoom(), { hidden: true, class: "small" });
     this._told = make("span", { class: "told" });
     const summary = make("summary", {}, "Values");
@@ -154,16 +165,11 @@ export class Chart {
   _paint() {
     const width = this.plot.clientWidth, height = this.plot.clientHeight;
     if (!width || !height || !this.lines) return;
-    const scale = window.devicePixelRatio || 1;
-    this.canvas.width = width * scale;
-    this.canvas.height = height * scale;
-    const pen = this.canvas.getContext("2d");
-    pen.scale(scale, scale);
-    pen.clearRect(0, 0, width, height);
+    const pen = cleared(this.canvas, width, height);
     const range = this._range();
     this._none.hidden = range.left <= range.right;
     this.place = null;
-    if (!this._none.hidden) return;
+    if (!this._none.hidden) { cleared(this._over, width, height); return; }
     if (range.low > range.high) { range.low = this.log ? 0.1 : 0; range.high = 1; }
     if (range.low === range.high && !this.log) { // a flat line is in the middle
       const room = Math.abs(range.low) / 10 || 1;
@@ -184,7 +190,7 @@ export class Chart {
     };
     this._grid(pen, marks);
     this._lines(pen);
-    this._cross(pen);
+    this._cross();
   }
 
   _colour(name) {
@@ -294,9 +300,10 @@ export class Chart {
     }
   }
 
-  _cross(pen) {
-    if (this.at === null || !this.place) return;
-    const { x, y, height } = this.place;
+  _cross() {
+    if (!this.place) return;
+    const { x, y, width, height } = this.place, pen = cleared(this._over, width, height);
+    if (this.at === null) return;
     pen.strokeStyle = this._colour("muted");
     pen.lineWidth = 1;
     pen.beginPath();
@@ -340,13 +347,13 @@ export class Chart {
     this._tip.style.left = left ? "auto" : there + 12 + "px";
     this._tip.style.right = left ? this.place.width - there + 12 + "px" : "auto";
     if (aloud) tell(this._spoken, head + ": " + rows.map((each) => `${each.name} ${this.unit(each.value)}`).join(", "));
-    this.draw();
+    this._cross();
   }
 
   _hide() {
     this.at = null;
     this._tip.hidden = true;
-    this.draw();
+    this._cross();
   }
 
   _listen() {
