@@ -164,7 +164,8 @@ def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
         page.locator("pre", has_text="--steps").wait_for()
         guest.press("button", "Plan")
         page.locator(".plan b, .plan .refused").wait_for(timeout=PLANS)
-        assert re.match("It (fits|does not fit)", page.locator(".plan").inner_text()), page.locator(".plan").inner_text()
+        planned = page.locator(".plan").inner_text()
+        assert re.match("It (fits|does not fit)", planned), planned
         page.reload()
         page.locator("pre", has_text="--steps").wait_for()
         guest.press("button", "Start")
