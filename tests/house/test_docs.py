@@ -136,7 +136,7 @@ def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -
         for name, command in group.commands[prefix].commands.items():
             known[f"{prefix} {name}"] = {option for each in command.params for option in each.opts} | {"--help"}
         known[prefix] = {option for each in group.commands[prefix].params for option in each.opts} | {"--help"}
-    for name in ("chat", "demo", "doctor", "eval", "generate", "plan", "report"):
+    for name in ("board", "chat", "demo", "doctor", "eval", "generate", "plan", "report", "runs", "serve"):
         known[name] = {option for each in group.commands[name].params for option in each.opts} | {"--help"}
     known["run"] = {option for each in group.commands["run"].params for option in each.opts} | {"--help"}
     for page, words in _commands():
