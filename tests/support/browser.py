@@ -25,7 +25,7 @@ OPTIONS = (
     "--disable-sync",
     "--no-first-run",
 )
-WAIT = int(os.environ.get("PAGE_WAIT", 60_000))  # milliseconds, on a loaded machine
+WAIT = 60_000  # milliseconds, on a loaded machine
 MOST_TABS = 400
 
 
