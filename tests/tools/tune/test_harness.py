@@ -64,6 +64,8 @@ def figures(folder: str, ours: bool) -> dict[str, list[Any]]:
     found: Any = lm_eval.simple_evaluate(model=model, tasks=tasks(), log_samples=True, bootstrap_iters=0)
     if ours:
         model.close()
+    if found is None:  # the harness gives its results to a host's first rank alone
+        return {}
     return {name: [each["resps"] for each in rows] for name, rows in found["samples"].items()}
 
 

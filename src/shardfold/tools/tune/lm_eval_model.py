@@ -8,7 +8,8 @@
     found = lm_eval.simple_evaluate(model=model, tasks=["lambada_openai"])
 
 Tasks and metrics are the harness's; likelihoods and answers come from the engine, on any layout. Every rank runs the
-same harness with the same tasks: the ranks share out the work below it, and all have the same results.
+same harness with the same tasks: the ranks share out the work below it. `simple_evaluate` returns results on a host's
+first rank, and `None` on the others.
 """
 
 from __future__ import annotations
