@@ -394,6 +394,19 @@ print(sum(len(row) for row in rows), len(made))
 """
 
 
+def test_the_first_row_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though two blocks are made at a time, and both have such rows."""
+    monkeypatch.setattr(sources, "ROWS", 4)
+    lines = [json.dumps({"text": "one two"})] * 40
+    lines[8] = lines[13] = "{"
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    rows = prepare([From(str(tmp_path / "text.jsonl"))], tiny_tokenizer(), As(), "text", cache=tmp_path / "cache")
+    rows.ahead([3, 2, 1, 0])
+    with pytest.raises(ConfigError, match=r"text.jsonl:9: not JSON"):
+        _ = rows.facts
+    rows.close()
+
+
 def test_killed_half_way_it_goes_on_and_is_made_once(tmp_path: Path) -> None:
     """Blocks that were written stay; what is there is not made again; another tokenizer's are others."""
     file = write_rows(tmp_path / "text.jsonl", texts(3000))
