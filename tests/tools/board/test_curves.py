@@ -84,8 +84,10 @@ def test_a_short_curve_is_told_as_it_is(by: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 100, 4096, 4097, 9000])
 def test_a_level_has_least_largest_and_mean_of_its_rows(count: int, pixels: int, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    written(path, rows(count))
+    written(path, rows(count // 3))
     curves = StepCurves(path.parent)
+    curves.read_on(["loss"], "step", FOREVER)
+    written(path, rows(count - count // 3, count // 3 + 1))  # blocks that are there become larger
     told = points(curves, "loss", pixels=pixels)
     level = curves.whole("loss", "step", pixels).level
     assert len(told) <= pixels and level * (len(told) - 1) < count <= level * len(told)
@@ -204,6 +206,8 @@ def test_names_in_texts_are_no_keys(tmp_path: Path) -> None:
     written(path, ['{"loss":3.0,"step":3}', '{"step":4}'])
     assert points(StepCurves(path.parent), "loss") == [[1, 1], [2, 2], [3, 3], [4, None]]
     assert points(StepCurves(path.parent), 'x": 1, "loss') == []
+    written(path, [{"step": step, "größe": step / 2} for step in range(5, 12)])  # which JSON escapes
+    assert points(StepCurves(path.parent), "größe")[-1] == [11, 5.5]
 
 
 def test_a_line_without_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ def _rows_of(piece: bytes, keys: Iterable[str]) -> _Rows:
     lines = piece.split(b"\n")
     lines.pop()
     begins = [length + at for at, length in enumerate(accumulate(map(len, lines), initial=0))][:-1]
-    flat = piece.count(b"{") == len(lines) and b"\\" not in piece and b"[" not in piece
+    flat = piece.count(b"{") == len(lines) and b"\\" not in piece
     columns: dict[str, Sequence[float | None]] = {}
     rest: list[str] = []
     for key in keys:
