@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+import shardfold as sf
 from shardfold.launch.run_records import read_records
 from shardfold.tools.observe.run_status import RunStatus
 from tests.tools.board.support import AskedBoard, Client, board_process, rows
@@ -81,6 +82,14 @@ def test_a_loop_of_ones_own_is_stopped(act: str, runs: Path) -> None:
     assert row["state"] == "stopped" and row["can"] == [], row
     again = board.ask("POST", f"/api/runs/{row['id']}/{act}", body={})
     assert again.status_code == 409 and "over" in again.json()["error"]["message"]
+
+
+def test_what_is_left_counts_from_where_a_run_was_resumed(runs: Path) -> None:
+    with sf.observe.Run(runs / "a", config={}, steps=1000) as run:
+        for step in range(901, 911):
+            run.write({"step": step, "seconds": (step - 900) * 2.0, "loss": 1.0})
+        (row,) = AskedBoard(runs).get("/api/runs")["runs"]
+        assert (row["step"], row["steps"], row["seconds_left"]) == (910, 1000, 180.0)
 
 
 def test_a_run_that_is_killed_is_seen_as_dead(runs: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.launch.run_records import STATUS
-from shardfold.tools.observe.run_files import read_object
+from shardfold.tools.observe.run_files import opened, read_object
 from shardfold.tools.observe.run_status import RunStatus, runs_in
 from shardfold.tools.serve.api_refusal import ApiRefusal
 
@@ -21,6 +22,7 @@ __all__ = ["KnownRuns", "recipe_of_settings"]
 
 LOOK = 1.0  # seconds for which the folders that were found are believed
 MOST_NAME = 300
+HEAD = 16 * 1024  # bytes in which the first row is
 
 
 class KnownRuns:
@@ -117,7 +119,7 @@ class KnownRuns:
         steps = status.steps or (config["steps"] if isinstance(config.get("steps"), int) else 0)
         left = None
         if not status.is_over and number["seconds"] and 0 < step < steps:
-            left = number["seconds"] / step * (steps - step)
+            left = _pace(folder, step, number["seconds"]) * (steps - step)
         return {
             "id": run,
             "name": self._name(folder),
@@ -152,6 +154,16 @@ def recipe_of_settings(config: Mapping[str, Any]) -> str:
     if isinstance(named := config.get("recipe"), str):
         return named[:MOST_NAME]
     return "face" if "backbone" in config else "lm" if {"size", "context", "eval_windows"} <= config.keys() else ""
+
+
+def _pace(folder: Path, step: int, seconds: float) -> float:
+    """Seconds of a step. A run that was resumed begins at another step than the first."""
+    with opened(folder / "metrics.jsonl") as file, suppress(OSError, ValueError, RecursionError):
+        first = json.loads(os.pread(file, HEAD, 0).partition(b"\n")[0]) if file is not None else {}
+        begun, before = (first.get("step"), first.get("seconds")) if isinstance(first, dict) else (None, None)
+        if isinstance(begun, int) and 0 < begun < step and _is_finite(before) and 0 <= before < seconds:
+            return (seconds - before) / (step - begun)
+    return seconds / step
 
 
 def _lasting(row: Mapping[str, Any]) -> dict[str, Any]:
