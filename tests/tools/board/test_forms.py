@@ -159,6 +159,7 @@ def test_sources_that_options_cannot_name_are_kept_in_a_file() -> None:
     assert form.form_values({"data": [{"path": "a", "weight": 1.0, "format": None}, "b"]}) == {"data": "a,b"}
     assert form.command({"data": rows[:1], "adapter": {"kind": "prefix"}}) is None
     assert form.command({"adapter": {"kind": "prefix", "pre_seq_len": 4}}) == ["tune", "sft", "--pre-seq-len=4"]
+    assert form.command({"adapter": {"kind": "lora", "layers": 3}}) is None  # which a file says, and then is refused
     assert form.command({"adapter": {}}) == ["tune", "sft", "--lora=16"]
 
 
