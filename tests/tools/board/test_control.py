@@ -94,7 +94,7 @@ def test_what_is_left_counts_from_where_a_run_was_resumed(runs: Path) -> None:
 
 def test_a_run_that_is_killed_is_seen_as_dead(runs: Path) -> None:
     """By who has looked at it, also where it wrote nothing since."""
-    saves = LOOP.replace("time.sleep(0.01)", "run.during('saving').__enter__(); time.sleep(1000)")
+    saves = LOOP.replace("time.sleep(0.01)", "during = run.during('saving'); during.__enter__(); time.sleep(1000)")
     loop = subprocess.Popen([sys.executable, "-c", saves, str(runs / "a")])
     row = seen(board := AskedBoard(runs), "saving")
     assert board.get("/api/runs")["runs"][0]["state"] == "saving"
