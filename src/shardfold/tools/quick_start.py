@@ -50,7 +50,7 @@ class QuickStart:
 
         It marks functions for torch.compile as it is imported, and has base classes for trainings over its own meshes:
         the compiler, sympy, accelerate and scipy take longer to import than all the rest. A process that only answers
-        has none of that.
+        has none of that. And what it has found in the files of all its models is not looked for a second time.
         """
         from shardfold.torch_internals import COMPILER
 
@@ -65,14 +65,29 @@ class QuickStart:
         marks.__dict__.update(__path__=[], __getattr__=_mark_nothing)
         masks.__dict__["__getattr__"] = partial(_later, names[1])
         sys.modules.update(zip(names, (marks, masks), strict=True))
+        found: Any = sys.modules["transformers"]
+        look = utils.import_utils.define_import_structure
+        utils.import_utils.define_import_structure = partial(_found, found, look)
         try:
+            importlib.import_module("transformers.models")
             importlib.import_module("transformers.masking_utils")
             importlib.import_module("transformers.modeling_utils")
         except ImportError:  # of a version that asks for more: it is imported whole
             pass
         finally:
+            utils.import_utils.define_import_structure = look
             for name in names:
                 del sys.modules[name]
+
+
+def _found(package: Any, look: Callable[..., Any], path: str, prefix: str | None = None) -> Any:
+    """Which names the files of models have, as the whole package has found it; ``look`` reads them all again."""
+    structure = getattr(package, "_import_structure", None)
+    if prefix is not None or not isinstance(structure, dict) or not path.endswith("models/__init__.py"):
+        return look(path, prefix)
+    models = {name[len("models.") :]: set(of) for name, of in structure.items() if name.startswith("models.")}
+    missing = {name.split(".", 1)[1] for name in package._object_missing_backend if name.startswith("models.")}
+    return {frozenset(): {name: of for name, of in models.items() if name not in missing}}
 
 
 def _never(*_args: Any, **_kwargs: Any) -> bool:
