@@ -51,8 +51,11 @@ def test_texts_are_read_where_they_rest_also_behind_pages_of_others() -> None:
     model = made()
     begin = unequal(1, 1, seed=7)[0] * 9 + [3, 5, 8]
     prompts = [[*begin, *end] for end in unequal(5, 6, seed=2)] + unequal(3, 30)
-    found = _by_request(sf.generate(model, prompts, max_tokens=20, temperature=0, page_size=4))
-    assert [found[i, 0].tokens for i in range(len(prompts))] == [alone(model, prompt, 20) for prompt in prompts]
+    prompts.sort(key=len)
+    expected = [alone(model, prompt, 20) for prompt in prompts]
+    for rows in (256, 2):  # with two under way there are more pages for each text that begins
+        found = _by_request(sf.generate(model, prompts, max_tokens=20, temperature=0, page_size=4, rows=rows))
+        assert [found[i, 0].tokens for i in range(len(prompts))] == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -70,14 +73,16 @@ def test_matrices_in_the_same_memory_are_told_apart(order: str, family: str) -> 
     assert [found[i, 0].tokens for i in range(4)] == [alone(model, prompt, 9) for prompt in prompts]
 
 
-@pytest.mark.parametrize("where", ["mlp", "linear", "forward"])
+@pytest.mark.parametrize("where", ["mlp", "linear", "forward", "base"])
 def test_what_changes_a_part_of_a_layer_acts(where: str) -> None:
-    """A hook on a part, on a matrix, and a forward of the user's."""
+    """A hook on a part, on a matrix, on the model without its head, and a forward of the user's."""
     model = made()
     prompts, layer = unequal(4, 9), model.model.layers[0]
     plain = [alone(model, prompt, 8) for prompt in prompts]
     if where == "forward":
         layer.mlp.forward = lambda hidden: -hidden
+    elif where == "base":
+        model.model.register_forward_hook(lambda part, inputs, out: setattr(out, "last_hidden_state", -out[0]))
     else:
         part = layer.mlp if where == "mlp" else layer.self_attn.k_proj
         part.register_forward_hook(lambda part, inputs, out: -out if out.dim() == 3 else None)

@@ -166,19 +166,23 @@ def _whole(scheduler: BatchScheduler, text: Continuation) -> int:
 
 
 def test_texts_grow_into_pages_behind_their_own() -> None:
-    """Four texts that grow together have a run of pages each; others come into their place when they are over."""
+    """Four texts that grow together beside a long one have a run of pages each; others come into their place, and into
+    that which they did not need, when they are over."""
     books = PageBooks(None, 4, apart=True)
     scheduler = BatchScheduler(books, rows=9, chunk=1000)
+    long = _text(9, [7] * 400, 60)
+    scheduler.add(long)
     for turn in range(3):
         texts = [_text(number, [turn, number] * 5, 30) for number in range(4)]
         for text in texts:
             scheduler.add(text)
-        for _ in range(29):
-            for text in scheduler.plan().under_way or texts:
+        for _ in range(13):
+            step = scheduler.plan()
+            for text in step.under_way + [part.text for part in step.parts]:
                 text.take(1, 0.0)
         for text in texts:
-            assert text.pages == list(range(text.pages[0], text.pages[0] + 10))
-        assert books.made == books.end == 40
+            assert text.pages == list(range(text.pages[0], text.pages[0] + 6))
+        assert long.pages == list(range(len(long.pages))) and books.end == 115 + 4 * 10
         scheduler.end(texts)
 
 
@@ -208,6 +212,20 @@ def test_pages_that_were_written_are_used_again() -> None:
         most = max(most, books.used)
         assert books.made <= most + most // 4 + 17
         assert sum(end - first for first, end in books.stretches()) == books.made
+
+
+def test_holes_are_filled_before_more_memory_is_written() -> None:
+    """Of 64 pages every other one is free: a text takes 7 of them, so that no more than a quarter of those in use and a
+    stretch lie idle, before it has a stretch of its own."""
+    books = PageBooks(None, 4, apart=True)
+    pages = [books.take() for _ in range(64)]
+    for page in pages[::2]:
+        assert page is not None
+        books.release([page])
+    page = None
+    for left in range(16, 0, -1):
+        page = books.take(page, left)
+        assert books.made == (64 if left > 9 else 64 + 10 - left)
 
 
 def test_pages_of_texts_that_are_over_are_found_until_others_need_them() -> None:

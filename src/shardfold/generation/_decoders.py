@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -127,6 +127,9 @@ class _OfTransformers:
             if _is_straight(part):
                 held.callback(vars(part).pop, "forward", None)
                 vars(part)["forward"] = _StraightLayer(part, reads, turns)
+        if _is_straight_model(self._model):
+            held.callback(vars(self._model).pop, "forward", None)
+            vars(self._model)["forward"] = _StraightModel(self._model, reads)
 
     def logits(self, call: Callable[..., Any], tokens: Tensor, positions: Tensor, draws: Tensor) -> Tensor:
         more: dict[str, Any] = {"logits_to_keep": draws} if self._picks else {}
@@ -183,6 +186,19 @@ def _is_straight(layer: nn.Module) -> bool:
     return all(type(getattr(layer, name)).__module__ == home for name in own) and all(map(_is_plain, parts))
 
 
+def _is_straight_model(model: Any) -> bool:
+    """Whether it is no more than an embedding, straight layers, a norm and a head."""
+    home, family = type(model).__module__, _family(model)
+    base: Any = getattr(model, "model", None)
+    if family not in STRAIGHT or home != f"transformers.models.{family}.modeling_{family}" or "forward" in vars(model):
+        return False
+    names = type(model).__name__.endswith("ForCausalLM") and type(base).__name__ == f"{type(model).__name__[:-11]}Model"
+    if not names or type(base).__module__ != home or not _is_plain(base):
+        return False
+    layers = [vars(layer).get("forward") for layer in base.layers]
+    return len(layers) == base.config.num_hidden_layers and all(type(each) is _StraightLayer for each in layers)
+
+
 def _is_plain(part: nn.Module) -> bool:
     hooks: Any = part
     return not (hooks._forward_hooks or hooks._forward_pre_hooks or "forward" in vars(part))
@@ -204,6 +220,33 @@ class _Turns:
         return self._made
 
 
+class _Logits(NamedTuple):
+    logits: Tensor
+
+
+class _StraightModel:
+    """The forward of a model of straight layers, for :meth:`_OfTransformers.logits`."""
+
+    def __init__(self, model: Any, reads: PagedAttention) -> None:
+        self._model, self._reads = model, reads
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        logits_to_keep: Tensor | None = None,
+        use_cache: bool = False,
+        **options: Any,
+    ) -> _Logits:
+        base = self._model.model
+        _open(self._model, self._reads)
+        hidden = base.embed_tokens(input_ids)
+        turns = base.rotary_emb(hidden, position_ids=position_ids)
+        for layer in base.layers:
+            hidden = layer(hidden, position_embeddings=turns)
+        return _Logits(self._model.lm_head(base.norm(hidden[:, logits_to_keep])))
+
+
 class _StraightLayer:
     """The forward of a decoder layer by fewer calls: its modules are not called one by one, and matrices that lie
     behind each other in memory, as an engine puts them, are multiplied at once.
@@ -214,7 +257,7 @@ class _StraightLayer:
     def __init__(self, layer: Any, reads: PagedAttention, turns: _Turns) -> None:
         self._layer, self._reads, self._turns = layer, reads, turns
         attention = layer.self_attn
-        self._norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self._norms: tuple[Any, Any] = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         of = attention if hasattr(attention, "layer_type") else attention.config
         self._window: int | None = None if _family(layer) == "llama" else getattr(of, "sliding_window", None)
 
@@ -276,11 +319,11 @@ def _is_matrix(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and layer.bias is None and _is_plain(layer)
 
 
-def _output(row: Tensor, layer: nn.Module) -> Tensor:
+def _output(row: Tensor, layer: Any) -> Tensor:
     return F.linear(row, layer.weight) if _is_matrix(layer) else layer(row[None])[0]
 
 
-def _added(row: Tensor, more: Tensor, layer: nn.Module) -> Tensor:
+def _added(row: Tensor, more: Tensor, layer: Any) -> Tensor:
     """``row`` and the layer's output."""
     return torch.addmm(row, more, layer.weight.t()) if _is_matrix(layer) else row + layer(more[None])[0]
 

@@ -90,6 +90,7 @@ class PageBooks:
             return None
         self._reach(page + 1)
         self._map[page] = HELD
+        self._claim(page + 1, page + min(stretch, self._most))
         if self._taken[page] == 0:
             self._taken[page] = 1
             self.made += 1
@@ -108,7 +109,7 @@ class PageBooks:
         return self._map[page] != HELD and not (self._is_wide and not self._taken[page])
 
     def _begin(self, stretch: int) -> int:
-        """The first page of a stretch, the rest of which is claimed; there is a page that nobody has."""
+        """The first page of a stretch, or of a shorter one; there is a page that nobody has."""
         stretch = max(1, min(stretch, self._most))
         places = self._map
         if self.limit is not None:
@@ -123,11 +124,16 @@ class PageBooks:
         while page < 0 and stretch > 1:
             stretch //= 2
             page = places.find(bytes(stretch))
-        if page < 0:
-            page = places.find(CLAIMED)
-        self._reach(page + stretch)
-        self._map[page : page + stretch] = bytes([CLAIMED]) * stretch
-        return page
+        return page if page >= 0 else places.find(CLAIMED)
+
+    def _claim(self, first: int, last: int) -> None:
+        """Pages up to the first that somebody has."""
+        last = last if self.limit is None else min(last, self.limit)
+        self._reach(last)
+        for page in range(first, last):
+            if self._map[page] == HELD:
+                break
+            self._map[page] = CLAIMED
 
     def _reach(self, pages: int) -> None:
         """There are numbers for so many."""
