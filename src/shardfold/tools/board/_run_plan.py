@@ -41,7 +41,7 @@ def planned(settings: RecipeSettings, gpus: str | None) -> dict[str, Any]:
     where = cluster(f"{settings.procs}x{gpus or _this_machine()}")
     samples = settings.procs * max(1, settings.micro_batch) * settings.accumulate
     names = list(dict.fromkeys([settings.layout, *layouts_for(where)]))
-    most = {"most": settings.micro_batch} if settings.micro_batch else {}
+    most: dict[str, Any] = {"most": settings.micro_batch} if settings.micro_batch else {}
     found = rank(
         _subject(settings, where),
         where,

@@ -204,7 +204,7 @@ class StepCurves:
             if not inside:
                 self._begins.append(self._read + begins[at])
             for key, column in self._columns.items():
-                values = columns[key][at:until]
+                values: Any = columns[key][at:until]
                 values = values if key in clean else _finite(values)
                 column.extend_last(values) if inside else column.append(values)
             self._rows += until - at

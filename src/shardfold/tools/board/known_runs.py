@@ -159,9 +159,9 @@ def recipe_of_settings(config: Mapping[str, Any]) -> str:
 def _pace(folder: Path, step: int, seconds: float) -> float:
     """Seconds of a step. A run that was resumed begins at another step than the first."""
     with opened(folder / "metrics.jsonl") as file, suppress(OSError, ValueError, RecursionError):
-        first = json.loads(os.pread(file, HEAD, 0).partition(b"\n")[0]) if file is not None else {}
-        begun, before = (first.get("step"), first.get("seconds")) if isinstance(first, dict) else (None, None)
-        if isinstance(begun, int) and 0 < begun < step and _is_finite(before) and 0 <= before < seconds:
+        first: Any = json.loads(os.pread(file, HEAD, 0).partition(b"\n")[0]) if file is not None else {}
+        begun, before = map(first.get, ("step", "seconds")) if isinstance(first, dict) else (None, None)
+        if isinstance(begun, int) and 0 < begun < step and isinstance(before, int | float) and 0 <= before < seconds:
             return (seconds - before) / (step - begun)
     return seconds / step
 
