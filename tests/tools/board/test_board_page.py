@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import shardfold as sf
@@ -40,6 +41,19 @@ def chromium() -> Iterator[Any]:
     """Of each test its own, as a browser starts processes when it likes."""
     with browser() as opened:
         yield opened
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Path]:
+    """A folder for runs. Those that go on, and servers of theirs, outlive their board, and end with the test."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    yield folder
+    mine = [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
+    for process in mine:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(mine)
 
 
 def loss(run: int, step: int) -> float:
@@ -138,12 +152,10 @@ def test_the_page_lists_a_run_and_nothing_is_refused_by_its_policy(chromium: Any
     [(1280, "light", False), (390, "light", False), (1280, "dark", True), (390, "dark", True)],
 )
 def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
-    chromium: Any, tmp_path: Path, width: int, scheme: str, keys: bool
+    chromium: Any, tmp_path: Path, runs: Path, width: int, scheme: str, keys: bool
 ) -> None:
     """From an empty list to a conversation with what was trained."""
     model, data = model_folder(tmp_path / "base"), write_rows(tmp_path / "chats.jsonl", chats(64))
-    runs = tmp_path / "runs"
-    runs.mkdir()
     with board(runs, "--gpus=4090") as url, visitor(chromium, width=width, scheme=scheme, keys=keys) as guest:
         page = guest.page
         page.goto(url)
