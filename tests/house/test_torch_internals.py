@@ -26,6 +26,7 @@ OTHERS = {  # names with an underscore that are Python's or other libraries'
     "_current_frames", "_exit", "_getframe",  # of os and sys, documented
     "_attn_implementation", "_init_weights", "_is_stateful", "_no_split_modules", "_supports_attention_backend",  # of
     # transformers
+    "_import_structure", "_object_missing_backend",  # of its packages, which are read once
     "_apply_gate",  # of its modules of experts
     "_disable_adapters",  # of peft's layers
 }  # fmt: skip
