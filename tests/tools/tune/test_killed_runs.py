@@ -124,9 +124,8 @@ def test_a_killed_run_goes_on(number: int, ranks: Ranks, tmp_path: Path) -> None
     if draw.random() < 0.5:
         shutil.rmtree(tmp_path / "cache")
     resumed = {"resume": "killed", "out": "rest", **other}
-    if (
-        f"{STEPS:06}" in (tmp_path / "killed" / "checkpoints" / "latest").read_text()
-    ):  # the kill came behind its last save
+    latest = (tmp_path / "killed" / "checkpoints" / "latest").read_text()
+    if f"{STEPS:06}" in latest:  # it was killed behind its last save
         with pytest.raises(RanksFailed, match="leaves none to do"):
             ranks.run(tuned, str(tmp_path), recipe, resumed, world_size=then, timeout=LIMIT)
         return
