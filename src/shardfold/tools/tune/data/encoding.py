@@ -99,7 +99,7 @@ class Encoder:
         self._backend = Tokenizer.from_str(text)  # its own: nobody else sets how it cuts or pads
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._bytes = ByteTokens.of(self._backend)
+        self._bytes = ByteTokens.of(self._backend) if kind != "text" else None  # which is trained whole
         plain, special = (self._backend.encode("x", add_special_tokens=each).ids for each in (False, True))
         more = len(special) - len(plain)
         self._front = more if special[more:] == plain else 0  # tokens in front of texts, where none are behind them
