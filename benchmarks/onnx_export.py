@@ -59,7 +59,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": WIDTH},
     "phi": {},
-    "phi3": GROUPED,
+    "phi3": {**GROUPED, "original_max_position_embeddings": 256},
     "falcon": {},
     "bloom": {},
     "mpt": {"d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": 256},

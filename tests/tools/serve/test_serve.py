@@ -288,6 +288,7 @@ def test_a_stream_of_the_openai_package_that_is_closed_is_cancelled(
         messages: Any = [{"role": "user", "content": "one"}]
         with client.chat.completions.create(model=NAME, messages=messages, max_tokens=110, seed=1, stream=True) as said:
             next(said)
+            until(lambda: pace.begun == 3)
         until(lambda: server.answers.waiting > 0, 20)
         pace.allow(1)
         until(lambda: server.app.load == 0 and server.ranks.used_pages == 0, 20)
