@@ -3,6 +3,7 @@
     python examples/plain_loop.py                                # one process
     torchrun --nproc-per-node 2 examples/plain_loop.py           # two, each with half of every state
     torchrun --nproc-per-node 2 examples/plain_loop.py zero1     # another layout, the same training
+    python examples/plain_loop.py zero3 runs/a                   # its figures go to TensorBoard too
 
 Other layouts: ddp, zero1, zero2, zero3, fsdp2, hsdp, hpz.
 """
@@ -63,6 +64,7 @@ engine = sf.Engine(
     clip_norm=1.0,
     lr_schedule=sf.optim.warmup_cosine(warmup=10, total=STEPS),
 )
+run = sf.observe.Run(sys.argv[2], steps=STEPS, track="tensorboard") if len(sys.argv) > 2 else None
 for step in range(STEPS):
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw)[engine.rank :: engine.world_size]
     windows = text[starts[:, None] + torch.arange(CONTEXT + 1)].long().to(engine.device)
@@ -70,10 +72,14 @@ for step in range(STEPS):
     engine.backward(loss)
     report = engine.step()
     mean = engine.mean(loss.item())  # over all ranks, so every rank calls it
+    if run is not None:
+        run.log(report.step, loss=mean, lr=report.lr, grad_norm=report.grad_norm)
     if engine.rank == 0 and (step % 10 == 0 or step == STEPS - 1):
         print(f"step {report.step:3}  loss {mean:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}")
 
 if engine.rank == 0:
     print(f"\n{LAYOUT} on {engine.world_size} rank(s), bytes on this rank:\n{engine.memory()}")
     print(f"\nbytes that this rank sent in the last step:\n{engine.traffic()}")
+if run is not None:
+    run.close()
 engine.close()

@@ -6,8 +6,6 @@ Nothing here imports torch before a command needs it; errors are told by ``cli.m
 from __future__ import annotations
 
 import json as jsons
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -78,19 +76,28 @@ def export(
     import torch
 
     from shardfold.checkpoint import export_to
+    from shardfold.tools.observe.working_line import working
 
     kind = getattr(torch, DTYPES[dtype]) if dtype is not None else None
     if is_adapter(source):
         _check_merge(source, to, config=config, state=state, renames=names)
         from shardfold.tools.tune.merge import merge
 
-        with _progress("merge") as tick:
-            merged = merge(source, target, dtype=kind, shard_bytes=shard_bytes, tick=tick)
+        with working("merging") as line:
+            merged = merge(source, target, dtype=kind, shard_bytes=shard_bytes, tick=line.amount)
         print(printable(str(merged)))
         return
-    with _progress("export") as tick:
+    with working("exporting") as line:
         report = export_to(
-            source, target, to, dtype=kind, shard_bytes=shard_bytes, config=config, state=state, rename=names, tick=tick
+            source,
+            target,
+            to,
+            dtype=kind,
+            shard_bytes=shard_bytes,
+            config=config,
+            state=state,
+            rename=names,
+            tick=line.amount,
         )
     print(printable(str(report)))
 
@@ -111,21 +118,21 @@ def import_(
     """Write a checkpoint (TARGET) from files of others' kind (SOURCE): weights, and an optimizer's state if known."""
     names = _renames(rename)
     from shardfold.checkpoint import import_from
+    from shardfold.tools.observe.working_line import working
 
-    with _progress("import") as tick:
-        report = import_from(source, target, form, key=key, rename=names, trust=trust, tick=tick)
+    with working("importing") as line:
+        report = import_from(source, target, form, key=key, rename=names, trust=trust, tick=line.amount)
     print(printable(str(report)))
 
 
 def _export_onnx(source: Path, target: Path, bits: int | None, data: list[Path], others: list[str]) -> None:
     if others:
         raise ConfigError(f"{others[0]} says nothing of --to onnx, which takes a model as it is: leave it out.")
-    from rich.console import Console
-
+    from shardfold.tools.observe.working_line import working
     from shardfold.tools.onnx.onnx_export import export_onnx
 
-    with Console(stderr=True).status("loading") as status:
-        report = export_onnx(source, target, bits=bits, data=data, say=status.update)
+    with working("exporting") as line:
+        report = export_onnx(source, target, bits=bits, data=data, say=line.now)
     print(printable(str(report)))
 
 
@@ -161,19 +168,6 @@ def _renames(rules: list[str] | None) -> dict[str, str] | None:
     return dict(rule.rsplit("=", 1) for rule in rules)
 
 
-@contextmanager
-def _progress(word: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error where that is a terminal; gives what takes bytes done and bytes in all."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(word), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(word, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints, whose latest is taken.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
@@ -193,12 +187,13 @@ def inspect(
 
     from shardfold.checkpoint import inspect as looking
     from shardfold.checkpoint.draft import hosts_said
-    from shardfold.tools.observe.contents import contents_table, reading, run_table, states_table
+    from shardfold.tools.observe.contents import contents_table, run_table, states_table
     from shardfold.tools.observe.readable import format_bytes, format_count
     from shardfold.tools.observe.tables import print_whole
+    from shardfold.tools.observe.working_line import working
 
-    with reading("reading", Console(stderr=True)) as tick:
-        contents = looking.inspect(path, finite=finite, tick=tick)
+    with working("reading") as line:
+        contents = looking.inspect(path, finite=finite, tick=line.amount)
     found = contents.not_finite
     if json:
         print(jsons.dumps(contents.to_json(), indent=2))
@@ -236,15 +231,13 @@ def verify(path: Where, json: Json = False) -> None:
 
     Names each damaged tensor, its file and its bytes; the status is 1 if there is one.
     """
-    from rich.console import Console
-
     from shardfold.checkpoint import verify as checking
-    from shardfold.tools.observe.contents import reading
     from shardfold.tools.observe.readable import format_bytes
+    from shardfold.tools.observe.working_line import working
 
     try:
-        with reading("verifying", Console(stderr=True)) as tick:
-            found = checking.verify(path, tick)
+        with working("verifying") as line:
+            found = checking.verify(path, line.amount)
     except CheckpointError as error:
         if not json:
             raise

@@ -17,6 +17,7 @@ from shardfold.plan.checks import parse_bytes
 from shardfold.tools.answering.answer_config import AnswerConfig, GenerateConfig
 from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.answering.text_stream import TextStream
+from shardfold.tools.observe.working_line import working
 from shardfold.tools.tune.data.templates import ChatTemplate, chat_template
 
 __all__ = ["PromptRow", "answer_prompts", "read_prompts", "rule_of", "template_of"]
@@ -278,12 +279,15 @@ def _write_answers(
         return stream.stopped or text.finish is not None
 
     live = set(texts)
-    while running.busy:
-        whole = running.step()
-        ended = [text for text in (live if config.stop else whole) if take(text)]
-        running.drop([text for text in ended if text.finish is None])
-        for text in ended:
-            live.discard(text)
-            if file is not None:
-                file.write(rows[text.request], text, words.pop(text), log_probs=config.log_probs)
-            del streams[text], read[text]
+    # On a terminal answers themselves say how far it is.
+    with working("answering", unit="answers", enabled=config.out is not None or not sys.stdout.isatty()) as line:
+        while running.busy:
+            line.amount(len(texts) - len(live), len(texts))
+            whole = running.step()
+            ended = [text for text in (live if config.stop else whole) if take(text)]
+            running.drop([text for text in ended if text.finish is None])
+            for text in ended:
+                live.discard(text)
+                if file is not None:
+                    file.write(rows[text.request], text, words.pop(text), log_probs=config.log_probs)
+                del streams[text], read[text]

@@ -18,11 +18,12 @@ from shardfold.errors import ConfigError
 from shardfold.plan.checks import parse_bytes
 from shardfold.tools.answering._named_adapters import NamedAdapters, choose_adapter
 from shardfold.tools.answering.open_config import OpenConfig
+from shardfold.tools.observe.working_line import working
 from shardfold.tools.quick_start import QuickStart
 from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings
 from shardfold.tools.tune.adapters import merged_tensors
-from shardfold.tools.tune.models import ModelPlace, hollow_model, quiet
+from shardfold.tools.tune.models import ModelPlace, hollow_model, loading, quiet
 
 __all__ = ["OpenConfig", "OpenedModel", "byte_tokenizer", "settings_of_train"]
 
@@ -103,16 +104,18 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _engine(model: torch.nn.Module, config: OpenConfig, weights: Mapping[str, Tensor] | None) -> sf.Engine:
     model.requires_grad_(False)
-    return sf.Engine(
-        model,
-        layout=config.table(_streamed(model, config)),
-        precision=config.precision,
-        parallel=sf.Parallel(
-            mesh={"tensor": config.tensor} if config.tensor > 1 else None,
-            tensor="auto" if config.tensor > 1 else None,
-        ),
-        init=sf.Init(weights=weights) if weights is not None else sf.Init(),
-    )
+    layout = config.table(_streamed(model, config))
+    with loading(weights, model) as told:
+        return sf.Engine(
+            model,
+            layout=layout,
+            precision=config.precision,
+            parallel=sf.Parallel(
+                mesh={"tensor": config.tensor} if config.tensor > 1 else None,
+                tensor="auto" if config.tensor > 1 else None,
+            ),
+            init=sf.Init(weights=told) if told is not None else sf.Init(),
+        )
 
 
 def _streamed(model: torch.nn.Module, config: OpenConfig) -> float:
@@ -177,7 +180,8 @@ def _of_train(folder: Path, said: Mapping[str, Any], config: OpenConfig) -> Open
     with sf.meta_init():
         model = GPT(shape)
     engine = _engine(model, config, None)
-    engine.load(folder, weights_only=True)
+    with working("loading"):
+        engine.load(folder, weights_only=True)
     tokenizer = byte_tokenizer()
     return OpenedModel(engine, tokenizer, shape.context, (tokenizer.eos_token_id,), is_bytes=True)
 

@@ -68,21 +68,24 @@ class MeasuredMachine(NamedTuple):
     collectives: dict[str, dict[int, float]]
 
 
-def measure(folder: Path) -> MeasuredMachine:
-    """Takes about a minute; files of the disk's part are in ``folder``.
+def measure(folder: Path, say: Callable[[str], None] = lambda what: None) -> MeasuredMachine:
+    """Takes about a minute; files of the disk's part are in ``folder``, and ``say`` is told what is measured next.
 
     Raises:
         ShardfoldError: the processes that measure could not be started, or failed.
     """
     device = accelerator.found() or torch.device("cpu")
+    say("two processes together")
     ranks = _ranks(device)
     found = {verb: {int(size): t for size, t in row.items()} for verb, row in ranks["collectives"].items()}
+    say("products and copies")
     computes = ranks["computes"] or computed(device)
     memory = accelerator.total_memory(device) or (memory_limit() or 0) / RANKS
     update = ranks["update"]
     if accelerator.has_streams(device):  # its host has these cores for each of its devices
         update *= RANKS / max(accelerator.count(device), 1)
     link = Interconnect(*ranks["link"]) if ranks["link"] else _link(found)
+    say("disk")
     profile = Device(
         name=f"{os.uname().nodename}-{device.type}",
         memory=memory,

@@ -12,6 +12,7 @@ from shardfold.errors import ConfigError
 from shardfold.tools.doctor._diagnoses import Check, checks
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.readable import format_bytes
+from shardfold.tools.observe.working_line import working
 
 __all__ = ["doctor"]
 
@@ -55,7 +56,8 @@ def _measure(path: Path, *, quiet: bool) -> None:
         raise ConfigError(f"{str(path.parent)!r} is not a folder: give --measure a file in one that is there.")
     from shardfold.tools.doctor._rates import measure
 
-    measured = measure(path.parent)
+    with working("measuring") as line:
+        measured = measure(path.parent, line.now)
     path.write_text(measured.device.text() + "\n", encoding="utf-8")
     if quiet:
         return

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import IO, Any, TextIO
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-__all__ = ["lenient_console", "working"]
+__all__ = ["lenient_console"]
 
 
 class Lenient:
@@ -54,22 +51,3 @@ def lenient_console(stream: TextIO | None = None) -> Console:
     """Return a console on `stream`, by default standard output, for people: no failure to write is raised."""
     file: IO[str] = Lenient(stream or sys.stdout)  # pyright: ignore[reportAssignmentType]  # all that Rich asks of it
     return Console(file=file)
-
-
-@contextmanager
-def working(doing: str, console: Console) -> Iterator[Callable[[str], None]]:
-    """A line that says what is done, and for how long, on a terminal; it is replaced, and gone in the end.
-
-    Elsewhere nothing is written. What it gives takes what is done next; nothing else is to be printed inside.
-    """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ) as progress:
-        task = progress.add_task(escape(doing), total=None)
-        yield lambda what: progress.update(task, description=escape(f"{doing}: {what}"))

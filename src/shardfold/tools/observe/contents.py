@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from shardfold.checkpoint.inspect import Row
@@ -16,7 +13,7 @@ from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.readable import format_bytes, format_count
 from shardfold.tools.observe.tables import headed, new_table
 
-__all__ = ["Tick", "contents_table", "reading", "run_table", "states_table"]
+__all__ = ["contents_table", "run_table", "states_table"]
 
 
 def contents_table(rows: Sequence[Row]) -> Group:
@@ -81,24 +78,3 @@ def run_table(facts: Mapping[str, str]) -> Group:
         table.add_row(name, escape(printable(words)))
     # Words may be long: they are wrapped to the console, and not kept on a line as figures are.
     return Group("", Text("Of the run", style="bold"), table)
-
-
-class Tick(Protocol):
-    """Called with the bytes done so far and those there are."""
-
-    def __call__(self, done: int, total: int, /) -> None: ...
-
-
-@contextmanager
-def reading(title: str, console: Console) -> Iterator[Tick]:
-    """A bar of bytes read, on a terminal; nothing elsewhere."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

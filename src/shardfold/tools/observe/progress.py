@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console, RenderableType
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration, sparkline
+from shardfold.tools.observe.working_line import ONLY
 
 __all__ = ["Progress"]
 
@@ -50,10 +52,11 @@ class Progress:
         self._losses: list[float] = []  # of every step
         self._held_out: float | None = None
         self._tokens_per_s: float | None = None  # smoothed over some ten steps, as single ones jitter
-        self._last_drawn = float("-inf")
+        self._last_drawn, self._is_only = float("-inf"), False
         self._live = Display(total, self.console) if enabled and self.console.is_terminal else None
 
     def __enter__(self) -> Progress:
+        self._is_only = self.enabled and ONLY.acquire(blocking=False)
         if self._live:
             self._live.start()
         return self
@@ -63,6 +66,19 @@ class Progress:
     ) -> None:
         if self._live:
             self._live.stop()
+        if self._is_only:
+            ONLY.release()
+
+    @contextmanager
+    def during(self, doing: str) -> Iterator[None]:
+        """Say that it is at something else than steps."""
+        if self._live:
+            before, self._live.body = self._live.body, Text(doing, style="dim")
+            self._live.refresh()
+            yield
+            self._live.body = before
+        else:
+            yield
 
     def note(self, message: str) -> None:
         """Print a line that stays."""

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import Any
 from shardfold.comm.launcher_notes import has_followed, is_given_notice, note_folder, refuse_without_lease
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.launch.run_records import ENDS, PHASES, OwnRecord
+from shardfold.tools.observe.trackers import Tracking, tracker_names
 
 __all__ = ["Run"]
 
@@ -44,9 +45,12 @@ class Run:
         steps: optimizer steps of the whole run; 0: not known.
         rank, ranks: this process's number and how many there are; None: as the launcher says (``RANK``,
             ``WORLD_SIZE``), else one.
+        track: where figures go besides, from rank 0: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"trackio"``, some
+            of them with commas or as a list.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, or another process is writing it.
+        ConfigError: the folder cannot be made or written to, or another process is writing it; or a tracker is not
+            installed.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Run:
         steps: int = 0,
         rank: int | None = None,
         ranks: int | None = None,
+        track: str | Sequence[str] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
@@ -66,6 +71,8 @@ class Run:
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._step, self._phase, self._promise = 0, "starting", 0.0
         self._record = self._metrics = None
+        self._trackers: list[Tracking] = []
+        trackers = tracker_names(track, installed=self.rank == 0)
         try:
             if self.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -85,6 +92,9 @@ class Run:
             # else rank 0 has not made the folder yet, or never does on another host's disk: there this rank is known by
             # its launcher alone
             self._is_absent = True
+        if self.rank == 0 and trackers:
+            settings = self._settings() if config is None else config
+            self._trackers = [Tracking(name, self.folder, settings) for name in trackers]
         note_folder(os.path.abspath(self.folder))
         self._hook = sys.excepthook
         sys.excepthook = self._excepted
@@ -97,6 +107,14 @@ class Run:
         """
         self._record = OwnRecord(self.folder, self.rank, self._ranks)
         self._record.write(phase=self._phase, steps=self._steps)
+
+    def _settings(self) -> dict[str, Any]:
+        """What stands in ``config.json``."""
+        with suppress(OSError, ValueError):
+            found = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+        return {}
 
     def log(self, step: int, **figures: float | None) -> None:
         """Say that a step is done, on every rank; rank 0 writes its figures, a line of ``metrics.jsonl``.
@@ -127,6 +145,8 @@ class Run:
             self._record.write(phase=self._phase, step=self._step, promise=self._promise)
         if self._metrics is not None:
             self._metrics.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+        for each in self._trackers:
+            each.log(row["step"], row)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -177,15 +197,17 @@ class Run:
             else:
                 kind = "" if type(error).__module__.startswith("shardfold") else f"{type(error).__name__}: "
                 self._record.write(phase="failed", promise=0.0, words=f"{kind}{error}", follows=has_followed())
-        self._release()
+        self._release(failed=not isinstance(error, KeyboardInterrupt))
 
-    def _release(self) -> None:
+    def _release(self, *, failed: bool = False) -> None:
         if self._record is not None:
             self._record.close()
         if self._metrics is not None:
             with suppress(OSError):  # a full disk
                 self._metrics.close()
-        self._record, self._metrics, self._is_absent = None, None, False
+        for each in self._trackers:
+            each.close(failed=failed)
+        self._record, self._metrics, self._is_absent, self._trackers = None, None, False, []
         atexit.unregister(self.close)
         if getattr(sys.excepthook, "__self__", None) is self:
             sys.excepthook = self._hook

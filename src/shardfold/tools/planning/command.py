@@ -24,7 +24,7 @@ from shardfold.planner.ranking import Ranking, rank
 from shardfold.planner.setting import PlannedRank, Subject
 from shardfold.planner.staged import usual_count
 from shardfold.tools.answering.open_config import table_of_weights
-from shardfold.tools.observe.console import working
+from shardfold.tools.observe.working_line import WorkingLine, working
 from shardfold.tools.planning import show
 from shardfold.tools.planning._plan_page import plan_page
 from shardfold.tools.planning.known_models import Planned, planned_model
@@ -112,8 +112,8 @@ def _print_found(found: Ranking, where: Cluster, precision: str, model: str, pri
     return bool(found.found)
 
 
-def _making(model: str) -> AbstractContextManager[Callable[[str], None]]:
-    return working(f"making {model} without memory", Console(stderr=True))
+def _making(model: str) -> AbstractContextManager[WorkingLine]:
+    return working(f"making {model} without memory", console=Console(stderr=True))
 
 
 @contextmanager
@@ -124,8 +124,8 @@ def _traced(planned: Planned) -> Iterator[Callable[[str], None]]:
     before = log.level
     log.setLevel(ERROR)
     try:
-        with working(f"planning {planned.name}", Console(stderr=True)) as tick:
-            yield tick
+        with working(f"planning {planned.name}", console=Console(stderr=True)) as line:
+            yield line.now
     except ModelError as error:
         raise ModelError(_by_command(str(error), planned)) from error
     finally:

@@ -42,6 +42,8 @@ from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
 from shardfold.tools.observe.run_folder import Run
 from shardfold.tools.observe.run_page import write_page
+from shardfold.tools.observe.trackers import tracker_names
+from shardfold.tools.observe.working_line import working
 from shardfold.tools.recipes._corpus import Corpus, Windows, baselines, held_out_windows, load_corpus
 from shardfold.tools.recipes._needed_memory import check_memory
 from shardfold.tools.recipes._planned_peak import Peak
@@ -296,8 +298,9 @@ class LanguageRun:
         often = len(parts)
         if self.config.expert > 1:  # ranks that share experts out do, too
             often = math.ceil(math.ceil(len(self.windows) / self.engine.mesh.data_ranks) / EVAL_BATCH)
-        with self.engine.gathered(), self.whole_sequences():
+        with self.engine.gathered(), self.whole_sequences(), working("evaluating", unit="batches") as line:
             for number in range(often):
+                line.amount(number, often)
                 part = parts[min(number, len(parts) - 1)]
                 batch = self.on_device(part[:, :-1], part[:, 1:])
                 nats += self.model(**batch).item() * len(part) * self.shape.context if number < len(parts) else 0.0
@@ -322,14 +325,14 @@ class LanguageRun:
                     metrics = self.step(batches)
                 every = self.config.eval_every
                 if every and self.done % every == 0 and self.done < self.config.steps:
-                    with written.during("evaluating"):
+                    with written.during("evaluating"), progress.during("evaluating"):
                         bits = self.evaluate()
                     metrics = StepMetrics(**{**vars(metrics), "held_out_bits_per_byte": bits})
                 self.history.append(metrics)
                 progress.update(metrics)
                 written.write(metrics.row())
                 if self.config.save_every and self.done % self.config.save_every == 0 and self.done < self.config.steps:
-                    with written.during("saving"):
+                    with written.during("saving"), progress.during("saving"):
                         self.save(out)
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
                 self.interrupted = int(self.engine.max_over_ranks([float(stop.received)])[0])
@@ -338,7 +341,7 @@ class LanguageRun:
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
         if self.config.save_every:
-            with written.during("saving"):
+            with written.during("saving"), progress.during("saving"):
                 self.save(out, wait=True)
 
     def sample(self) -> bytes:
@@ -379,6 +382,7 @@ def train(config: TrainConfig) -> Result:
         ShardfoldError: the checkpoint to go on from does not fit, or the loss is no longer finite.
     """
     leads = int(os.environ.get("RANK", "0")) == 0
+    tracker_names(config.track, installed=leads)  # refused before anything is loaded
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
         check_device(config)
@@ -388,7 +392,9 @@ def train(config: TrainConfig) -> Result:
         resumed = run.resume(config.resume) if config.resume is not None else None
         if run.leads:
             (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
-        with Run(out, steps=config.steps, rank=run.engine.rank, ranks=run.engine.world_size) as written:
+        with Run(
+            out, steps=config.steps, rank=run.engine.rank, ranks=run.engine.world_size, track=config.track
+        ) as written:
             return run_and_report(run, written, resumed)
 
 

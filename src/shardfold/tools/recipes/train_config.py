@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -32,6 +33,7 @@ from shardfold.plan.checks import parse_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect, idle, without_effect
+from shardfold.tools.observe.trackers import tracker_names
 
 Chosen = TypeVar("Chosen", bound="RecipeSettings")
 
@@ -137,6 +139,18 @@ def samples_or_max(given: Any) -> Any:
     if isinstance(given, (int, str)) and re.fullmatch(r"-\d+|0+", str(given)):
         raise ValueError("should be at least 1, or max: the most that fit, by plan")
     return given
+
+
+def _known_trackers(given: str | None) -> str | None:
+    """
+    Raises:
+        ConfigError: a name among them is unknown.
+    """
+    tracker_names(given)
+    return given
+
+
+Trackers = Annotated[str | None, AfterValidator(_known_trackers)]
 
 
 def flops_or_file(given: str) -> float | Path:
@@ -369,6 +383,9 @@ class TrainConfig(RecipeSettings):
         description="Steps between checkpoints in the run folder; with one at the end or at Ctrl-C. 0: none.",
     )
     keep: int = Field(2, ge=1, description="Checkpoints that stay.")
+    track: Trackers = Field(
+        None, description="Where figures go besides the run folder: tensorboard, wandb, mlflow, trackio, with commas."
+    )
     resume: Path | None = Field(
         None, description="Run folder or checkpoint to go on from; its settings hold where none are given."
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import shardfold as sf
 from shardfold.tools.answering.opened_model import OpenedModel
+from shardfold.tools.observe.working_line import working
 from shardfold.tools.tune._answers import is_match
 from shardfold.tools.tune.data.encoding import Encoder
 from shardfold.tools.tune.data.row_formats import Example
@@ -123,7 +124,7 @@ def ask(
     mine = list(range(engine.data_rank, len(prompts), engine.data_ranks))
     longest = config.max_tokens
     told = [[UNUSED] * (longest + 1) for _ in range(len(prompts) * n)]
-    for answer in sf.generate(
+    answers = sf.generate(
         engine,
         [prompts[number].ids for number in mine],
         max_tokens=longest,
@@ -132,14 +133,17 @@ def ask(
         seed=config.seed + RANKS_APART * engine.data_rank,  # requests count from 0 on each rank
         stop=model.stops,
         n=n,
-    ):
-        place = mine[answer.request] * n + answer.sample
-        told[place] = [float(answer.finish == "stop"), *map(float, answer.tokens)]
-        told[place] += [UNUSED] * (longest + 1 - len(told[place]))
+    )
+    with working("answering", unit="answers") as line:
+        for count, answer in enumerate(answers, 1):
+            place = mine[answer.request] * n + answer.sample
+            told[place] = [float(answer.finish == "stop"), *map(float, answer.tokens)]
+            told[place] += [UNUSED] * (longest + 1 - len(told[place]))
+            line.amount(count, len(mine) * n)
     flat = engine.max_over_ranks([value for row in told for value in row]) if told else []
     rows = [flat[place : place + longest + 1] for place in range(0, len(flat), longest + 1)]
-    answers = [_given(model, row) for row in rows]
-    return [answers[place : place + n] for place in range(0, len(answers), n)]
+    given = [_given(model, row) for row in rows]
+    return [given[place : place + n] for place in range(0, len(given), n)]
 
 
 def score_answers(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import shardfold as sf
+from shardfold.tools.observe.working_line import working
 from shardfold.tools.tune.data.packing import best_fit
 from shardfold.tools.tune.data.rows import Tokens
 
@@ -63,8 +64,9 @@ def score_rows(
     batches = list(_batches(rows, batch_tokens, pack))
     often = math.ceil(len(batches) / engine.data_ranks)
     found = [[-math.inf, -math.inf] for _ in rows]
-    with torch.no_grad():
+    with torch.no_grad(), working("scoring", unit="batches") as line:
         for turn in range(often):
+            line.amount(turn, often)
             number = turn * engine.data_ranks + engine.data_rank
             batch = batches[min(number, len(batches) - 1)]  # ranks whose batches are done go along with the others
             scores = batch.score(forward, rows, engine.device)

@@ -23,7 +23,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.named_optimizers import check_optimizer
-from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig, read_settings
+from shardfold.tools.recipes.train_config import RecipeSettings, Trackers, TrainConfig, read_settings
 
 __all__ = [
     "Adapter",
@@ -302,6 +302,7 @@ class TuneConfig(RecipeSettings):
     eval_every: int = _as_in_train("eval_every", default=0)
     save_every: int = _as_in_train("save_every")
     keep: int = _as_in_train("keep")
+    track: Trackers = _as_in_train("track")
     resume: Path | None = _as_in_train("resume")
     cache: Path | None = Field(
         None, description="Folder for what is prepared once, as rows as tokens; without it ~/.cache/shardfold."

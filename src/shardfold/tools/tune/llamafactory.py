@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.tools.observe.trackers import TRACKERS
 from shardfold.tools.recipes.settings_text import as_toml
 from shardfold.tools.tune._dataset_info import sources_of
 from shardfold.tools.tune.config import config_class
@@ -239,6 +240,14 @@ def _fsdp(reading: Reading, value: Any) -> None:
             reading.put("layout", names[word])
 
 
+def _trackers(reading: Reading, value: Any) -> None:
+    names = [str(name) for name in (value if isinstance(value, list) else [value]) if name]
+    if known := [name for name in names if name in TRACKERS]:
+        reading.put("track", ",".join(known))
+    if others := [name for name in names if name not in (*TRACKERS, "none")]:
+        reading.notes.append(f"report_to: of {', '.join(others)} nothing is told; --track knows {', '.join(TRACKERS)}.")
+
+
 def _optimizer(reading: Reading, value: Any) -> None:
     names = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adafactor": "adafactor"}
     names |= dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit")
@@ -434,12 +443,12 @@ TRAINING: dict[str, Key] = {
     "disable_gradient_checkpointing": _taken("activations", _checkpointing),
     "deepspeed": _taken("layout, offload", _deepspeed),
     "fsdp": _taken("layout", _fsdp),
+    "report_to": _taken("track", _trackers),
     **_noted(
         "every step is a line of metrics.jsonl, and curves are in report.html",
         "logging_steps",
         "logging_dir",
         "plot_loss",
-        "report_to",
         "logging_first_step",
         "include_num_input_tokens_seen",
         "run_name",

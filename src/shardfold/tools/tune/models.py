@@ -22,8 +22,19 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError
 from shardfold.sharding.materialize import meta_init
+from shardfold.tools.observe.working_line import Tick, working
 
-__all__ = ["FolderTensors", "FreshTensors", "ModelPlace", "blocks_of", "hollow_model", "of_block", "quiet", "seeded"]
+__all__ = [
+    "FolderTensors",
+    "FreshTensors",
+    "ModelPlace",
+    "blocks_of",
+    "hollow_model",
+    "loading",
+    "of_block",
+    "quiet",
+    "seeded",
+]
 
 TASKS = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 """What a recipe needs: the class of transformers that makes it."""
@@ -309,3 +320,37 @@ def of_block(name: str, path: str) -> tuple[int, str] | None:
     """The number of the block that a parameter is of, and its name in there; ``path``: of the list of blocks."""
     found = re.fullmatch(re.escape(path) + r"\.(\d+)\.(.+)", name)
     return (int(found[1]), found[2]) if found else None
+
+
+class CountedTensors(Mapping[str, Tensor]):
+    """The tensors of a mapping, and of how many elements somebody has asked for so far.
+
+    Args:
+        tick: called with that number and ``numel``, that of all.
+    """
+
+    def __init__(self, given: Mapping[str, Tensor], numel: int, tick: Tick) -> None:
+        self._given, self._numel, self._tick = given, numel, tick
+        self._done = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._given[name]
+        self._done += found.numel()
+        self._tick(min(self._done, self._numel), self._numel)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+@contextmanager
+def loading(weights: Mapping[str, Tensor] | None, model: nn.Module) -> Iterator[Mapping[str, Tensor] | None]:
+    """Inside, a line says how much of a model has been loaded by who reads the mapping that is given."""
+    if weights is None:
+        yield None
+        return
+    with working("loading", unit="parameters") as line:
+        yield CountedTensors(weights, sum(each.numel() for each in model.parameters()), line.amount)

@@ -28,7 +28,7 @@ from shardfold.tools.tune._named_optimizer import optimizer_of, schedule_of
 from shardfold.tools.tune._noise import EmbeddingNoise, sample_lengths
 from shardfold.tools.tune.adapters import BASE_CHANGES, beginning
 from shardfold.tools.tune.config import Kind, Source, TuneConfig
-from shardfold.tools.tune.models import ModelPlace, hollow_model
+from shardfold.tools.tune.models import ModelPlace, hollow_model, loading
 
 if TYPE_CHECKING:
     from shardfold.tools.observe.run_folder import Run
@@ -221,7 +221,8 @@ class TuneRun:
                 update={"micro_batch": most_samples(config, self.engine, len(self.rows))}
             )
         self.batches = self.batches_of(self.rows)
-        self.total = config.steps or max(1, math.ceil(config.epochs * self.batches.epoch_windows))
+        with self.rows.telling():
+            self.total = config.steps or max(1, math.ceil(config.epochs * self.batches.epoch_windows))
         self._renew_schedule()
         self.done = self.begun_at = 0
         self.history: list[StepMetrics] = []
@@ -241,24 +242,25 @@ class TuneRun:
             from shardfold.tools.tune.data.packed_attention import pack_attention
 
             pack_attention(model)
-        return sf.Engine(
-            model,
-            optimizer=optimizer_of(config, model),
-            layout=config.table(),
-            activations=None if config.activations == "keep" else config.activations,
-            parallel=sf.Parallel(
-                mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
-                tensor="auto" if config.tensor > 1 else None,
-                sequence_parallel=config.sequence_parallel,
-                attention=config.attention if config.sequence > 1 else None,
-                pipeline=config.order,
-            ),
-            precision=config.precision,
-            accumulate=config.accumulate,
-            clip_norm=clip_of(config),
-            lr_schedule=schedule_of(config, updates),
-            init=sf.Init(weights=tensors, seed=config.seed),
-        )
+        with loading(tensors, model) as told:
+            return sf.Engine(
+                model,
+                optimizer=optimizer_of(config, model),
+                layout=config.table(),
+                activations=None if config.activations == "keep" else config.activations,
+                parallel=sf.Parallel(
+                    mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
+                    tensor="auto" if config.tensor > 1 else None,
+                    sequence_parallel=config.sequence_parallel,
+                    attention=config.attention if config.sequence > 1 else None,
+                    pipeline=config.order,
+                ),
+                precision=config.precision,
+                accumulate=config.accumulate,
+                clip_norm=clip_of(config),
+                lr_schedule=schedule_of(config, updates),
+                init=sf.Init(weights=told, seed=config.seed),
+            )
 
     def prepare(self, sources: tuple[Source, ...], kind: Kind) -> Prepared:
         """Rows as tokens, of the whole of some sources."""
@@ -425,13 +427,13 @@ class TuneRun:
                 metrics = self.step(windows)
                 last = self.done == self.total
                 if self.held_out is not None and config.eval_every and self.done % config.eval_every == 0 and not last:
-                    with written.during("evaluating"):
+                    with written.during("evaluating"), progress.during("evaluating"):
                         metrics = replace(metrics, held_out_loss=self.evaluate()["loss"])
                 self.history.append(metrics)
                 progress.update(metrics)
                 written.write(metrics.row())
                 if config.save_every and self.done % config.save_every == 0 and not last:
-                    with written.during("saving"):
+                    with written.during("saving"), progress.during("saving"):
                         self.save(out)
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
                 self.interrupted = int(self.engine.max_over_ranks([float(stop.received)])[0])
@@ -439,7 +441,7 @@ class TuneRun:
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
         if config.save_every:
-            with written.during("saving"):
+            with written.during("saving"), progress.during("saving"):
                 self.save(out, wait=True)
 
     # -- checkpoints

@@ -18,6 +18,8 @@ from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.readable import format_count, format_duration
 from shardfold.tools.observe.run_folder import Run
 from shardfold.tools.observe.run_page import write_page
+from shardfold.tools.observe.trackers import tracker_names
+from shardfold.tools.observe.working_line import working
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.tune._written import write_model
 from shardfold.tools.tune.config import TuneConfig
@@ -71,6 +73,7 @@ def tune(config: TuneConfig) -> TuneResult:
     if config.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("ranks of a launcher of its own write one run together: give --out one folder.")
     leads = int(os.environ.get("RANK", "0")) == 0
+    tracker_names(config.track, installed=leads)  # refused before anything is loaded
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
         run = TuneRun(config, lenient_console())
@@ -83,7 +86,9 @@ def tune(config: TuneConfig) -> TuneResult:
             (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
             (out / "data.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         notes = [f"{which}: {'; '.join(words)}" for which, each in facts.items() if (words := left_out(each))]
-        with Run(out, steps=run.total, rank=run.engine.rank, ranks=run.engine.world_size) as written:
+        with Run(
+            out, steps=run.total, rank=run.engine.rank, ranks=run.engine.world_size, track=config.track
+        ) as written:
             return _whole(run, written, [*notes, *([resumed] if resumed else [])])
 
 
@@ -111,7 +116,8 @@ def resolved(run: TuneRun) -> dict[str, Any]:
 
 
 def _facts(run: TuneRun) -> dict[str, Any]:
-    found = {"train": {**run.rows.facts, "fingerprint": run.rows.fingerprint}}
+    with run.rows.telling():
+        found = {"train": {**run.rows.facts, "fingerprint": run.rows.fingerprint}}
     if run.held_out is not None:
         found["eval"] = {**run.held_out.facts, "fingerprint": run.held_out.fingerprint}
     return found
@@ -124,7 +130,7 @@ def _whole(run: TuneRun, written: Run, notes: Sequence[str]) -> TuneResult:
             progress.note(note)
         run.train(progress, written)
     last, out = run.history[-1], written.folder
-    with written.during("saving"):
+    with written.during("saving"), working("saving"):
         model = write_model(run, out)
     with written.during("evaluating"):
         held_out = run.evaluate() if run.held_out is not None else {}

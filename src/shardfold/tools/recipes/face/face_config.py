@@ -13,11 +13,11 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.packages import package_of
-from shardfold.tools.recipes.train_config import RecipeSettings
+from shardfold.tools.recipes.train_config import RecipeSettings, Trackers, TrainConfig
 
 __all__ = ["DEFAULT_WARMUP", "STUDY_CHOOSES", "FaceConfig"]
 
-STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every"}
+STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every", "track"}
 """Settings that the study itself chooses, or does without."""
 DEFAULT_WARMUP = 40
 
@@ -89,6 +89,7 @@ class FaceConfig(RecipeSettings):
     far: str = Field("0.1,0.01,0.001", description="False-accept rates at which Precision is measured.")
     matcher: bool = Field(False, description="Also train a small ResNet that matches pairs of embeddings.")
     save_every: int = Field(0, ge=0, description="Steps between checkpoints; with one at the end. 0: none.")
+    track: Trackers = Field(None, description=TrainConfig.model_fields["track"].description)
     resume: Path | None = Field(
         None,
         description="Checkpoint to go on from; identities are found by name, new ones begin anew. With --study: the "
@@ -151,8 +152,8 @@ class FaceConfig(RecipeSettings):
             )
         if given := sorted(self.model_fields_set & STUDY_CHOOSES):
             raise ConfigError(
-                "the study chooses layouts, offload and heads itself, keeps no checkpoints and trains no matcher: "
-                f"leave out {', '.join('--' + name.replace('_', '-') for name in given)}."
+                "the study chooses layouts, offload and heads itself, keeps no checkpoints, tells no tracker and "
+                f"trains no matcher: leave out {', '.join('--' + name.replace('_', '-') for name in given)}."
             )
 
     def image_size(self) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from shardfold.tools.extras import sentence
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
 from shardfold.tools.observe.run_folder import Run
+from shardfold.tools.observe.trackers import tracker_names
 from shardfold.tools.recipes.face._matcher import fit, scores_of
 from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.face_config import FaceConfig
@@ -218,6 +219,7 @@ def train(config: FaceConfig) -> FaceResult:
         ShardfoldError: the checkpoint does not fit, or the loss is no longer finite.
     """
     leads = int(os.environ.get("RANK", "0")) == 0
+    tracker_names(config.track, installed=leads)  # refused before anything is loaded
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
         run = FaceRun(config)
@@ -231,7 +233,9 @@ def train(config: FaceConfig) -> FaceResult:
             settings["procs"] = run.engine.world_size
             (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             introduce(run, console, notes)
-        with Run(out, steps=config.steps, rank=run.engine.rank, ranks=run.engine.world_size) as written:
+        with Run(
+            out, steps=config.steps, rank=run.engine.rank, ranks=run.engine.world_size, track=config.track
+        ) as written:
             return whole(run, written, console)
 
 

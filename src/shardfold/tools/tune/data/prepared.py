@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.tools.observe.working_line import Tick, working
 from shardfold.tools.tune.data.encoding import EncodedRow, Encoder
 from shardfold.tools.tune.data.row_formats import FORMATS, read_example
 from shardfold.tools.tune.data.rows import Kind, Labelled, Pair, Prompt, Row, Tokens
@@ -157,6 +158,7 @@ class Prepared:
         self._open: OrderedDict[int, _Mapped] = OrderedDict()
         said = json.dumps([folder.name, [source.weight for source, _ in files]])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:32]
+        self._tick: Tick | None = None
         self._ahead: Thread | None = None
         self._closed = Event()
 
@@ -232,6 +234,16 @@ class Prepared:
 
     # -- preparation
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Inside, a line says of how many rows there are tokens, while they are made or waited for."""
+        with working("tokenizing", unit="rows") as line:
+            self._tick = line.amount
+            try:
+                yield
+            finally:
+                self._tick = None
+
     def _path(self, block: int) -> Path:
         return self.folder / f"block-{block:06d}"
 
@@ -244,6 +256,8 @@ class Prepared:
                     if not path.is_file():
                         self._make(block)
             mapped = self._open[block] = _Mapped(path)
+            if self._tick is not None:
+                self._tick(float(self._firsts[block + 1]), len(self))
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         else:
@@ -351,7 +365,11 @@ def prepare(
             raise ConfigError(f"data: there is no format {source.format!r}.{did_you_mean(source.format, FORMATS)}")
         if not source.weight > 0:
             raise ConfigError(f"data: {source.path}: weight={source.weight}, but has to be above 0.")
-        found = [scan(path, form, place / "scans") for path, form in find_files(source.path)]
+        found: list[SourceFile] = []
+        with working("reading") as line:
+            for path, form in find_files(source.path):
+                line.now(path.name)
+                found.append(scan(path, form, place / "scans"))
         if not any(file.blocks for file in found):
             raise ConfigError(f"data: {source.path} has no rows.")
         files += [(source, file) for file in found]
