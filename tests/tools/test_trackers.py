@@ -75,11 +75,14 @@ def test_numbers_of_each_step_come_in_order_and_the_end_is_told(kept: list[Kept]
         (step, {**row, "seconds": 0}) for step, row in ROWS.items()
     ]
     assert only.config["lr"] == 3e-4 and only.closed == [False] and only.folder == tmp_path / "a"
-    with pytest.raises(ZeroDivisionError), sf.observe.Run(tmp_path / "b", track=NAME, rank=0, ranks=1):
+    with pytest.raises(ZeroDivisionError), sf.observe.Run(tmp_path / "b", track=NAME, rank=0, ranks=1) as run:
+        run.log(1, loss=2.0)
         raise ZeroDivisionError
     assert kept[1].closed == [True]
-    with sf.observe.Run(tmp_path / "b", track=NAME, rank=1, ranks=2):
-        pass
+    with sf.observe.Run(tmp_path / "b", track=NAME, rank=1, ranks=2) as run:
+        run.log(1, loss=2.0)
+    with sf.observe.Run(tmp_path / "c", track=NAME, rank=0, ranks=1):
+        pass  # before the first step a run leaves nothing behind
     assert len(kept) == 2
 
 

@@ -23,6 +23,7 @@ TEXTS: dict[str, list[str]] = {
     "order": ["gpipe", "interleaved:2"],
     "memory": ["8GiB", "500MB"],
     "peak_flops": ["312e12", "1e12"],
+    "track": ["tensorboard", "wandb,mlflow"],
     "far": ["0.1,0.01"],
     "backbone": ["vit", "timm:resnet18"],
     "base.format": ["nf4/64", "int8/64"],

@@ -41,7 +41,7 @@ GROUPS = {
     "Ranks and memory": "procs layout gather reduce offload tensor sequence_parallel sequence attention expert "
     "pipeline order precision memory activations",
     "Evaluation and checkpoints": "eval_every eval_windows save_every keep sample temperature peak_flops far matcher "
-    "cache",
+    "cache track",
 }
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 SECTION_GROUPS = {"adapter": "Adapter", "base": "Frozen parameters", "text": "Rows as tokens"}

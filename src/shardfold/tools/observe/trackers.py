@@ -215,15 +215,17 @@ class Tracking:
 
     def _work(self, folder: Path, config: Mapping[str, Any]) -> None:
         try:
+            rows = [self._rows.get()]  # before the first step a run leaves nothing behind
+            if rows == [None]:
+                return
             tracker = TRACKERS[self._name](folder, config)
-            over = False
-            while not over and self._problem is None:
-                rows = [self._rows.get()]
+            while rows[-1] is not None and self._problem is None:
                 with suppress(queue.Empty):
                     while True:
                         rows.append(self._rows.get_nowait())
-                over = rows[-1] is None
                 tracker.write([row for row in rows if row is not None])
+                if rows[-1] is not None:
+                    rows = [self._rows.get()]
             tracker.close(failed=self._failed)
         except BaseException as error:  # also a package's sys.exit
             self._problem = f"{type(error).__name__}: {error}"
