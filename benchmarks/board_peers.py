@@ -4,7 +4,8 @@
     python benchmarks/board_peers.py tensorboard=X mlflow=Y trackio=Z gradio=W    the table of docs/board.md
 
 In turns: a page is started on a folder with one run, asked for ``/`` until it answers, and its processes' memory is
-read (proportional set size, so that shared pages count once) two seconds later; medians of the rounds. Megabytes are
+read (proportional set size, so that shared pages count once) two seconds later; medians of the rounds. On a machine
+with other work seconds of processors tell more than the clock's. Megabytes are
 the files of a package and of all that it requires. ``shardfold`` itself is measured by this Python, its megabytes are
 those beyond the extra ``cli``. gradio's page is a form of two fields, as it has none of its own.
 """
@@ -82,23 +83,24 @@ def answers(port: int) -> bool:
         return False
 
 
-def held(leader: int) -> int:
-    """Bytes that the processes of a session hold."""
-    total = 0
+def held(leader: int) -> tuple[int, float]:
+    """Bytes that the processes of a session hold, and seconds of processors that they have taken."""
+    total, ticks = 0, 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
-                if session == leader:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == leader:
+                    ticks += sum(map(int, fields[11:15]))  # those of its children that have ended, too
                     lines = (folder / "smaps_rollup").read_text().splitlines()
                     total += 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
             except (OSError, StopIteration):
                 continue  # it has ended
-    return total
+    return total, ticks / os.sysconf("SC_CLK_TCK")
 
 
-def started(name: str, python: str, folder: Path) -> tuple[float, int]:
-    """Seconds until the first page, and bytes held then."""
+def started(name: str, python: str, folder: Path) -> tuple[float, float, int]:
+    """Seconds until the first page, those of processors, and bytes held then."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [each.replace("{folder}", str(folder)).replace("{port}", str(port)) for each in COMMANDS[name]]
@@ -121,8 +123,9 @@ def started(name: str, python: str, folder: Path) -> tuple[float, int]:
                 raise SystemExit(f"{name} has no page: status {process.poll()}")
             time.sleep(0.01)
         seconds = time.perf_counter() - began
+        taken = held(process.pid)[1]
         time.sleep(SETTLES)
-        return seconds, held(process.pid)
+        return seconds, taken, held(process.pid)[0]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -135,7 +138,7 @@ def main() -> None:
     given = parser.parse_args()
     pythons = {"shardfold": sys.executable}
     pythons |= {name: f"{folder}/bin/python" for name, _, folder in (each.partition("=") for each in given.peers)}
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in pythons}
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in pythons}
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "run"
         run.mkdir()
@@ -145,11 +148,14 @@ def main() -> None:
         for _ in range(given.rounds):
             for name, python in pythons.items():
                 found[name].append(started(name, python, Path(place)))
-    print("page | packages | MB installed | seconds to the first page | MiB held")
+    print("page | packages | MB installed | seconds to the first page | of processors | MiB held")
     for name, python in pythons.items():
         num_bytes, packages = installed(name, python)
-        seconds, memory = (statistics.median(each) for each in zip(*found[name], strict=True))
-        print(f"{name} | {packages} | {num_bytes / 1e6:.1f} | {seconds:.2f} | {memory / 2**20:.0f}", flush=True)
+        seconds, taken, memory = (statistics.median(each) for each in zip(*found[name], strict=True))
+        print(
+            f"{name} | {packages} | {num_bytes / 1e6:.1f} | {seconds:.2f} | {taken:.2f} | {memory / 2**20:.0f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -236,10 +236,10 @@ def _mlflow(folder: Path) -> tuple[list[tuple[int, float]], str]:
 
 def _trackio(folder: Path) -> tuple[list[tuple[int, float]], str]:
     from trackio import Api  # pyright: ignore[reportMissingImports]
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
     (run,) = Api().runs("shardfold")
-    history = run.history()
-    rows = history if isinstance(history, list) else history.to_dict("records")
+    rows = SQLiteStorage.get_logs("shardfold", run.name)
     return [(row["step"], row["loss"]) for row in rows], str(run.config)
 
 

@@ -11,6 +11,7 @@ import shardfold as sf
 from shardfold.checkpoint.load import LoadReport
 from shardfold.optim.schedules import renew_rates
 from shardfold.plan.layout import Tier
+from shardfold.tools.observe.working_line import working
 
 __all__ = ["clip_of", "held_in_memory", "load_with_own_rates", "not_finite"]
 
@@ -48,7 +49,8 @@ def load_with_own_rates(engine: sf.Engine, path: Path, state: Mapping[str, Any])
     names = ("params", "param_names")
     options = [{k: v for k, v in group.items() if k not in names} for group in optimizer.param_groups]
     rates = list(schedule.base_lrs)
-    report = engine.load(path, state=state)
+    with working("loading"):
+        report = engine.load(path, state=state)
     for group, asked in zip(optimizer.param_groups, options, strict=True):
         group.update(asked)
     schedule.base_lrs = rates

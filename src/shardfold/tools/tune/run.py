@@ -21,6 +21,7 @@ from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
 from shardfold.optim.schedules import renew_rates
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
+from shardfold.tools.observe.working_line import working
 from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite
 from shardfold.tools.stop_signal import StopSignal
 from shardfold.tools.tune._model_config import changed_config, with_length
@@ -403,16 +404,18 @@ class TuneRun:
         """The means of loss and figures over all rows of ``eval_data``, each once; all ranks call it."""
         assert self.held_out is not None
         batches = self.batches_of(self.held_out, accumulate=1)
-        totals = Totals()
+        totals, often = Totals(), batches.epoch_windows
         self.model.eval()
         self.split = "eval"
-        for window in batches.epoch():
-            self.recipe.window(self, window)
-            if self.config.pipeline > 1:
-                self.recipe.through_stages(self, window, totals, train=False)
-                continue
-            for batch in window.batches:
-                totals.add(self.recipe.loss(self, batch), batch)
+        with working("evaluating", unit="batches") as line:
+            for number, window in enumerate(batches.epoch()):
+                line.amount(number, often)
+                self.recipe.window(self, window)
+                if self.config.pipeline > 1:
+                    self.recipe.through_stages(self, window, totals, train=False)
+                    continue
+                for batch in window.batches:
+                    totals.add(self.recipe.loss(self, batch), batch)
         self.split = "train"
         self.model.train()
         return totals.means(self.engine)

@@ -32,6 +32,7 @@ from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.readable import format_bytes, format_count, format_duration
 from shardfold.tools.observe.run_folder import Run
 from shardfold.tools.observe.trackers import tracker_names
+from shardfold.tools.observe.working_line import working
 from shardfold.tools.recipes.face._matcher import fit, scores_of
 from shardfold.tools.recipes.face._transforms import change_of
 from shardfold.tools.recipes.face.face_config import FaceConfig
@@ -242,10 +243,10 @@ def train(config: FaceConfig) -> FaceResult:
 def whole(run: FaceRun, written: Run, console: Console) -> FaceResult:
     """Verify, train, verify again, and write and print what came of it."""
     out = written.folder
-    with written.during("evaluating"):
+    with written.during("evaluating"), working("verifying"):
         before = run.verify()
     interrupted = steps(run, written, console)
-    with written.during("evaluating"):
+    with written.during("evaluating"), working("verifying"):
         found = run.verify(BOOTSTRAP)
         held = run.embeddings(run.held_out)
         seen = run.embeddings(run.images, MATCHED) if run.config.matcher else None
