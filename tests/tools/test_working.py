@@ -25,7 +25,7 @@ from tests.tools.tune import support
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is said is shown."""
-    for name in ("FIRST", "EVERY", "FIRST_PLAIN", "EVERY_PLAIN"):
+    for name in ("FIRST", "EVERY", "PLAIN_EVERY"):
         monkeypatch.setattr(working_line, name, 0.0)
 
 

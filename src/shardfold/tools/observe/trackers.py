@@ -163,7 +163,9 @@ def tracker_names(track: str | Sequence[str] | None, *, installed: bool = False)
     names = tuple(dict.fromkeys(each.strip() for each in given if each.strip()))
     for name in names:
         if name not in TRACKERS:
-            raise ConfigError(f"there is no tracker {name!r}.{did_you_mean(name, TRACKERS)}")
+            raise ConfigError(
+                f"there is no tracker {name!r}.{did_you_mean(name, TRACKERS)} Known are {', '.join(TRACKERS)}."
+            )
         if installed and importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"tracking by {name} needs a package that is not installed: pip install {name}, or leave it out."

@@ -25,7 +25,7 @@ from shardfold.tools.observe.readable import format_bytes, format_count, format_
 __all__ = ["Tick", "WorkingLine", "working"]
 
 FIRST, EVERY = 1.0, 0.2  # seconds until a terminal shows it, and between two drawings
-FIRST_PLAIN, EVERY_PLAIN = 10.0, 30.0
+PLAIN_EVERY = 30.0
 ONLY = threading.Lock()
 """Of what is shown in this process: work within other work, or within steps, says nothing."""
 
@@ -51,7 +51,7 @@ class WorkingLine:
         self._done, self._total = 0.0, 0.0
         self._counted: tuple[float, float] | None = None  # when, and how much was done then
         self._began = time.monotonic()
-        first, self._every = (FIRST, EVERY) if console.is_terminal else (FIRST_PLAIN, EVERY_PLAIN)
+        first, self._every = (FIRST, EVERY) if console.is_terminal else (PLAIN_EVERY, PLAIN_EVERY)
         self._due = self._began + first
         self._live: Progress | None = None
         self._lock = threading.Lock()
