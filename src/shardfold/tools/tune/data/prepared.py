@@ -368,7 +368,7 @@ def prepare(
         found: list[SourceFile] = []
         with working("reading") as line:
             for path, form in find_files(source.path):
-                line.now(path.name)
+                line.now(os.path.basename(path))
                 found.append(scan(path, form, place / "scans"))
         if not any(file.blocks for file in found):
             raise ConfigError(f"data: {source.path} has no rows.")
