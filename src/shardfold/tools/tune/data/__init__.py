@@ -10,6 +10,6 @@ rows              what a row becomes
 show_data         rows as tokens, those that are trained in colour
 sources           files of rows, and blocks of them
 templates         conversations as text, and which of it the assistant says
-_template_words   whether a template writes words as they are
 _sampling         in which order samples are read, and which share a row of tokens
+_template_words   whether a template writes words as they are
 """
