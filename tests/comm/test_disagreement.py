@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -304,6 +305,43 @@ def _late(engine: sf.Engine) -> None:
 def test_a_rank_that_is_late_is_waited_for(ranks: Ranks) -> None:
     answers = ranks.run(partial(_raised, patience=1.0), _late, world_size=2, timeout=60)
     assert [said for said, _ in answers] == ["nothing was raised"] * 2
+
+
+def _endless(until: Callable[[], bool]) -> None:
+    while not until():
+        time.sleep(0.02)
+
+
+def _busy(folder: str) -> list[str]:
+    """What rank 0 warns of while rank 1 computes, which goes on when it has been told twice."""
+    heard, log = list[str](), logging.getLogger("shardfold")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: (heard.append(record.getMessage()), Path(folder, str(len(heard))).touch())[0]
+    model = nn.Linear(4, 4)
+    engine = sf.Engine(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        layout="zero2",
+        runtime=sf.Runtime(patience=1.0, timeout=60.0),
+    )
+    if engine.rank == 0:
+        log.addHandler(handler)
+    else:
+        deadline = time.monotonic() + 40
+        _endless(lambda: Path(folder, "2").exists() or time.monotonic() > deadline)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    log.removeHandler(handler)
+    engine.close()
+    return heard
+
+
+@pytest.mark.soak
+def test_where_a_rank_computes_for_ever_is_told_though_it_says_so_late(ranks: Ranks, tmp_path: Path) -> None:
+    """It publishes its place some seconds on, when a short patience is over: then the others warn once more."""
+    said = ranks.run(_busy, str(tmp_path), world_size=2, timeout=90)[0]
+    assert len(said) == 2 and "rank 1: has said nothing" in said[0]
+    assert "rank 1: is at test_disagreement.py:" in said[1] and " in _endless" in said[1]
 
 
 def _close_early(engine: sf.Engine) -> None:

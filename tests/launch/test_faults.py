@@ -9,20 +9,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from shardfold import launch
+from shardfold.comm.launcher_notes import FILE
 from shardfold.errors import ConfigError
 from shardfold.launch import _rendezvous as rendezvous
-from shardfold.launch import workers
+from shardfold.launch import process, workers
 from shardfold.launch._agent import Notice, SignalException, signals
-from shardfold.launch.leftovers import MARK, Leftovers
+from shardfold.launch.leftovers import MARK, Leftovers, has_group
 from shardfold.launch.namespaces import Namespaces, why_not
 from shardfold.launch.options import Options
+from shardfold.launch.run_records import OwnRecord, read_records
+from shardfold.launch.workers import Outlet
 from shardfold.plan.patience import PATIENCE, Patience
 from tests.launch.test_run import command, run, write
 
@@ -251,7 +255,7 @@ def test_nothing_that_ranks_have_started_is_left(end: str, tmp_path: Path) -> No
 
 
 def test_leftovers_of_another_run_are_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found is what carries the mark, also within a launcher's own; what was started without it outlives the run."""
+    """Found is what carries the mark, also within a launcher's own; this process's other children are its own."""
     leftovers, other = Leftovers(), Leftovers()
     monkeypatch.setenv(MARK, other.mark)
     inner = Leftovers()
@@ -273,6 +277,128 @@ def test_leftovers_of_another_run_are_let_alone(monkeypatch: pytest.MonkeyPatch)
             each.wait()
         for each in (leftovers, other, inner):
             each.close()
+
+
+ORPHAN = """
+import os, subprocess, sys
+from pathlib import Path
+away = "import os, time; open(os.environ['NAME'] + '.now', 'w').write(str(os.getpid())); "
+away += "os.rename(os.environ['NAME'] + '.now', os.environ['NAME']); time.sleep(600)"
+for name, more in (("hidden", {}), ("stays", {"SHARDFOLD_RUN": ""})):
+    if os.fork() == 0:
+        subprocess.Popen([sys.executable, "-c", away], start_new_session=True, env={"NAME": name, **more})
+        os._exit(0)
+    os.wait()
+    while not os.path.exists(name):
+        pass
+if sys.argv[1] == "killed launcher":
+    open("there", "w").write("1")
+    while True: pass
+"""
+"""A rank that leaves two processes without a parent, a session or an environment of its own."""
+
+
+@pytest.mark.parametrize("end", ["well", "killed launcher"])
+def test_orphans_end_with_a_run_if_they_are_not_to_stay(end: str, tmp_path: Path) -> None:
+    """Forked twice, in a session of its own and with another environment, a process still ends with the run, and the
+    run's control group is gone; who has an empty variable stays. Where the launcher is killed it takes such a group."""
+    if end == "killed launcher" and not has_group():
+        pytest.skip("this process may make no control group of version 2")
+    running = subprocess.Popen(command("--nproc-per-node=1", write("orphan.py", ORPHAN), end))
+    pids, group = list[int](), ""
+    try:
+        pids = [int(await_(tmp_path / name)) for name in ("hidden", "stays")]
+        said = Path(f"/proc/{pids[1]}/cgroup").read_text().splitlines()
+        group = next((line.rpartition("/")[2] for line in said if line.startswith("0::")), "")
+        assert group.startswith("shardfold-") or not has_group()
+        if end == "killed launcher":
+            await_(tmp_path / "there")
+            running.kill()
+        assert running.wait(60) == (0 if end == "well" else -signal.SIGKILL)
+        deadline = time.monotonic() + 15
+        while end != "well" and time.monotonic() < deadline and not (gone(pids[0]) and not is_there(group)):
+            time.sleep(0.02)
+        assert gone(pids[0]) and not gone(pids[1]) and not is_there(group)
+    finally:
+        running.kill()
+        running.wait()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_there(group: str) -> bool:
+    return group.startswith("shardfold-") and any(Path("/sys/fs/cgroup").rglob(group))
+
+
+def test_an_orphan_that_ends_is_waited_for() -> None:
+    """Else it would be a zombie as long as the run lasts. A rank is left to its own worker, however late it ends."""
+    leftovers = Leftovers()
+    try:
+        rank = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+        leftovers.knows(rank.pid)
+        code = "import os, subprocess; print(subprocess.Popen(['sleep', '0'], start_new_session=True).pid, flush=True)"
+        orphan = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+        deadline = time.monotonic() + 30
+        while psutil.pid_exists(orphan) and time.monotonic() < deadline:
+            leftovers.reap()
+        assert not psutil.pid_exists(orphan) and psutil.Process(rank.pid).status() == psutil.STATUS_ZOMBIE
+        assert rank.wait() == 0
+    finally:
+        leftovers.close()
+
+
+# -- a rank that is being ended
+
+
+def test_while_ranks_say_where_they_are_nobody_waits() -> None:
+    """Each has a second for it, all the same one; and none of them gets a lease any more."""
+    ends = f"""
+import os, time
+os.pwrite(os.open(os.environ[{FILE!r}], os.O_RDWR), b"%020d" % 5, {workers.BEAT})
+time.sleep(600)
+"""
+    ranks = [workers.Worker(n, [sys.executable, "-c", ends], dict(os.environ), (Outlet(), Outlet())) for n in range(3)]
+    workers.watch(ranks)
+    try:
+        while not all(rank._noted(20, workers.BEAT).strip("0") for rank in ranks):
+            time.sleep(0.02)
+        for rank in ranks:
+            rank.look(600.0)
+            rank.lease(600.0)
+        began = time.monotonic()
+        for rank in ranks:
+            rank.end_for("it hangs")
+            rank.lease(600.0)
+            assert os.pread(rank._sign or 0, 20, workers.LEASE) == workers.REVOKED
+        assert time.monotonic() - began < workers.ANSWER
+        while any(rank.ended is None for rank in ranks):
+            for rank in ranks:
+                rank.look(600.0)
+            time.sleep(0.02)
+        assert all(rank.why == "it hangs, and was ended" and not rank.follows for rank in ranks)
+    finally:
+        workers.end_all(ranks, signal.SIGKILL, 0.0)
+
+
+# -- what runs say of themselves
+
+
+def test_what_a_rank_of_an_earlier_attempt_said_last_is_forgotten(tmp_path: Path) -> None:
+    """From when rank 0 of the new one comes; not what another one of it has said."""
+    for rank in range(2):
+        earlier = OwnRecord(tmp_path, rank, 2)
+        earlier.write(phase="failed", words="long ago")
+        earlier.close()
+    first = OwnRecord(tmp_path, 0, 2)
+    first.write(phase="training")
+    assert [(each.rank, each.phase) for each in read_records(tmp_path)[0]] == [(0, "training")]
+    second = OwnRecord(tmp_path, 1, 2)
+    second.write(phase="failed")
+    second.close()
+    assert [(each.rank, each.phase) for each in read_records(tmp_path)[0]] == [(0, "training"), (1, "failed")]
+    first.close()
 
 
 # -- restarts in vain
@@ -397,6 +523,45 @@ def test_whether_an_address_is_of_this_host_is_found_by_binding() -> None:
 # -- two launchers on one host
 
 
+def test_a_name_that_leads_to_loopback_is_of_no_use_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of its addresses that is of this host counts, as Gloo takes that one."""
+    answers = {
+        "none": [],
+        "debian": ["127.0.1.1"],
+        "elsewhere": ["203.0.113.9"],
+        "elsewhere, then loopback": ["203.0.113.9", "127.0.0.1"],
+    }
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda name, port, **_: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in answers[name]],
+    )
+    assert not any(map(process.leads_home, answers))
+
+
+def test_the_interface_towards_a_host_is_not_the_loopback() -> None:
+    assert process.interface_towards("127.0.0.1") == ""
+    assert process.interface_towards("nowhere.invalid") == ""
+
+
+@pytest.mark.soak
+def test_ranks_of_several_hosts_meet_though_their_names_lead_nowhere(two: Namespaces) -> None:
+    """Both have the name of the machine they are on, and nobody has set an interface."""
+    script = write(
+        "meets.py",
+        """
+        import os, torch, torch.distributed as dist
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+        dist.init_process_group("gloo")
+        dist.all_reduce(values := torch.ones(1))
+        print("sum", values.item())
+        """,
+    )
+    for each in agents(two, script, variables={}):
+        out, error = each.communicate(timeout=120)
+        assert each.returncode == 0 and "sum 2.0" in out, error
+
+
 def test_the_cause_may_end_behind_those_of_other_nodes_that_it_made_fail(tmp_path: Path) -> None:
     """A process that raises takes seconds to end where much is imported: the other node's rank is gone before, and only
     that one's launcher knows so. Both wait for the cause."""
@@ -435,6 +600,9 @@ def test_the_cause_may_end_behind_those_of_other_nodes_that_it_made_fail(tmp_pat
 # -- hosts: network namespaces
 
 
+ETH0 = {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
 @pytest.fixture
 def two() -> Iterator[Namespaces]:
     if missing := why_not():
@@ -445,7 +613,11 @@ def two() -> Iterator[Namespaces]:
 
 
 def agents(
-    spaces: Namespaces, script: str, *words: str, ranks: tuple[int, int] = (1, 1)
+    spaces: Namespaces,
+    script: str,
+    *words: str,
+    ranks: tuple[int, int] = (1, 1),
+    variables: Mapping[str, str] = ETH0,
 ) -> list[subprocess.Popen[str]]:
     """The launchers of two nodes."""
     there = [f"--master-addr={Namespaces.address(0)}", "--master-port=29500", "--nnodes=2", "--patience=3", *words]
@@ -455,7 +627,7 @@ def agents(
         started.append(
             subprocess.Popen(
                 ["ip", "netns", "exec", space, *command(*there, *own, script)],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
+                env={**{k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}, **variables},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -421,6 +421,26 @@ def test_agents_agree_on_the_earliest_death_in_whatever_order_they_tell():
     assert nodes[1].first() == cause
 
 
+def test_a_host_that_was_ended_from_here_is_not_lost(tmp_path: Path):
+    """All hosts would be started again, as for one that is gone; ssh that somebody else ends is such a one."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec sleep 600\n")
+    ssh.chmod(0o755)
+    ours, others = (remote.RemoteAgent(name, Options(ssh=str(ssh)), []) for name in ("a", "b"))
+    ours.kill()
+    others.process.kill()
+    for each in (ours, others):
+        each.process.communicate()
+    assert not remote.is_lost(ours) and remote.is_lost(others)
+
+
+def test_steps_of_one_job_are_runs_of_their_own():
+    """What two of them hold of a folder are no attempts of one."""
+    job = {"SLURM_JOB_ID": "7"}
+    names = [scheduler.scheduler_step({**job, **more}) for more in ({}, {"SLURM_STEP_ID": "0"}, {"SLURM_STEP_ID": "1"})]
+    assert names == ["7", "7.0", "7.1"] and scheduler.scheduler_step({"SLURM_STEP_ID": "0"}) == "none"
+
+
 def test_a_node_that_gives_no_sign_of_life_is_told_of_in_its_place_and_nobody_waits_for_it():
     """Those whose ranks have failed for want of it name it, also where another node has found that it is lost."""
     nodes = met(0.4)

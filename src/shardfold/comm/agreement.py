@@ -181,7 +181,7 @@ class Agreement:
         self._given_up: str | None = None  # the sentence with which this engine was given up
         self._aborted = False  # whether that is this rank's
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
-        self._warned = False
+        self._unheard: set[int] | None = None  # who had said nothing at the last warning; None: there was none
         self._process = os.getpid()
         self._watch: Watchdog | None = None
         if self.peers.size > 1:
@@ -868,7 +868,7 @@ class Agreement:
         meeting = self.messages.sent if self._meets else 0
         self._watch.begin_wait(what, self.peers.name, log, needs_help=self._needs_help, meeting=meeting)
         self._unmoved: tuple[Any, float] = (None, 0.0)
-        self._warned = False
+        self._unheard = None
 
     def _help_elsewhere(self) -> bool:
         """Whether another rank needed more of a pass of another engine, and got it.
@@ -899,8 +899,10 @@ class Agreement:
         stuck = len(others) + 1 == self.peers.size and all(entry.blocked for entry in others.values())
         if stuck and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE) and self._nothing_moves(others):
             self._abort(f"no rank can go on: {self._describe(others, now - begun)}.")
-        if now - begun > self._patience and not self._warned:
-            self._warned = True
+        unheard = {*self.peers.ranks} - {*others, self.peers.rank}
+        # Who is busy says so only some seconds later, as may be when a short patience is over: then once more.
+        if now - begun > self._patience and (self._unheard is None or (self._unheard and not unheard)):
+            self._unheard = unheard
             LOG.warning(
                 "waiting for %.0f s: %s.%s%s",
                 now - begun,

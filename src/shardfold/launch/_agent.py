@@ -33,8 +33,8 @@ from shardfold.launch.death import Death, OomWatch, host_name
 from shardfold.launch.decision import Node, script_command
 from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.options import Options, streams
-from shardfold.launch.process import SAID, exit_status, num_cores
-from shardfold.launch.scheduler import find_task
+from shardfold.launch.process import SAID, exit_status, interface_towards, leads_home, num_cores
+from shardfold.launch.scheduler import find_task, scheduler_step
 from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, watch
 from shardfold.plan.patience import PATIENCE, Patience
 from shardfold.tiers.limit import memory_limit
@@ -103,6 +103,7 @@ class Agent(SimpleElasticAgent):
         self.logs = log_folder(options)
         self.patience, self.leftovers = Patience(options.patience), Leftovers()
         self.notice = Notice(options.notice, options.notice_file)
+        self._interface = ""  # that ranks find each other by, where this host's name is of no use for it
         self._ours_until = 0.0  # by the monotonic clock: so long the run is this node's, as was last heard
         self.alike: list[tuple[Any, ...]] = []  # how attempts failed, those of the same kind at the end
 
@@ -110,6 +111,9 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.death, self.mine, self.oom, self.workers = None, False, OomWatch(), []
+        self._interface = ""
+        if worker_group.group_world_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
+            self._interface = interface_towards(str(worker_group.master_addr))
         try:
             for place in worker_group.workers:
                 self.workers.append(self._start(worker_group, place))
@@ -139,7 +143,7 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         asked = time.monotonic()
         self.notice.look(self.workers)
-        self.leftovers.reap(worker.process.pid for worker in self.workers)
+        self.leftovers.reap()
         for worker in self.workers:
             worker.look(self.patience.lost)
         by_rank = {place.global_rank: self.workers[place.local_rank] for place in worker_group.workers}
@@ -180,9 +184,12 @@ class Agent(SimpleElasticAgent):
         reads = local_rank == 0 and not self.labelled
         try:
             mark, notice = self.leftovers.mark, self.notice.seconds is not None
-            return Worker(local_rank, command, environment, outlets, cores, reads, mark, notice)
+            door = self.leftovers.door
+            worker = Worker(local_rank, command, environment, outlets, cores, reads, mark, notice, door)
         except OSError as error:
             raise ConfigError(f"{command[0]!r} cannot be run: {error.strerror}.") from None
+        self.leftovers.knows(worker.process.pid)
+        return worker
 
     def _variables(self, group: WorkerGroup, place: Any) -> dict[str, str]:
         spec, nodes = group.spec, group.group_world_size
@@ -208,6 +215,8 @@ class Agent(SimpleElasticAgent):
             "CROSS_SIZE": nodes,
             "LOCAL_SIZE": spec.local_world_size,
         }
+        if self._interface:
+            variables["GLOO_SOCKET_IFNAME"] = self._interface
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if self.node.slots is not None:
             visible = hosts.visible_devices(self.node.slots, visible)
@@ -407,7 +416,7 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
         ]:
             logging.getLogger(logger).setLevel(logging.CRITICAL)  # what they tell is told here, in a sentence
     conf = dict(pair.strip().split("=", 1) for pair in options.rdzv_conf.split(",")) if options.rdzv_conf else {}
-    name = options.rdzv_id if options.rdzv_id != "none" else os.environ.get("SLURM_JOB_ID", "none")
+    name = options.rdzv_id if options.rdzv_id != "none" else scheduler_step(os.environ)
     meeting = meeting_of(node, node.name or host_name(), name, conf, Patience(options.patience))
     count = num_procs(node.procs, options.chatty)
     spec = WorkerSpec(

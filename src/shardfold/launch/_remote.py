@@ -94,10 +94,14 @@ print(json.dumps(facts))
 
 
 class RemoteAgent:
-    """The agent on one host, as a process of ssh here."""
+    """The agent on one host, as a process of ssh here.
+
+    Attributes:
+        killed: ssh was, from here.
+    """
 
     def __init__(self, name: str, options: Options, lines: Sequence[str]) -> None:
-        self.name = name
+        self.name, self.killed = name, False
         prepare = f". {shlex.quote(options.venv_script)} && " if options.venv_script else ""
         program = f"{prepare}exec {shlex.quote(sys.executable)} -c {shlex.quote(BOOT)}"
         port = ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
@@ -138,6 +142,7 @@ class RemoteAgent:
 
     def kill(self) -> None:
         if self.process.poll() is None:
+            self.killed = True
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -236,7 +241,8 @@ def start_hosts(
                 started.append(RemoteAgent(name, options, (header, instructions(node, there, command))))
             for host in started:
                 host.carry(ended)
-            status = see_to_end(started, ended, received)
+            grace = max(GRACE, 3.0 * Patience(options.patience).keep_alive + 1.0)
+            status = see_to_end(started, ended, received, grace)
             return status, not received and any(is_lost(host) for host in started)
         finally:
             for host in started:
@@ -244,8 +250,10 @@ def start_hosts(
 
 
 def is_lost(host: RemoteAgent) -> bool:
-    """Whether ssh, which has ended, says so, or was given up. It says 255 also if the agent was killed."""
-    return host.process.returncode == UNREACHABLE or host.process.returncode < 0
+    """Whether ssh, which has ended, says so, or was killed, but not from here. It says 255 also if the agent was
+    killed."""
+    returncode = host.process.returncode
+    return returncode == UNREACHABLE or (returncode < 0 and not host.killed)
 
 
 def instructions(node: Node, options: Options, command: list[str]) -> str:
@@ -253,8 +261,11 @@ def instructions(node: Node, options: Options, command: list[str]) -> str:
     return json.dumps([asdict(node), asdict(options), command])
 
 
-def see_to_end(hosts: list[RemoteAgent], ended: queue.Queue[RemoteAgent], received: list[int]) -> int:
-    """Wait for all hosts; once one has failed, the others get :data:`GRACE` seconds."""
+def see_to_end(
+    hosts: list[RemoteAgent], ended: queue.Queue[RemoteAgent], received: list[int], grace: float = GRACE
+) -> int:
+    """Wait for all hosts; once one has failed, the others get ``grace`` seconds: as long as ssh takes to find that one
+    is lost, which then is no host that only does not end."""
     status, deadline, told = 0, None, False
     left = len(hosts)
     while left:
@@ -269,7 +280,7 @@ def see_to_end(hosts: list[RemoteAgent], ended: queue.Queue[RemoteAgent], receiv
             # The agents hear of a death from each other; these did not.
             for each in hosts:
                 each.say("SIGTERM")
-            told, deadline = True, time.monotonic() + GRACE
+            told, deadline = True, time.monotonic() + grace
             continue
         left -= 1
         returncode = host.process.returncode

@@ -1,12 +1,17 @@
-"""What ranks have started and what outlives them: found by a mark in its environment, and ended.
+"""What ranks have started and what outlives them: found, and ended.
 
 A process that gives itself a session of its own (``setsid``, a daemon, a server of a logger) is in no group that a
-signal would reach, and if its rank is killed nobody knows it. But it has its rank's environment, and there the
-launcher's mark. Should the launcher itself be killed, a small process that waits for its end does the same. What shall
-outlive a run is started without the variable ``SHARDFOLD_RUN``. On systems without ``/proc`` nothing is found.
+signal would reach, and if its rank is killed nobody knows it. It is found in three ways:
 
-Where the launcher is process 1 of a container, what ranks have left are its children when they end, and it waits for
-them: else they would stay as zombies, until the container has no number for a process.
+    its environment   is its rank's, with the launcher's mark in it
+    its parent        is the launcher, once those that have started it have ended: on Linux orphans come to it
+    a control group   of version 2, where the system lets the launcher make one: whatever starts in it stays in it
+
+Should the launcher itself be killed, a small process that waits for its end looks for the first and the last. What
+shall outlive a run has an empty variable ``SHARDFOLD_RUN``. On systems without ``/proc`` nothing is found.
+
+Orphans become zombies when they end, and the launcher waits for them: as process 1 of a container it would else run out
+of numbers for processes.
 """
 
 from __future__ import annotations
@@ -17,37 +22,110 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from shardfold.launch.process import adopt_orphans
 from shardfold.tiers.limit import is_doomed
 
-__all__ = ["MARK", "Leftovers"]
+__all__ = ["MARK", "Leftovers", "has_group"]
 
 MARK = "SHARDFOLD_RUN"
 LOOK = 0.05
 SWEEP = """
 import os, signal, sys
-mark, begins = (each.encode() for each in sys.argv[1:])
+mark, begins, group = (each.encode() for each in sys.argv[1:])
 if sys.stdin.buffer.read():
     sys.exit()
+def inside():
+    found = set()
+    for folder, _, _ in os.walk(group) if group else ():
+        try:
+            with open(folder + b"/cgroup.procs", "rb") as file:
+                found |= set(file.read().split())
+        except OSError:
+            pass
+    return found
 again = True
 while again:
-    again = False
-    for name in os.listdir("/proc"):
+    again, there = False, inside()
+    for name in os.listdir(b"/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
-                with open(f"/proc/{name}/environ", "rb") as file:
+                with open(b"/proc/" + name + b"/environ", "rb") as file:
                     variables = file.read().split(b"\\0")
                 given = [each[len(begins):] for each in variables if each.startswith(begins)]
-                if given and mark in given[-1].split(b":"):
+                if (given and mark in given[-1].split(b":")) or (name in there and given[-1:] != [b""]):
                     os.kill(int(name), signal.SIGKILL)
                     again = True
             except OSError:
                 pass
+for pid in inside():
+    try:
+        with open(os.path.dirname(group) + b"/cgroup.procs", "wb") as file:
+            file.write(pid)
+    except OSError:
+        pass
+for folder, _, _ in os.walk(group, topdown=False) if group else ():
+    try:
+        os.rmdir(folder)
+    except OSError:
+        pass
 """
 """Of the process that waits: a word on its standard input, and it goes; the input's end without one, and it acts."""
+
+
+_watchers = set[int]()  # of this process
+
+
+class _Group:
+    """A control group of version 2 for ranks and all that they start, within this process's own.
+
+    Attributes:
+        folder: of it; None: the system has none, or lets this process make none.
+        door: a file descriptor; who writes ``0`` to it comes in. None: as above.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.folder, self.door = None, None
+        with suppress(OSError, StopIteration):
+            mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
+            root = next(words[1] for words in mounts if words[2] == "cgroup2")
+            lines = Path("/proc/self/cgroup").read_text().splitlines()
+            own = next(line.removeprefix("0::/") for line in lines if line.startswith("0::"))
+            folder = Path(root, own, f"shardfold-{name}")
+            folder.mkdir()
+            self.folder = folder
+            self.door = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+
+    def processes(self) -> set[int]:
+        """The numbers of those that are in it."""
+        found = set[int]()
+        for folder, _, _ in os.walk(self.folder) if self.folder is not None else ():
+            with suppress(OSError):
+                found |= set(map(int, Path(folder, "cgroup.procs").read_text().split()))
+        return found
+
+    def close(self) -> None:
+        if self.folder is None:
+            return
+        if self.door is not None:
+            os.close(self.door)
+            self.door = None
+        for pid in self.processes():  # which stay, and go back to this process's own
+            with suppress(OSError):
+                self.folder.parent.joinpath("cgroup.procs").write_text(str(pid))
+        for folder, _, _ in os.walk(self.folder, topdown=False):
+            with suppress(OSError):
+                os.rmdir(folder)
+
+
+def has_group() -> bool:
+    """Whether this process may make a control group of version 2 within its own."""
+    group = _Group(uuid.uuid4().hex)
+    group.close()
+    return group.folder is not None
 
 
 class Leftovers:
@@ -55,16 +133,20 @@ class Leftovers:
 
     Attributes:
         mark: the value of ``SHARDFOLD_RUN`` for its ranks: its own name behind those of launchers around it.
+        door: where ranks come into their control group; None: there is none.
     """
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
         self.mark = ":".join(filter(None, [os.environ.get(MARK, ""), self._name]))
         self._watcher: subprocess.Popen[bytes] | None = None
+        self._group = _Group(self._name)
+        self._adopted_before = adopt_orphans(True)
+        self._own = set(_children())  # that are no orphans, ranks of all attempts among them
         if Path("/proc/self/environ").exists():
             with suppress(OSError):
                 self._watcher = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", SWEEP, self._name, f"{MARK}="],
+                    [sys.executable, "-I", "-S", "-c", SWEEP, self._name, f"{MARK}=", str(self._group.folder or "")],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -72,6 +154,15 @@ class Leftovers:
                     env={name: value for name, value in os.environ.items() if name != MARK},
                     cwd="/",
                 )
+                _watchers.add(self._watcher.pid)
+
+    @property
+    def door(self) -> int | None:
+        return self._group.door
+
+    def knows(self, rank: int) -> None:
+        """A rank has been started, which its worker waits for, however late it ends."""
+        self._own.add(rank)
 
     def end(self, grace: float) -> list[int]:
         """Ask all of them to end, and kill those that run on after so many seconds.
@@ -89,16 +180,18 @@ class Leftovers:
             left = self.found()
         return there
 
-    def reap(self, ranks: Iterable[int]) -> None:
-        """As process 1, waits for children that have ended and are neither of these ranks nor of this session, which
-        this process has started itself."""
-        if os.getpid() != 1:
-            return
-        own = {*ranks, self._watcher.pid if self._watcher is not None else 0}
-        for pid in set(_children()) - own:
+    def reap(self) -> None:
+        """Waits for orphans that have ended."""
+        for pid in self._orphans():
+            with suppress(OSError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _orphans(self) -> Iterator[int]:
+        """Children that this process has not started: what it starts is of its session, or known."""
+        for pid in set(_children()) - self._own - _watchers:
             with suppress(OSError):
                 if os.getsid(pid) != os.getsid(0):
-                    os.waitpid(pid, os.WNOHANG)
+                    yield pid
 
     def close(self) -> None:
         """The launcher ends by itself: nobody has to wait for that."""
@@ -108,12 +201,21 @@ class Leftovers:
                 self._watcher.stdin.close()
             self._watcher.wait()
             self._watcher = None
+        self.reap()
+        adopt_orphans(self._adopted_before)
+        self._group.close()
 
     def found(self) -> list[int]:
-        """The numbers of the processes that carry the mark; not of those that have ended and were not awaited, or that
-        are frozen and end when they go on."""
+        """The numbers of the processes that carry the mark, are orphans or in the control group, and may not stay; not
+        of those that have ended, or that are frozen and end when they go on."""
+        self.reap()
         name, begins = self._name.encode(), f"{MARK}=".encode()
-        return [pid for pid in _processes() if name in _variable(pid, begins).split(b":") and not is_doomed(pid)]
+        inside, found = self._group.processes() | set(self._orphans()), list[int]()
+        for pid in _processes():
+            mark = _variable(pid, begins)
+            if (name in (mark or b"").split(b":") or (pid in inside and mark != b"")) and not is_doomed(pid):
+                found.append(pid)
+        return found
 
 
 def _processes() -> Iterable[int]:
@@ -129,13 +231,13 @@ def _children() -> Iterable[int]:
             yield from map(int, Path(f"/proc/self/task/{thread}/children").read_text().split())
 
 
-def _variable(pid: int, begins: bytes) -> bytes:
-    """Of a process's environment as it was started with; empty: it has none of that name, or is somebody else's."""
+def _variable(pid: int, begins: bytes) -> bytes | None:
+    """Of a process's environment as it was started with; None: it has none of that name, or is somebody else's."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return b""
-    return next((each[len(begins) :] for each in reversed(variables) if each.startswith(begins)), b"")
+        return None
+    return next((each[len(begins) :] for each in reversed(variables) if each.startswith(begins)), None)
 
 
 def _send(pids: Iterable[int], number: int) -> None:

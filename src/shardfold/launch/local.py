@@ -53,12 +53,15 @@ def rank_environment(rank: int, num_procs: int, port: int) -> dict[str, str]:
 class LocalRank(Worker):
     """One rank: rank 0 has the terminal, of the others the last lines of standard error are kept."""
 
-    def __init__(self, rank: int, num_procs: int, command: list[str], port: int, held: bool, mark: str) -> None:
+    def __init__(
+        self, rank: int, num_procs: int, command: list[str], port: int, leftovers: Leftovers, *, held: bool
+    ) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         outlets = (Outlet(shown=rank == 0), Outlet(shown=rank == 0, tail=self.tail))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if held else set())
         try:
-            super().__init__(rank, command, rank_environment(rank, num_procs, port), outlets, mark=mark)
+            environment = rank_environment(rank, num_procs, port)
+            super().__init__(rank, command, environment, outlets, mark=leftovers.mark, door=leftovers.door)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -139,7 +142,8 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
         with interrupts.installed():
             try:
                 for rank in range(num_procs):
-                    ranks.append(LocalRank(rank, num_procs, command, port, held, leftovers.mark))
+                    ranks.append(LocalRank(rank, num_procs, command, port, leftovers, held=held))
+                    leftovers.knows(ranks[-1].process.pid)
                     if interrupts.received:  # arrived between two starts: the newest may not have seen it
                         interrupts.forward()
             finally:

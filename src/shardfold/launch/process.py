@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import signal
 import socket
+import struct
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 
 __all__ = [
     "INTERRUPTED",
     "SAID",
+    "adopt_orphans",
     "die_with_parent",
     "exit_status",
     "free_port",
     "how",
+    "interface_towards",
     "is_rank",
+    "leads_home",
     "num_cores",
     "python_module",
     "signal_main_thread",
@@ -28,7 +35,8 @@ INTERRUPTED = 130
 SAID = 2
 """Exit status of a process that has written one readable sentence on what is wrong: there is nothing to add to it."""
 
-PR_SET_PDEATHSIG = 1
+SIOCGIFADDR = 0x8915
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 # Looked up before any process is forked: the child may then only call it.
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 TGKILL = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None) if sys.platform == "linux" else None
@@ -63,6 +71,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def leads_home(name: str) -> bool:
+    """Whether a host's own name has an address by which other hosts find it: the first that is of this host, which Gloo
+    takes, is no loopback. Debian's installer writes ``127.0.1.1`` for the name."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return not ip_address(str(address[0]).partition("%")[0]).is_loopback
+    return False
+
+
+def interface_towards(host: str) -> str:
+    """The name of the network interface on the way to another host; "" where there is none, or it is the loopback."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # nothing is sent
+                own = probe.getsockname()[0]
+                return next((name for name, theirs in _addresses(probe) if theirs == own and name != "lo"), "")
+    return ""
+
+
+def _addresses(probe: socket.socket) -> Iterator[tuple[str, str]]:
+    """Name and address of each interface of this host (Linux): the first IPv4 address, and those of IPv6."""
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):
+            found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            yield name, socket.inet_ntop(socket.AF_INET, found[20:24])
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
+        for line in file:
+            words = line.split()
+            yield words[5], str(ip_address(bytes.fromhex(words[0])))
+
+
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -72,6 +114,19 @@ def die_with_parent() -> None:
     if PRCTL is not None:
         with suppress(OSError):
             PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans(adopts: bool) -> bool:
+    """Whether what a child of this process leaves becomes a child of this process, and not of process 1 (Linux).
+
+    Returns:
+        What was so before.
+    """
+    before = ctypes.c_int(0)
+    if PRCTL is not None:
+        PRCTL(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        PRCTL(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(adopts), 0, 0, 0)
+    return bool(before.value)
 
 
 def end_at_signals() -> None:

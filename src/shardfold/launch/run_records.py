@@ -69,6 +69,7 @@ class Record:
         words: the last ones of what failed.
         about: of a launcher, the rank that failed.
         follows: whether another rank's end is why it failed.
+        began: when the process made its record, by the same clock as ``clock``.
         lives: whether the process lives; None: this system, or the file's, does not tell.
     """
 
@@ -86,6 +87,7 @@ class Record:
     words: str = ""
     about: int = LAUNCHER
     follows: bool = False
+    began: float = 0.0
     lives: bool | None = None
 
     def age(self, changed: float) -> float:
@@ -108,6 +110,7 @@ class OwnRecord:
             "ranks": ranks,
             "host": socket.gethostname(),
             "boot": boot_of_this_machine(),
+            "began": time.time(),
         }
         self._file = os.open(folder / STATUS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._place = (rank - LAUNCHER) * SIZE
@@ -172,7 +175,8 @@ def note_end(folder: Path, phase: str, rank: int, words: str) -> None:
 def read_records(folder: Path) -> tuple[list[Record], float]:
     """The records of a run folder, and when the file was written to last, in seconds since 1970.
 
-    A record that is not as a process writes it is left out, as is a file that is none (a pipe, a link).
+    A record that is not as a process writes it is left out, as is a file that is none (a pipe, a link), and what a rank
+    of an earlier attempt said last: it lives no more, and was done before rank 0 of this one came.
     """
     try:
         file = os.open(folder / STATUS, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -183,7 +187,9 @@ def read_records(folder: Path) -> tuple[list[Record], float]:
         if not stat.S_ISREG(found.st_mode):
             return [], 0.0
         records = [_record(file, place) for place in range(0, min(found.st_size, MOST_READ), SIZE)]
-        return [each for each in records if each is not None], found.st_mtime
+        there = [each for each in records if each is not None]
+        began = next((each.began for each in there if each.rank == 0), 0.0)
+        return [each for each in there if each.rank <= 0 or each.lives or each.clock >= began], found.st_mtime
     except OSError:
         return [], 0.0
     finally:

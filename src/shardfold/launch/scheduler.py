@@ -13,7 +13,7 @@ from zlib import crc32
 
 from shardfold.errors import ConfigError
 
-__all__ = ["Task", "expand_nodelist", "expand_tasks", "find_task", "slurm_nodes"]
+__all__ = ["Task", "expand_nodelist", "expand_tasks", "find_task", "scheduler_step", "slurm_nodes"]
 
 # Steps that are no `srun` of a job: the batch script, an interactive shell, ...
 NO_STEP = 0xFFFFFFF0
@@ -139,6 +139,13 @@ def slurm_task(environment: Mapping[str, str]) -> Task | None:
         hosts=tuple(hosts),
         port=FIRST_PORT + crc32(name.encode()) % NUM_PORTS,
     )
+
+
+def scheduler_step(environment: Mapping[str, str]) -> str:
+    """What tells this run of ranks from others: the job and its step, as steps of one job are runs of their own;
+    ``none`` where no scheduler says."""
+    job, step = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "")
+    return ".".join(filter(None, (job, step))) if job else "none"
 
 
 # Of Open MPI; of MPICH, Intel MPI and MVAPICH, whose process manager is Hydra; of MVAPICH's older one.

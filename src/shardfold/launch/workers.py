@@ -45,8 +45,8 @@ __all__ = ["Outlet", "Worker", "caused", "end_all", "end_hung", "watch"]
 
 UNSEEN = 1.0
 """Seconds between two looks at a rank, from which on this process itself may have been stopped meanwhile."""
-ANSWER, POLL = 1.0, 0.02
-"""Seconds that a rank has to write its stack, and between two looks at whether it has."""
+ANSWER = 1.0
+"""Seconds that a rank has to write its stack; and to end, until it counts as frozen."""
 FRAME = re.compile(r'  File "(.*)", line (\S+) in (.+)')
 FRAMES = 3
 """Of a stack that are told: the innermost, and those around it that are neither Python's nor of a package."""
@@ -95,6 +95,7 @@ class Worker:
         cores: that it may use; None: all.
         reads_terminal: whether it has this process's standard input.
         mark: by which processes that it starts are found (see ``leftovers``).
+        door: of a control group that it comes into; None: it stays in that of this process.
         notice: whether SIGUSR1 is notice to the launcher. Slurm sends it to all processes of a step: a rank passes over
             it unless its script does something with it.
     """
@@ -109,13 +110,14 @@ class Worker:
         reads_terminal: bool = False,
         mark: str = "",
         notice: bool = False,
+        door: int | None = None,
     ) -> None:
         self.local_rank = local_rank
         self.ended: float | None = None
         self.resident = 0
         self.silent = 0.0
         self._looked, self._stopped, self._switches, self._ended_for, self._beat = 0.0, 0.0, 0, "", ""
-        self._killed = 0.0
+        self._killed, self._until, self._size = 0.0, 0.0, -1
         self._muted = False
         self._showing = threading.Lock()
         self._gone = False  # its number may soon be another process's
@@ -129,6 +131,9 @@ class Worker:
 
         def prepare() -> None:  # runs in the child: system calls only, as the launcher may have threads
             die_with_parent()
+            if door is not None:
+                with suppress(OSError):
+                    os.write(door, b"0")
             if notice:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             if cores:
@@ -228,8 +233,8 @@ class Worker:
         return noted.partition(b"\0")[0].decode(errors="replace")
 
     def lease(self, seconds: float) -> None:
-        """Let it write for so long what outlives the run."""
-        if self._sign is not None:
+        """Let it write for so long what outlives the run; not one that is being ended."""
+        if self._sign is not None and not self._ended_for:
             os.pwrite(self._sign, b"%020d" % int((time.monotonic() + seconds) * 1e9), LEASE)
 
     def give_notice(self) -> None:
@@ -250,10 +255,8 @@ class Worker:
         """
         if self.ended is not None:
             return
-        if self._ended_for:  # what is frozen ends when it goes on, and does nothing more: it counts as gone
-            if time.monotonic() > self._killed + ANSWER:
-                self.ended = time.monotonic()
-                self._over.set()
+        if self._ended_for:
+            self._end()
             return
         self.resident = resident(self.process.pid) or self.resident
         now, switches, beat = time.monotonic(), switched(self.process.pid), self._noted(DIGITS, BEAT)
@@ -269,31 +272,46 @@ class Worker:
         self._looked, self._switches, self._beat = now, switches, beat
 
     def end_for(self, why: str) -> None:
-        """End it, with where it was."""
+        """End it, once it has said where it was, or could have: at one of the next looks, so that others are looked at
+        meanwhile."""
         if self._ended_for:
             return
-        stack = self._stack()
-        self._ended_for = f"{why}{stack and ', '}{stack}, and was ended"
-        self._killed = time.monotonic()
+        self._ended_for = f"{why}, and was ended"
+        self._until = time.monotonic() + (ANSWER if self._asked_for_stack() else 0.0)
+        self._end()
+
+    def _end(self) -> None:
+        """What was begun by :meth:`end_for` goes on."""
+        now = time.monotonic()
+        if self._killed:  # what is frozen ends when it goes on, and does nothing more: it counts as gone
+            if now > self._killed + ANSWER:
+                self.ended = now
+                self._over.set()
+            return
+        size, before = 0 if self._sign is None else os.fstat(self._sign).st_size, self._size
+        self._size = size
+        if now < self._until and not size == before > STACKS:
+            return
+        if self._sign is not None and size > STACKS:
+            stack = _frames(os.pread(self._sign, size - STACKS, STACKS).decode(errors="replace"))
+            why = self._ended_for.removesuffix(", and was ended")
+            self._ended_for = f"{why}{stack and ', '}{stack}, and was ended"
+        self._killed = now
         self.send(signal.SIGKILL)
 
-    def _stack(self) -> str:
-        """Where its main thread is, in a few frames, as it says itself by the handler of a signal; "" if it does not.
+    def _asked_for_stack(self) -> bool:
+        """Whether it was asked where its main thread is, which it writes by the handler of a signal.
 
         A stopped process gets it when it goes on: what it may do in the moment until it is ended, it does without a
         lease."""
         if self._sign is None or not self._beat.strip("0"):
-            return ""
+            return False
         os.pwrite(self._sign, REVOKED, LEASE)
         with suppress(ProcessLookupError):
             signal_main_thread(self.process.pid, STACK)
             if process_state(self.process.pid) == "T":
                 os.kill(self.process.pid, signal.SIGCONT)
-        deadline, size, before = time.monotonic() + ANSWER, 0, -1
-        while time.monotonic() < deadline and not size == before > STACKS:
-            time.sleep(POLL)
-            before, size = size, os.fstat(self._sign).st_size
-        return _frames(os.pread(self._sign, max(size - STACKS, 0), STACKS).decode(errors="replace"))
+        return True
 
     def send(self, number: int) -> None:
         """Send a signal to the rank and to what it has started."""

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from shardfold import accelerator
 from shardfold.comm.backend import device_backend
 from shardfold.errors import ConfigError
+from shardfold.launch.leftovers import has_group
+from shardfold.launch.process import leads_home
 from shardfold.plan.axes import Mesh
 from shardfold.plan.holders import holders
 from shardfold.plan.layout import PRECISIONS
@@ -122,12 +124,20 @@ def _processes() -> Iterator[Check]:
                 "bad", "ports", f"no port of 127.0.0.1 can be opened: {error}", "allow ranks to listen on loopback"
             )
     name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
+    if not leads_home(name):
         yield Check(
-            "bad", "host name", f"{name!r} has no address: {error}", "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+            "slow",
+            "host name",
+            f"{name!r} leads to no address by which other hosts find this one: `shardfold run` on several tells ranks "
+            "the interface on the way to node 0 (GLOO_SOCKET_IFNAME); other launchers do not",
+            "add the name to /etc/hosts with such an address, or set GLOO_SOCKET_IFNAME",
         )
+    group = "its control group" if has_group() else "no control group, as this process may make none of version 2"
+    yield Check(
+        "ok",
+        "what ranks leave",
+        f"is found by its environment, as orphans of the launcher, and by {group}; an empty SHARDFOLD_RUN lets it stay",
+    )
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     if scope not in ("", "0") and os.geteuid() != 0:
         yield Check(
