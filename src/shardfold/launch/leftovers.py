@@ -79,7 +79,7 @@ for folder, _, _ in os.walk(group, topdown=False) if group else ():
 _watchers = set[int]()  # of this process
 
 
-class _Group:
+class _ControlGroup:
     """A control group of version 2 for ranks and all that they start, within this process's own.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Group:
 
 def has_group() -> bool:
     """Whether this process may make a control group of version 2 within its own."""
-    group = _Group(uuid.uuid4().hex)
+    group = _ControlGroup(uuid.uuid4().hex)
     group.close()
     return group.folder is not None
 
@@ -140,7 +140,7 @@ class Leftovers:
         self._name = uuid.uuid4().hex
         self.mark = ":".join(filter(None, [os.environ.get(MARK, ""), self._name]))
         self._watcher: subprocess.Popen[bytes] | None = None
-        self._group = _Group(self._name)
+        self._group = _ControlGroup(self._name)
         self._adopted_before = adopt_orphans(True)
         self._own = set(_children())  # that are no orphans, ranks of all attempts among them
         if Path("/proc/self/environ").exists():
