@@ -9,8 +9,9 @@ slows to ``--rate`` MB a second: ``raw`` reads the file once, by direct I/O, for
 ``disk``, ``disk-int8`` and ``disk-nf4`` generate with weights on disk; ``disk-stays`` keeps in memory what fits;
 ``accelerate`` has the blocks on its "disk". ``memory``, ``host`` and their kinds with few bits have neither limit; the
 first says which tokens are expected. Of each: seconds of a forward behind the first two, tokens a second, the part of
-the drive's rate, whether tokens are those in memory, and with ``--profile FILE`` of `shardfold doctor --measure` the
-seconds that a plan says. Needs root.
+the drive's rate, the most bytes of storages that live when a block or the head begins, whether tokens are those in
+memory, and with ``--profile FILE`` of `shardfold doctor --measure` the seconds and the bytes that a plan says. Needs
+root.
 """
 
 from __future__ import annotations
@@ -31,6 +32,19 @@ from control_group import Group
 MB, BLOCK = 10**6, 4 * 2**20
 BITS = {"int8": 8, "nf4": 4}
 PROMPT = 4
+TITLES = (
+    "contender",
+    "rows",
+    "seconds a forward",
+    "planned",
+    "tokens/s",
+    "MB read",
+    "of the rate",
+    "MB held",
+    "planned",
+    "peak, MiB",
+    "same",
+)
 
 
 def prompts(rows: int) -> list[list[int]]:
@@ -82,8 +96,10 @@ def table_of(name: str, stays: float) -> Any:
     return table_of_weights("ddp", BITS.get(kind), tier, 1 - stays)
 
 
-def planned(name: str, model: Path, rows: int, tokens: int, stays: int, profile: str, rate: float) -> float:
-    """Seconds of a forward as `shardfold plan --inference` has them."""
+def planned(
+    name: str, model: Path, rows: int, tokens: int, stays: int, profile: str, rate: float
+) -> tuple[float, float]:
+    """Seconds of a forward, and bytes in memory, as `shardfold plan --inference` has them."""
     from dataclasses import replace
 
     import torch
@@ -96,7 +112,8 @@ def planned(name: str, model: Path, rows: int, tokens: int, stays: int, profile:
     held = sum(p.numel() * 4 for p in hollow.parameters())
     subject = Subject(hollow, {"input_ids": torch.empty((2, length), dtype=torch.int64, device="meta")})
     device, table = replace(read_device(Path(profile)), disk=rate), table_of(name, stays / held)
-    return generating(subject, table, "fp32", device, rows=rows, length=length, page=16).seconds
+    found = generating(subject, table, "fp32", device, rows=rows, length=length, page=16)
+    return found.seconds, found.memory
 
 
 def ours(name: str, model: Path, rows: int, tokens: int, stays: int) -> dict[str, Any]:
@@ -119,10 +136,37 @@ def ours(name: str, model: Path, rows: int, tokens: int, stays: int) -> dict[str
         begun = perf_counter()
         running.step()
         seconds.append(perf_counter() - begun)
-    running.close()
     moved = sum(row.moved for row in engine.traffic().evaluated if row.tier == "disk") / len(seconds)
+    held = most_held(engine, running, Continuation(rows, 0, [1, 2], 2, 2, rule, frozenset()))
+    running.close()
     engine.close()
-    return {"seconds": seconds[2:], "bytes": moved, "tokens": [text.tokens[text.start :] for text in texts]}
+    return {
+        "seconds": seconds[2:],
+        "bytes": moved,
+        "tokens": [text.tokens[text.start :] for text in texts],
+        "held": held,
+    }
+
+
+def most_held(engine: Any, running: Any, text: Any) -> int:
+    """Bytes of all storages that live when a block or the head begins, of one more text; without the fixed ones
+    through which values go to a drive."""
+    from shardfold.tools.bench._process_memory import held_bytes
+
+    staged = {}
+    for tier in engine.sharded.tiers._made.values():
+        for part in (getattr(tier, "incoming", None), getattr(tier, "outgoing", None)):
+            for each in part._spare[:1] if part is not None else ():
+                staged[each.memory.untyped_storage().data_ptr()] = each.memory.untyped_storage().nbytes()
+    found: list[int] = []
+    places = [*engine.module.model.layers[::8], engine.module.lm_head]
+    hooks = [each.register_forward_pre_hook(lambda *_: found.append(held_bytes())) for each in places]
+    running.add(text)
+    while running.busy:
+        running.step()
+    for hook in hooks:
+        hook.remove()
+    return max(found) - sum(staged.values())
 
 
 def accelerated(model: Path, rows: int, tokens: int) -> dict[str, Any]:
@@ -182,14 +226,16 @@ def measured(name: str, given: argparse.Namespace, model: Path, rows: int) -> di
         group.close()
 
 
-def row(name: str, rows: int, found: dict[str, Any], rate: float, expected: Any, plan: str) -> str:
+def row(name: str, rows: int, found: dict[str, Any], rate: float, expected: Any, plan: tuple[str, str]) -> str:
     if "ended" in found:
-        return f"| {name} | {rows} | ended by {-found['ended']} | | | | | | |"
+        return f"| {name} | {rows} | ended by {-found['ended']}{' |' * (len(TITLES) - 2)}"
     seconds, moved = statistics.median(found["seconds"]), found["bytes"]
     of_rate = f"{moved / seconds / rate:.0%}" if moved else ""
     peak = f"{found['peak'] / 2**20:.0f}" if "peak" in found else ""
     same = "" if name.partition("-")[2] in BITS else "yes" if found["tokens"] == expected else "no"
-    told = (name, rows, f"{seconds:.3f}", plan, f"{rows / seconds:.2f}", f"{moved / MB:.0f}", of_rate, peak, same)
+    held = f"{found['held'] / MB:.1f}" if "held" in found else ""
+    told = (name, rows, f"{seconds:.3f}", plan[0], f"{rows / seconds:.2f}", f"{moved / MB:.0f}", of_rate, held, plan[1])
+    told += peak, same
     return f"| {' | '.join(map(str, told))} |"
 
 
@@ -227,25 +273,15 @@ def table(given: argparse.Namespace, model: Path) -> None:
     size = (model / "model.safetensors").stat().st_size
     print(f"weights {size / MB:.0f} MB, memory {size * given.part / 2**20:.0f} MiB", end=", ")
     print(f"the drive reads {rate / MB:.0f} MB/s\n")
-    titles = (
-        "contender",
-        "rows",
-        "seconds a forward",
-        "planned",
-        "tokens/s",
-        "MB read",
-        "of the rate",
-        "peak, MiB",
-        "same",
-    )
-    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
+    print(f"| {' | '.join(TITLES)} |\n{'|---' * len(TITLES)}|")
     for rows in given.rows:
         first = measured("memory", given, model, rows)
         for name in given.contenders:
-            plan = ""
+            plan = "", ""
             if given.profile and name != "accelerate":
                 stays = stays_of(name, int(size * given.part))
-                plan = f"{planned(name, model, rows, given.tokens, stays, given.profile, rate):.3f}"
+                seconds, held = planned(name, model, rows, given.tokens, stays, given.profile, rate)
+                plan = f"{seconds:.3f}", f"{held / MB:.1f}"
             found = first if name == "memory" else measured(name, given, model, rows)
             print(row(name, rows, found, rate, first["tokens"], plan), flush=True)
 

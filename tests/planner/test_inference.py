@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from shardfold.planner.inference import RESERVE, cache_bytes, generating, larges
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
 from shardfold.tools.answering.open_config import table_of_weights
+from shardfold.tools.bench._process_memory import held_bytes
 from tests.tools.tune.support import tiny_config
 
 LAYERS, HEADS, WIDTH, WORDS, LENGTH = 3, 2, 16, 50, 12
@@ -80,11 +83,27 @@ def _device() -> Device:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("bits", "weights", "share"), [(None, "memory", 1.0), (8, "disk", 1.0), (4, "disk", 0.6)])
-def test_a_plan_of_generation_is_what_a_generation_holds(bits: int | None, weights: str, share: float) -> None:
-    """Weights by tier are those that an engine's memory() says, keys and values those of a generation's pages."""
+@pytest.mark.parametrize(
+    ("bits", "weights", "share"),
+    [
+        (None, "memory", 1.0),
+        (8, "disk", 1.0),
+        (4, "disk", 0.6),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((None, "disk", 1.0), (None, "host", 1.0), (4, "memory", 1.0), (8, "host", 0.5))
+        ),
+    ],
+)
+def test_a_plan_of_generation_is_what_a_generation_holds(
+    request: pytest.FixtureRequest, bits: int | None, weights: str, share: float
+) -> None:
+    """Weights by tier are those that an engine's memory() says, keys and values those of a generation's pages; with
+    what is read and decoded they are all storages that live before a block, but a few activations and a disk's
+    staging."""
     transformers = pytest.importorskip("transformers")
-    config = tiny_config("llama", max_position_embeddings=64)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
+    config = tiny_config("llama", max_position_embeddings=64, **sizes)
     with meta_init():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     length, rows, page = 22, 3, 4
@@ -93,13 +112,27 @@ def test_a_plan_of_generation_is_what_a_generation_holds(bits: int | None, weigh
     said = {"rows": rows, "length": length, "page": page}
     found = generating(Subject(model, {"input_ids": tokens}), table, "fp32", _device(), **said)
 
+    gc.collect()
+    request.addfinalizer(gc.unfreeze)
+    gc.freeze()  # what is there already is not looked at
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).requires_grad_(False)
     engine = sf.Engine(made, layout=table)
+    staging = 0
+    if weights == "disk":
+        disk: Any = engine.sharded.tiers.named("disk")
+        staging = sum(each._spare[0].memory.untyped_storage().nbytes() for each in (disk.incoming, disk.outgoing))
     running = Generation(engine, pages=rows * -(-length // page), page_size=page)
     rule = SamplingRule(0.0, 1.0, 0, 0)
     texts = [Continuation(i, 0, [5 + i, 6, 7], 3, length - 3, rule, frozenset()) for i in range(rows)]
     for text in texts:
         running.add(text)
+    for _ in range(4):
+        running.step()
+    lives: list[int] = []
+    hooks = [each.register_forward_pre_hook(lambda *_: lives.append(held_bytes())) for each in made.model.layers]
+    running.step()
+    for hook in hooks:
+        hook.remove()
     while running.busy:
         running.step()
     held = {row.tier: row.held for row in engine.memory().rows if row.state == "params"}
@@ -111,6 +144,7 @@ def test_a_plan_of_generation_is_what_a_generation_holds(bits: int | None, weigh
     resting = {str(tier): num_bytes for tier, num_bytes in found.resting.items() if num_bytes}
     assert resting.pop("device", 0) - held.pop("device", 0) == buffers
     assert resting == held and found.pages == pages
+    assert max(lives) - staging == pytest.approx(found.memory, rel=0.03)
     if moved:
         assert found.moved == moved[0].moved / running.forwards
 

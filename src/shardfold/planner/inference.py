@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import takewhile
 from math import floor
 from typing import Any, NamedTuple
 
@@ -18,9 +19,12 @@ from torch import Tensor, nn
 
 from shardfold.errors import ModelError
 from shardfold.plan import presets
-from shardfold.plan.cost import resting_bytes
+from shardfold.plan.bind import Bound, bind
+from shardfold.plan.cost import fetched_bytes, resting_bytes
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
+from shardfold.plan.lifetimes import ALONE, Lifetimes
+from shardfold.plan.program import MARKERS
 from shardfold.planner.given import hollow, hollow_values, not_run
 from shardfold.planner.hardware import Device
 from shardfold.planner.live import LiveBytes
@@ -99,6 +103,8 @@ class Generating(NamedTuple):
         rows: texts under way.
         resting: bytes of weights, and of buffers, by tier.
         pages: bytes of keys and values in pages.
+        window: the most bytes that a forward holds of weights beside those that rest in memory: units whose turn it is
+            as values, and what is read for the next.
         moved: bytes of weights that a forward brings from a slower tier.
         seconds: of a forward with a token of each text.
         limit: what takes these: ``disk``, ``host``, ``memory`` (weights are read from it) or ``products``.
@@ -107,6 +113,7 @@ class Generating(NamedTuple):
     rows: int
     resting: Mapping[Tier, float]
     pages: float
+    window: float
     moved: float
     seconds: float
     limit: str
@@ -114,6 +121,15 @@ class Generating(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         return self.rows / self.seconds
+
+    @property
+    def memory(self) -> float:
+        """Bytes on the device and in host memory, without activations and what a decoder takes for a moment."""
+        return (
+            self.pages
+            + self.window
+            + sum(num_bytes for tier, num_bytes in self.resting.items() if tier is not Tier.DISK)
+        )
 
 
 def streamed_part(
@@ -163,7 +179,41 @@ def generating(
     computes = max(products, read) + decoded + copied
     seconds = max(waits, computes)
     limit = str(tier) if waits > computes else "products" if products > read else "memory"
-    return Generating(rows, resting, pages, moved, seconds, limit)
+    specs = [c.spec for c in cuts if c.spec is not None]
+    window = _window(bind(rules.layouts[-1], specs, subject.mesh, num_moments=0))
+    return Generating(rows, resting, pages, window, moved, seconds, limit)
+
+
+def _window(bound: Bound) -> float:
+    """See :class:`Generating`. What was read for a unit waits for the next one that is as large; when a forward ends
+    the first units of the next one are read."""
+    lifetimes, most, made = Lifetimes(bound, ALONE), 0.0, 0.0
+    coded: dict[str, float] = {}
+    reading: dict[str, float] = {}
+    spare: list[float] = []
+    ops = bound.sections["eval"]
+    ahead = [op for op in takewhile(lambda op: op.verb not in MARKERS, ops) if op.verb == "READ"]
+    for op in (*ops, *ahead, *ops):
+        unit = bound.by_name.get(op.unit)
+        if unit is None:
+            continue
+        if op.verb == "READ" and op.unit not in reading:
+            reading[op.unit] = num_bytes = fetched_bytes(op, bound.layout, unit, bound.mesh)
+            if num_bytes in spare:
+                spare.remove(num_bytes)
+            else:
+                made += num_bytes
+        elif op.verb == "FILL":
+            if op.unit in reading:
+                spare.append(reading.pop(op.unit))
+            if op.target != "flat":
+                coded[op.unit] = fetched_bytes(op, bound.layout, unit, bound.mesh)
+        lifetimes.begin(op)
+        most = max(most, lifetimes.total + made + sum(coded.values()))
+        lifetimes.end(op)
+        if op.verb == "FREE":
+            coded.pop(op.unit, None)
+    return most
 
 
 def _frozen(subject: Subject) -> Subject:

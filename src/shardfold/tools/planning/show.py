@@ -312,10 +312,13 @@ def generation(found: Generating, precision: str, length: int, page: int, bits: 
         "products": "products",
     }[found.limit]
     moved = f", of which {human(found.moved)} are moved" if found.moved else ""
+    window = ""
+    if not device.streams:  # where all of it is one memory
+        window = f"  memory   {human(found.memory)} with {human(found.window)} of weights as they are read or decoded\n"
     return (
         f"\nA generation of {found.rows:,} texts of {length:,} tokens, weights in {kind}, on each device:\n"
         f"  weights  {held}\n"
-        f"  pages    {human(found.pages)} of keys and values, {page} tokens each\n"
+        f"  pages    {human(found.pages)} of keys and values, {page} tokens each\n{window}"
         f"  forward  {found.seconds * 1e3:,.3g} ms{moved}: {found.tokens_per_second:,.3g} tokens/s, by {takes}"
     )
 
