@@ -127,6 +127,7 @@ def ours(name: str, model: Path, rows: int, tokens: int, stays: int) -> dict[str
     hollow = without_memory(model)
     held = sum(p.numel() * 4 for p in hollow.parameters())
     engine = sf.Engine(hollow, layout=table_of(name, stays / held), init=sf.Init(weights=model))
+    staged = staging_of(engine)
     running, rule = Generation(engine), SamplingRule(0.0, 1.0, 0, 0)
     texts = [Continuation(i, 0, list(p), len(p), tokens, rule, frozenset()) for i, p in enumerate(prompts(rows))]
     for text in texts:
@@ -137,7 +138,7 @@ def ours(name: str, model: Path, rows: int, tokens: int, stays: int) -> dict[str
         running.step()
         seconds.append(perf_counter() - begun)
     moved = sum(row.moved for row in engine.traffic().evaluated if row.tier == "disk") / len(seconds)
-    held = most_held(engine, running, Continuation(rows, 0, [1, 2], 2, 2, rule, frozenset()))
+    held = most_held(engine, running, Continuation(rows, 0, [1, 2], 2, 2, rule, frozenset())) - staged
     running.close()
     engine.close()
     return {
@@ -148,16 +149,21 @@ def ours(name: str, model: Path, rows: int, tokens: int, stays: int) -> dict[str
     }
 
 
-def most_held(engine: Any, running: Any, text: Any) -> int:
-    """Bytes of all storages that live when a block or the head begins, of one more text; without the fixed ones
-    through which values go to a drive."""
-    from shardfold.tools.bench._process_memory import held_bytes
-
-    staged = {}
+def staging_of(engine: Any) -> int:
+    """Bytes of the fixed buffers through which values go to a drive, before any is in use."""
+    staged: dict[int, int] = {}
     for tier in engine.sharded.tiers._made.values():
         for part in (getattr(tier, "incoming", None), getattr(tier, "outgoing", None)):
             for each in part._spare[:1] if part is not None else ():
-                staged[each.memory.untyped_storage().data_ptr()] = each.memory.untyped_storage().nbytes()
+                storage = each.memory.untyped_storage()
+                staged[storage.data_ptr()] = storage.nbytes()
+    return sum(staged.values())
+
+
+def most_held(engine: Any, running: Any, text: Any) -> int:
+    """Bytes of all storages that live when a block or the head begins, of one more text."""
+    from shardfold.tools.bench._process_memory import held_bytes
+
     found: list[int] = []
     places = [*engine.module.model.layers[::8], engine.module.lm_head]
     hooks = [each.register_forward_pre_hook(lambda *_: found.append(held_bytes())) for each in places]
@@ -166,7 +172,7 @@ def most_held(engine: Any, running: Any, text: Any) -> int:
         running.step()
     for hook in hooks:
         hook.remove()
-    return max(found) - sum(staged.values())
+    return max(found)
 
 
 def accelerated(model: Path, rows: int, tokens: int) -> dict[str, Any]:
