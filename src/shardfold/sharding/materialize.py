@@ -308,7 +308,7 @@ def _initialize(unit: Unit, owners: _Owners, empty: set[str], weights: Weights |
     values = dict(unit.parameters())
     boxes = {slot.name: (slot.whole, slot.box) for s in unit.segments for slot in s.spec.slots}
     with torch.no_grad():
-        for name in empty:
+        for name in empty if weights is None else ():
             if values[name].is_floating_point():
                 values[name].fill_(float("nan"))  # so that what nobody initializes is found
         if weights is not None:
