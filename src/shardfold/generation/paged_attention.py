@@ -26,6 +26,8 @@ WASTE = 64
 """Pages that a group reads in vain, at most, before another group is worth its calls."""
 GROUP = 64
 """Pages that a group reads, at most: what is read stays in cache until it is used."""
+FEW = 2
+"""Texts under way that are read where they rest, at most, where several threads compute."""
 RUNS = 4
 """Of pages behind each other, in which a text that is read where it rests has its own, at most."""
 
@@ -117,12 +119,14 @@ class PagedAttention:
 
     def _settle(self, step: ForwardPlan, device: torch.device) -> list[list[tuple[int, int]]]:
         """Puts texts that are read where they rest in front, the others behind them, the shortest first; the runs of
-        those in front. On a host a call costs less than a copy."""
-        here = device.type == "cpu" and not self._pool.is_rounded
+        those in front. On a host a call costs less than a copy; many calls do not, where several threads wait for each
+        other in each."""
+        alone = torch.get_num_threads() == 1 or len(step.under_way) <= FEW
+        here = device.type == "cpu" and not self._pool.is_rounded and alone
         found = {text: _runs(text, self._pool.size) for text in step.under_way} if here else {}
-        alone = {text: runs for text, runs in found.items() if len(runs) <= RUNS}
-        step.under_way.sort(key=lambda text: 0 if text in alone else len(text.pages))
-        return [alone[text] for text in step.under_way[: len(alone)]]
+        kept = {text: runs for text, runs in found.items() if len(runs) <= RUNS}
+        step.under_way.sort(key=lambda text: 0 if text in kept else len(text.pages))
+        return [kept[text] for text in step.under_way[: len(kept)]]
 
     def _group(self, step: ForwardPlan, device: torch.device) -> None:
         """Cuts the texts under way that are collected, the shortest first, into groups."""
