@@ -103,7 +103,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_run_goes_on(
             if when == "left by sys.exit":
                 raise SystemExit(3)
             if when in ("waited for", "far behind"):
-                release.wait()
+                release.wait(10)  # as long as a run never waits here
 
         def close(self, *, failed: bool) -> None:
             if when == "closed":
