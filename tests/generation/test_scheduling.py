@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from shardfold.errors import ConfigError
 from shardfold.generation.batch_scheduler import BatchScheduler, ForwardPlan
 from shardfold.generation.page_books import PageBooks
+from shardfold.generation.page_pool import PagePool
 from shardfold.generation.sampling import SamplingRule
 from shardfold.generation.texts import Continuation
 
@@ -226,6 +228,16 @@ def test_holes_are_filled_before_more_memory_is_written() -> None:
     for left in range(16, 0, -1):
         page = books.take(page, left)
         assert books.made == (64 if left > 9 else 64 + 10 - left)
+
+
+def test_what_pages_have_stays_when_there_are_more() -> None:
+    pool, layer, none = PagePool(4, None), torch.nn.Identity(), torch.empty(0, dtype=torch.int64)
+    pool.make(3, lambda: [(0, 3)], 3)
+    keys = torch.randn(12, 2, 8)
+    pool.store(layer, keys, keys + 1, torch.arange(12), none, none)
+    pool.make(50, lambda: [(0, 3), (40, 41)], 4)
+    for found, given in zip(pool.read(layer, torch.tensor([[0, 1, 2]])), (keys, keys + 1), strict=True):
+        assert torch.equal(found, given.transpose(0, 1)[None])
 
 
 def test_pages_of_texts_that_are_over_are_found_until_others_need_them() -> None:
