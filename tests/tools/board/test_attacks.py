@@ -362,6 +362,7 @@ def test_a_run_folder_may_be_anybodys(make: Callable[[Path], None], tmp_path: Pa
     for row in rows:
         for path in ("", "/log", "/samples"):
             texts.append(board.ask("GET", f"/api/runs/{row['id']}{path}").text)
+        texts.append(board.get(f"/api/runs/{row['id']}/log")["text"])  # JSON escapes what a terminal would act on
         for by in ("step", "tokens", "seconds"):
             asked = {"id": row["id"], "key": ["loss", "lr"], "by": by}
             while (told := board.get("/api/curves", asked))["read"] < 1:
