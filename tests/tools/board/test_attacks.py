@@ -322,9 +322,8 @@ def hostile_names(run: Path) -> None:
 
 
 def hostile_log(run: Path) -> None:
-    (run / "output.log").write_bytes(
-        bytes(range(256)) * 400 + b"\x1b]0;title\x07<script>alert(1)</script>\r\n" + b"x" * 2**20
-    )
+    line = b"\x1b]0;title\x07<script>alert(1)</script>\r\n"
+    (run / "output.log").write_bytes(bytes(range(256)) * 400 + line + b"x" * 2**20 + b"\n" + line)
 
 
 def hostile_status(run: Path) -> None:
