@@ -337,8 +337,13 @@ def test_an_orphan_that_ends_is_waited_for() -> None:
     try:
         rank = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
         leftovers.knows(rank.pid)
-        code = "import os, subprocess; print(subprocess.Popen(['sleep', '0'], start_new_session=True).pid, flush=True)"
+        code = (
+            "import subprocess; quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}; "
+            "print(subprocess.Popen(['sleep', '600'], start_new_session=True, **quiet).pid)"
+        )
         orphan = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        assert psutil.Process(orphan).ppid() == os.getpid()
+        os.kill(orphan, signal.SIGKILL)
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
         deadline = time.monotonic() + 30
         while psutil.pid_exists(orphan) and time.monotonic() < deadline:
