@@ -136,11 +136,7 @@ def make_parts(
     )
     held.callback(handlers.cursor.close)
     agreement = sharded.comm.agreement
-    mesh = sharded.comm.mesh
-    links = mesh.per_host is None or mesh.per_host < mesh.world
-    crowd = torch.get_num_threads() / options.cores
-    ranks, me = agreement.peers.ranks, agreement.peers.rank
-    pace = None if mesh.on_streams else Pace.among(ranks, me, links=links, crowd=crowd)
+    pace = _make_pace(sharded, options.cores)
     agreement.make_room_besides(0 if pace is None else pace.room)
     alarm, clock = Alarm(sharded, scaler, options.clip), Clock(agreement.waited, pace)
     held.callback(alarm.close)
@@ -190,6 +186,15 @@ def make_parts(
         saver=saver,
         base=base,
     )
+
+
+def _make_pace(sharded: ShardedModel, cores: float) -> Pace | None:
+    """Who makes steps longer; None on devices with streams, whose times a host does not have."""
+    mesh, peers = sharded.comm.mesh, sharded.comm.agreement.peers
+    if mesh.on_streams:
+        return None
+    links = mesh.per_host is None or mesh.per_host < mesh.world
+    return Pace.among(peers.ranks, peers.rank, links=links, crowd=torch.get_num_threads() / cores)
 
 
 def _make_checksums(sharded: ShardedModel, updater: ShardedOptimizer | None, held: ExitStack) -> Checksums:

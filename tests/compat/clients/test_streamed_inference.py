@@ -196,7 +196,7 @@ def test_keys_and_values_rest_in_host_memory(capfd: pytest.CaptureFixture[str]) 
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     for device, named in (("cuda", "offloaded"), ("cpu", None)):
         model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_attention_heads=2, **sizes))
-        _offer_kv_offload(model, torch.device(device))
+        _offer_kv_offload(model, torch.device(device), trains=False)
         model.set_kv_cache_offload(True, 8, True, False)
         assert model.generation_config.cache_implementation == named
         assert ("are not pinned" in "".join(capfd.readouterr())) == (device == "cuda")

@@ -105,18 +105,17 @@ def initialize(
         model.to(engine.device)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    if basic is None:
-        _offer_kv_offload(model, engine.device)
+    _offer_kv_offload(model, engine.device, trains=basic is not None)
     if notes := [*settings.notes, *_unused_schedule(basic, settings, lr_scheduler)]:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _offer_kv_offload(model: nn.Module, device: torch.device) -> None:
+def _offer_kv_offload(model: nn.Module, device: torch.device, *, trains: bool) -> None:
     """Gives a model of transformers that is only asked the method of the fork that ZeRO-Inference's programs need: keys
     and values of its ``generate()`` rest in host memory, by transformers' own cache of that kind."""
     config: Any = getattr(model, "generation_config", None)
-    if config is None or hasattr(model, "set_kv_cache_offload"):
+    if trains or config is None or hasattr(model, "set_kv_cache_offload"):
         return
 
     def set_kv_cache_offload(
