@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,40 @@ def test_a_given_folder_is_one_runs_alone(there_before: bool):
         assert claimed_by_launcher(Path("mine"))
     assert Path("mine").exists() == there_before
     assert not claimed_by_launcher(Path("mine"))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from shardfold.tools.recipes.folder import claimed
+with claimed(Path("mine")) as folder:
+    if sys.argv[1:]:
+        (folder / sys.argv[1]).write_text("{}")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("wrote", [None, "config.json", "notes.txt"])
+def test_a_folder_of_a_run_that_was_killed_before_it_began_is_free(wrote: str | None):
+    """With what the run wrote, or somebody else, it is not."""
+    ended = subprocess.run([sys.executable, "-c", KILLED, *([wrote] if wrote else [])], check=False, timeout=100)
+    assert ended.returncode == -signal.SIGKILL and Path("mine/run.status").is_file()
+    if wrote is None:
+        with claimed(Path("mine")) as folder:
+            assert sorted(path.name for path in folder.iterdir()) == ["config.json", "run.status"]
+    else:
+        with pytest.raises(ConfigError, match="'mine' is not empty"), claimed(Path("mine")):
+            pass
+
+
+def test_ctrl_c_while_a_folder_is_claimed_leaves_none(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardfold.tools.recipes.folder.OwnRecord", interrupted)
+    with pytest.raises(KeyboardInterrupt), claimed(Path("mine")):
+        pass
+    assert not Path("mine").exists()
 
 
 def test_what_a_refused_run_made_is_removed_and_no_more():

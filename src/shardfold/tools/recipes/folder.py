@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from shardfold.errors import ConfigError
-from shardfold.launch.run_records import LAUNCHER, STATUS, OwnRecord
+from shardfold.launch.run_records import LAUNCHER, STATUS, OwnRecord, read_records
 
 __all__ = ["CLAIM", "LOG", "PRINTS_INTO_FOLDER", "claimed", "claimed_by_launcher", "withdraw"]
 
@@ -33,7 +33,8 @@ def claimed(out: Path | None) -> Iterator[Path]:
     """Give this run a folder of its own: `out`, new or empty, or without it the next free `runs/<time>`.
 
     What was made here is removed at the end, unless the run has begun to write by then; of a run that is refused before
-    its first step, that too. Inside, `run.status` says that the run starts.
+    its first step, that too. A folder of a run that was killed before it began to write is as an empty one. Inside,
+    `run.status` says that the run starts.
 
     Raises:
         ConfigError: the folder is not empty, another run has just claimed it, or it cannot be made.
@@ -52,7 +53,9 @@ def claimed(out: Path | None) -> Iterator[Path]:
         remove(made)
         place = "a run folder" if out is None else f"the run folder {str(out)!r}"
         raise ConfigError(f"{place} cannot be made: {error.strerror}; give another --out.") from None
-    except ConfigError:
+    except BaseException:  # Ctrl-C too
+        if folder is not None and token_in(folder) == token:
+            withdraw(folder)
         remove(made)
         raise
     before = os.environ.get(CLAIM)
@@ -120,6 +123,7 @@ def given_folder(out: Path, made: list[Path]) -> Path:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"the run folder {str(out)!r} is a file: give another --out.")
     make(out, made)
+    give_up_claim(out)
     if any(out.iterdir()):
         raise ConfigError(f"the run folder {str(out)!r} is not empty: give another --out, or remove it first.")
     return out
@@ -148,6 +152,23 @@ def token_in(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return found["derived"].get("claim") if isinstance(found, dict) and set(found) == {"derived"} else None
+
+
+def give_up_claim(folder: Path) -> None:
+    """Empty a folder in which a run was killed before it began to write, and of which no process lives."""
+    token = token_in(folder)
+    records, _ = read_records(folder)
+    if token is None or not records or any(each.lives is not False for each in records):
+        return
+    if {each.name for each in folder.iterdir()} <= {FIRST, LOG, STATUS}:
+        aside = folder / f".{FIRST}.{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):  # of two that come at once one is first
+            (folder / FIRST).rename(aside)
+            if json.loads(aside.read_text(encoding="utf-8"))["derived"]["claim"] != token:
+                aside.rename(folder / FIRST)  # the other has claimed it meanwhile
+                return
+            for each in (folder / LOG, folder / STATUS, aside):
+                each.unlink(missing_ok=True)
 
 
 def withdraw(folder: Path) -> None:

@@ -616,7 +616,12 @@ def resumed_settings(settings: type[TuneConfig], path: Path, given: Mapping[str,
             break
     else:
         raise ConfigError(f"there is no run folder or checkpoint {str(path)!r} to resume from.")
-    if (named := first.pop("recipe", None)) != settings.recipe:
+    if (named := first.pop("recipe", None)) is None:
+        raise ConfigError(
+            f"{str(folder)!r} is no run of shardfold tune, or one that ended before its first step: begin a new run "
+            "without --resume."
+        )
+    if named != settings.recipe:
         raise ConfigError(f"{str(folder)!r} is a run of {named}, so it cannot go on as {settings.recipe}.")
     started = {name: value for name, value in first.items() if name not in ("resume", "out", "procs")}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):

@@ -85,8 +85,8 @@ class ModelPlace:
         path = path.expanduser()
         if not path.is_dir():
             raise ConfigError(
-                f"there is no folder {str(path)!r}: give --model a folder of transformers (config.json and "
-                "safetensors), a run of shardfold tune, or an adapter of peft. Nothing is downloaded."
+                f"there is no folder {str(path)!r}: a model is a folder of transformers (config.json and safetensors), "
+                "a run of shardfold tune, or an adapter of peft. Nothing is downloaded."
             )
         if (path / "adapter_config.json").is_file():
             return cls._adapted(path)
