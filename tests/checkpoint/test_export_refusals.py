@@ -40,6 +40,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
 @pytest.mark.parametrize("target", ["step/in", "step/a/b", "step/../step/in", "link-step/in"])
 @pytest.mark.parametrize("source", ["step", "link-step"])

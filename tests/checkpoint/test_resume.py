@@ -54,7 +54,9 @@ DRY = [name for name, (case, _) in CASES.items() if case.build is not Wet]
 
 
 def test_resumed_is_as_if_never_broken(ranks: Ranks, tmp_path: Path) -> None:
-    _resume(ranks, tmp_path, list(CASES), 12, {Setting("zero1", 3): DRY[::2], Setting("hpz", 4): DRY[1::2]})
+    some = list(CASES)[::2]  # the soak has all of them
+    dry = [name for name in some if name in DRY]
+    _resume(ranks, tmp_path, some, 12, {Setting("zero1", 3): dry[::2], Setting("hpz", 4): dry[1::2]})
 
 
 @pytest.mark.soak

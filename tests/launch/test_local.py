@@ -185,8 +185,8 @@ def test_an_interruption_between_two_starts_reaches_every_rank_once_and_as_it_ca
     os.mkfifo(ready)
 
     class Interrupted(local.LocalRank):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
             ready.read_text()
             if self.local_rank == 1:  # which the launcher has not listed yet
                 signal.raise_signal(signal.SIGTERM)
@@ -231,8 +231,8 @@ def test_ranks_that_are_deaf_to_an_interruption_are_killed_in_time(
     os.mkfifo(ready)
 
     class Deaf(local.LocalRank):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
             ready.read_text()
             if self.local_rank == 1:
                 signal.raise_signal(signal.SIGTERM)

@@ -401,6 +401,7 @@ def staged(order: str) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", ["1f1b", "zb-h1"])
 def test_stages_train_as_one_rank(ranks: Ranks, order: str) -> None:
     engine = sf.Engine(gpt(), optimizer=SGD, precision="fp8", accumulate=4)

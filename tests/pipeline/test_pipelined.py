@@ -50,6 +50,7 @@ MORE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "count", "data", "layout", "order", "micro"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE if case not in CASES)],

@@ -74,10 +74,10 @@ def test_a_run_of_the_largest_micro_batch_stays_within_the_budget(ranks: Ranks) 
 
 
 def test_the_largest_fits_all_stages() -> None:
-    """Of which one needs more than the other: four samples of some sixty."""
-    budget = 1.001 * _planned(STAGES, 60)
+    """Of which one needs more than the other: four samples of some twenty."""
+    budget = 1.001 * _planned(STAGES, 20)
     most = _largest(STAGES, budget)
-    assert most >= 60 and _planned(STAGES, most) <= budget < _planned(STAGES, most + 1)
+    assert most >= 20 and _planned(STAGES, most) <= budget < _planned(STAGES, most + 1)
     assert _option(STAGES, None, budget).largest == most
 
 

@@ -80,6 +80,7 @@ def _deep(layout: str, more: dict[str, Any]) -> tuple[float, float]:
     return found.planned, found.measured
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("layout", "more"), [("ddp", {}), ("zero2", {"accumulate": 2}), ("zero3", {})])
 def test_blocks_that_are_one_unit_are_planned_so(ranks: Ranks, layout: str, more: dict[str, Any]) -> None:
     """Gathered, and their gradients held, until the last of them is over; more than of the blocks alone."""
@@ -174,6 +175,7 @@ def test_layers_of_an_lstm_in_both_directions_are_planned(layers: int, first: bo
     assert -BELOW <= found.planned / found.measured - 1 <= ABOVE, found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "precision", "mode"),
     [(nn.GRU, "fp32", "keep"), (nn.GRU, "bf16", "recompute"), (nn.LSTM, "fp32", "recompute")],

@@ -114,6 +114,7 @@ SETTINGS |= {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_operations_of_a_plan_are_those_of_the_run(ranks: Ranks, setting: str, name: str) -> None:

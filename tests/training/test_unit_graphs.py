@@ -332,7 +332,7 @@ def _packed(attention: str, mode: str) -> tuple[list[str], list[int], str]:
     return differing(once, again, tol=1e-6), once["made"], once["explained"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mode", ["keep", "recompute", "select"])
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_a_batch_that_is_packed_in_another_way_goes_through_the_same_graph(

@@ -112,7 +112,8 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.death, self.mine, self.oom, self.workers = None, False, OomWatch(), []
         self._interface = ""
-        if worker_group.group_world_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
+        several = (worker_group.group_world_size or 1) > 1
+        if several and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
             self._interface = interface_towards(str(worker_group.master_addr))
         try:
             for place in worker_group.workers:

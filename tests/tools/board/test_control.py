@@ -74,7 +74,8 @@ def seen(board: AskedBoard, state: str) -> dict[str, Any]:
 @pytest.mark.parametrize("act", ["stop", "stop-now"])
 def test_a_loop_of_ones_own_is_stopped(act: str, runs: Path) -> None:
     """A run that no board started: as Ctrl-C stops it."""
-    loop = subprocess.Popen([sys.executable, "-c", LOOP, str(runs / "a")], stderr=subprocess.DEVNULL)
+    hears = "import signal\nsignal.signal(2, signal.default_int_handler)\n"  # it may be ignored by inheritance
+    loop = subprocess.Popen([sys.executable, "-c", hears + LOOP, str(runs / "a")], stderr=subprocess.DEVNULL)
     found = seen(board := AskedBoard(runs), "training")
     assert found["can"] == ["stop", "stop-now"]
     reply = board.ask("POST", f"/api/runs/{found['id']}/{act}", body={})
