@@ -142,6 +142,19 @@ def test_the_page_lists_a_run_and_nothing_is_refused_by_its_policy(chromium: Any
         guest.expect_no_faults()
 
 
+@pytest.mark.soak
+def test_an_address_with_the_token_works_where_the_page_is_open(chromium: Any, tmp_path: Path) -> None:
+    """A change of the fragment alone loads nothing anew."""
+    write_run(tmp_path / "a")
+    with board(tmp_path) as url, visitor(chromium) as guest:
+        page = guest.page
+        page.goto(url.partition("#")[0])
+        page.get_by_text("the token is missing or wrong").wait_for()
+        page.goto(url)
+        page.get_by_role("rowheader", name="a").wait_for()
+        assert page.url.endswith("#/runs") and page.locator("#trouble").is_hidden()
+
+
 # -- one way through all of it
 
 

@@ -46,11 +46,13 @@ export function ofRun(id, what = "") {
   return `runs/${encodeURIComponent(id)}${what ? "/" + what : ""}`;
 }
 
+const SLOWEST = 30, BACK = 2; // seconds
+
 /** Call `turn(signal)` again and again: `seconds` after each answer, not while nobody sees the page, and more rarely
- * while the board does not answer. Returns what ends it. */
+ * while it is refused. A board that is gone, or that began anew, is asked every `BACK` seconds. Returns what ends it. */
 export function repeat(turn, seconds, trouble) {
   const control = new AbortController();
-  let timer = 0, fails = 0, under = false, more = false;
+  let timer = 0, fails = 0, slowest = SLOWEST, under = false, more = false;
   async function once() {
     clearTimeout(timer);
     more = under;
@@ -63,12 +65,13 @@ export function repeat(turn, seconds, trouble) {
     } catch (error) {
       if (!(error instanceof Refused)) { if (!control.signal.aborted) throw error; } else {
         fails += 1;
+        slowest = [0, 401].includes(error.status) ? BACK : SLOWEST;
         trouble(error.message);
       }
     } finally {
       under = false;
       if (!control.signal.aborted && !document.hidden)
-        timer = setTimeout(once, more ? 0 : Math.min(30, seconds * 2 ** Math.min(fails, 5)) * 1000);
+        timer = setTimeout(once, more ? 0 : Math.min(fails ? slowest : seconds, seconds * 2 ** Math.min(fails, 5)) * 1000);
     }
   }
   const seen = () => { if (!document.hidden) once(); };

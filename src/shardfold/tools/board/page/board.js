@@ -73,9 +73,14 @@ async function enter() {
   try { await post("session", { token: decodeURIComponent(given[1]) }); } catch (error) { return error.message; }
 }
 
+/** Also for an address with a token that is opened where the page is open already: that alone loads nothing anew. */
+async function go() {
+  const refused = await enter();
+  show();
+  if (refused) tellTrouble(refused);
+}
+
 let moved = false;
-addEventListener("hashchange", () => { moved = true; show(); });
+addEventListener("hashchange", () => { moved = true; go(); });
 scheme();
-const refused = await enter();
-show();
-if (refused) tellTrouble(refused);
+go();
