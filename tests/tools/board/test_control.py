@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import shardfold as sf
-from shardfold.launch.run_records import read_records
+from shardfold.launch.run_records import OwnRecord, note_end, read_records
 from shardfold.tools.observe.run_status import RunStatus
 from tests.tools.board.support import AskedBoard, Client, board_process, rows
 
@@ -106,6 +106,38 @@ def test_a_run_that_is_killed_is_seen_as_dead(runs: Path) -> None:
     for _ in range(2):
         dead = board.get("/api/runs")["runs"][0]
         assert (dead["state"], dead["is_over"], dead["id"]) == ("lost", True, row["id"]) and dead["why"]
+
+
+def test_a_rank_is_at_what_its_process_is_at(runs: Path) -> None:
+    """Not at what it said before it was killed; and a launcher ends with its run."""
+
+    def states() -> list[str]:
+        return [each["state"] for each in board.get(f"/api/runs/{board.id('a')}")["status"]]
+
+    (runs / "a").mkdir()
+    launcher, *ranks = [OwnRecord(runs / "a", rank, max(0, rank + 1)) for rank in (-1, 0, 1)]
+    launcher.write(phase="starting")
+    for each in ranks:
+        each.write(phase="saving", step=3)
+    board = AskedBoard(runs)
+    assert states() == ["starting", "saving", "saving"]
+    ranks[1].close()  # as the system does where a process is killed
+    assert states() == ["starting", "saving", "lost"]
+    note_end(runs / "a", "failed", 1, "it was killed by SIGKILL")
+    launcher.close()
+    ranks[0].close()
+    assert states() == ["failed", "lost", "lost"]
+    assert board.get("/api/runs")["runs"][0]["why"] == "rank 1: it was killed by SIGKILL"
+    launcher, rank = OwnRecord(runs / "a", -1, 0), OwnRecord(runs / "a", 0, 1)
+    launcher.write(phase="starting")
+    rank.write(phase="done")
+    launcher.close()
+    rank.close()
+    assert states() == ["done", "done"]
+    rank = OwnRecord(runs / "a", 0, 1)
+    rank.write(phase="training")
+    rank.close()
+    assert states() == ["lost"]
 
 
 def test_what_does_not_hear_is_killed_and_said_to_be_stopped(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

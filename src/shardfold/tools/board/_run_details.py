@@ -15,6 +15,7 @@ from shardfold.tools.board.known_runs import recipe_of_settings
 from shardfold.tools.board.recipe_forms import RecipeForm
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.observe.run_files import opened, read_object
+from shardfold.tools.observe.run_status import RunStatus
 from shardfold.tools.recipes.folder import LOG
 
 __all__ = ["RunDetails"]
@@ -36,6 +37,7 @@ class RunDetails:
     def told(self) -> dict[str, Any]:
         summary = read_object(self._folder / "summary.json")
         records, changed = read_records(self._folder)
+        status = RunStatus.of(self._folder)
         return {
             "folder": _text(str(self._folder)),
             "config": self._config,
@@ -45,7 +47,7 @@ class RunDetails:
                     "rank": each.rank,
                     "host": each.host[:200],
                     "pid": each.pid,
-                    "state": each.phase,
+                    "state": status.state_of(each, changed),
                     "lives": each.lives,
                     "step": each.step,
                     "age": each.age(changed),

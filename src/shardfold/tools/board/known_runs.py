@@ -126,7 +126,7 @@ class KnownRuns:
             "recipe": recipe_of_settings(config),
             "state": status.state,
             "is_over": status.is_over,
-            "why": status.words[:2000],
+            "why": status.why[:2000],
             "step": step,
             "steps": steps,
             "loss": number["loss"],

@@ -55,6 +55,21 @@ class RunStatus:
     def is_over(self) -> bool:
         return self.state in OVER
 
+    def state_of(self, record: Record, changed: float) -> str:
+        """What one of its processes is at: ``"lost"`` if it is gone and has not said why, unless the run has ended so
+        that it had to go. ``changed``: as of :func:`read_records`."""
+        if record.phase in OVER or _lives(record, changed):
+            return record.phase
+        ends_so = record.rank == LAUNCHER or self.state in ("done", "stopped")
+        return self.state if self.is_over and ends_so else "lost"
+
+    @property
+    def why(self) -> str:
+        """The words, with the rank that failed before them."""
+        if self.state != "failed" or self.rank is None or self.rank < 0 or self.words.startswith("rank"):
+            return self.words
+        return f"rank {self.rank}: {self.words}"
+
     @property
     def last_figures(self) -> dict[str, Any]:
         """The last whole line of ``metrics.jsonl``; where there is none, the last scalars of TensorBoard's files."""

@@ -157,10 +157,8 @@ def runs_table(runs: Sequence[RunStatus]) -> Group:
         table.add_column(name, justify=justify, no_wrap=True)  # pyright: ignore[reportArgumentType]
     table.add_column("", no_wrap=True)
     for run in runs:
-        words, figures = run.words, run.last_figures
+        words, figures = run.why, run.last_figures
         loss = figures.get("loss", next((figures[key] for key in figures if key.endswith("/loss")), None))
-        if run.state == "failed" and run.rank is not None and run.rank >= 0 and not words.startswith("rank"):
-            words = f"rank {run.rank}: {words}"
         table.add_row(
             Text(printable(str(run.folder), lines=False)),
             Text(run.state, style=STYLES.get(run.state, "cyan")),
