@@ -155,6 +155,35 @@ def test_an_address_with_the_token_works_where_the_page_is_open(chromium: Any, t
         assert page.url.endswith("#/runs") and page.locator("#trouble").is_hidden()
 
 
+CROSSES = """
+window.crosses = new Set();
+const move = CanvasRenderingContext2D.prototype.moveTo;
+CanvasRenderingContext2D.prototype.moveTo = function (x, y) { if (y === 5) window.crosses.add(x); move.call(this, x, y); };
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("steps", [400, 10_000])
+def test_what_a_chart_says_does_not_depend_on_the_window(chromium: Any, tmp_path: Path, width: int, steps: int) -> None:
+    """The value at its title is the last row's own, and where a value is no number there is a cross, also where a pixel
+    has several rows."""
+    with sf.observe.Run(tmp_path / "a", config={}, steps=steps) as run:
+        for step in range(1, steps + 1):
+            run.write({"step": step, "loss": math.nan if step % 10 == 0 else 1.0 / step, "accuracy": step / steps})
+    with board(tmp_path) as url, visitor(chromium, width=width) as guest:
+        page = guest.page
+        page.add_init_script(CROSSES)
+        page.goto(url)
+        guest.press("link", "a")
+        drawn(guest, "accuracy", "step")
+        assert page.locator(".chart .told").all_inner_texts() == ["NaN", "1"]
+        page.wait_for_timeout(300)
+        if steps < 1000:
+            assert page.evaluate("crosses.size") >= 2 * 30
+        guest.expect_no_faults()
+
+
 # -- one way through all of it
 
 

@@ -9,6 +9,7 @@ const COLOURS = 8;
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 const NAMED = 8; // lines whose values are shown at once
 const ROWS = 24; // of the table
+const POINTS = 1000; // of a curve, unless there are many: more than pixels, so that a narrow window shows what a wide one does
 const PART = 5000; // milliseconds after which a part is looked at again
 
 export const AXES = {
@@ -44,6 +45,21 @@ export function smoothed(points, weight, unit) {
     before = x;
     return [x, held / size];
   });
+}
+
+/** At most `most` points, and the last one as it is: of those that share one the first place, least, largest, mean, and how
+ * many are no numbers. */
+export function thinned(points, most) {
+  const every = Math.ceil((points.length - 1) / Math.max(1, most - 1));
+  if (every < 2) return points;
+  const found = [];
+  for (let at = 0; at < points.length - 1; at += every) {
+    const some = points.slice(at, Math.min(at + every, points.length - 1)), good = some.filter(([, , , mean]) => mean !== null);
+    const strange = some.reduce((sum, each) => sum + each[4], 0);
+    found.push(good.length ? [some[0][0], Math.min(...good.map((each) => each[1])), Math.max(...good.map((each) => each[2])),
+      good.reduce((sum, each) => sum + each[3], 0) / good.length, strange] : [some[0][0], null, null, null, strange]);
+  }
+  return [...found, points[points.length - 1]];
 }
 
 /** Round numbers, the first and last of which are around all values. */
@@ -109,7 +125,7 @@ export class Chart {
     this.element = make("figure", { class: "chart" },
       make("figcaption", {}, make("h2", {}, title), this._told, this._back), this.plot, this._values, this._spoken);
     this._listen();
-    new ResizeObserver(() => this.draw()).observe(this.plot);
+    new ResizeObserver(() => { if (this._given && this.pixels !== this._thin) this.set(...this._given); else this.draw(); }).observe(this.plot);
     const again = () => { if (this.element.isConnected) this.draw(); else removeEventListener("scheme", again); };
     addEventListener("scheme", again);
   }
@@ -118,10 +134,14 @@ export class Chart {
     return Math.max(100, Math.round((this.plot.clientWidth || 600) - LEFT - RIGHT));
   }
 
-  /** `series`: [{name, slot, points: [[x, least, largest, mean], ...], from}]; what is null or NaN is no number. */
-  set(series, { axis = "step", weight = 0, log = false, zoomed = false } = {}) {
+  /** `series`: [{name, slot, points: [[x, least, largest, mean, how many are no numbers], ...]}]; null is no number. */
+  set(given, { axis = "step", weight = 0, log = false, zoomed = false } = {}) {
+    this._given = [given, { axis, weight, log, zoomed }];
+    this._thin = this.pixels;
+    const series = given.map((each) => ({ ...each, points: thinned(each.points, this._thin) }));
     Object.assign(this, { series, axis, weight, log });
     this._back.hidden = !zoomed;
+    tell(this._none, zoomed ? "No points in this part." : "No points yet.");
     const longest = this._longest(), unit = longest.length > 1
       ? (longest[longest.length - 1][0] - longest[0][0]) / (longest.length - 1) : 1;
     this.lines = series.map((each) => weight
@@ -190,7 +210,9 @@ export class Chart {
     };
     this._grid(pen, marks);
     this._lines(pen);
-    this._cross();
+    if (this.at === null) this._cross();
+    else if (this.at < range.left || this.at > range.right) this._hide();
+    else this._show(this.at, this._beside, false);
   }
 
   _colour(name) {
@@ -287,9 +309,9 @@ export class Chart {
     const { x } = this.place;
     let before = -Infinity;
     pen.lineWidth = 1.5;
-    for (const [at, , , mean] of points) {
+    for (const [at, , , , strange] of points) {
       const there = x(at);
-      if (mean !== null && Number.isFinite(mean) || there - before < 7) continue;
+      if (!strange || there - before < 7) continue;
       before = there;
       pen.beginPath();
       pen.moveTo(there - 3, TOP - 3);
@@ -337,11 +359,13 @@ export class Chart {
     if (!first.length) return;
     const near = first.toSorted((one, other) => Math.abs(one.at - at) - Math.abs(other.at - at))[0].at;
     this.at = near;
+    this._beside = beside;
     const rows = this._under(near, beside);
     const head = `${AXES[this.axis].name} ${AXES[this.axis].shown(near)}`;
     this._tip.replaceChildren(make("b", {}, head), ...rows.map(({ name, slot, value, point }) => make("div", {}, swatch(slot),
       make("span", { class: "of" }, name), make("b", {}, this.unit(value ?? NaN)),
-      point[2] > point[1] ? make("span", { class: "muted" }, `${this.unit(point[1])} to ${this.unit(point[2])}`) : null)));
+      point[2] > point[1] ? make("span", { class: "muted" }, `${this.unit(point[1])} to ${this.unit(point[2])}`) : null,
+      point[4] && point[3] !== null ? make("span", { class: "muted" }, "and NaN") : null)));
     this._tip.hidden = false;
     const there = this.place.x(near), left = there > this.place.width / 2;
     this._tip.style.left = left ? "auto" : there + 12 + "px";
@@ -420,6 +444,11 @@ export class Chart {
   }
 }
 
+/** Points as charts have them: [x, least, largest, mean, how many of it are no numbers]. */
+function filled(points) {
+  return points.map(([x, least, largest = least, mean = least, strange = mean === null ? 1 : 0]) => [x, least, largest, mean, strange]);
+}
+
 /** Points of lines by cursor: a level for the pixels there are, then only what is new, and a finer or coarser level when
  * there is too much of it or a part is looked at. */
 export class Curves {
@@ -431,8 +460,9 @@ export class Curves {
     this._for = "";
   }
 
-  /** New points of `keys` of runs `ids`; true: something changed. */
-  async turn(ids, keys, { by = "step", from = null, to = null, pixels = 600 }, signal) {
+  /** New points of `keys` of runs `ids`; true: something changed. `pixels`: points that are enough, also at the end. */
+  async turn(ids, keys, { by = "step", from = null, to = null, pixels: enough = null }, signal) {
+    const pixels = enough ?? POINTS;
     const asked = JSON.stringify([ids, keys, by, from, to, Math.round(pixels / 100)]), now = performance.now();
     if (from !== null && asked === this._for && now - this._asked < PART) return false;
     const most = 3 * pixels, full = [...this.held.values()].some((points) => points.length > most);
@@ -442,17 +472,26 @@ export class Curves {
     if (after === null) this.held = new Map();
     let changed = after === null;
     for (const each of said.series) {
-      const name = each.id + "\n" + each.key, before = this.held.get(name);
-      const points = each.points.map((point) => point.length > 2 ? point : [point[0], point[1], point[1], point[1]]);
+      const name = each.id + "\n" + each.key, before = this.held.get(name), points = filled(each.points);
       if (before === undefined || each.whole) this.held.set(name, points);
       else this._join(before, points, to);
       changed ||= each.whole || points.length > 0;
     }
+    if (from === null && enough === null)
+      for (const id of ids) await this._end(id, said.series.filter((each) => each.id === id && each.whole && each.level > 1), by, pixels, signal);
     this.by = by;
     this._cursor = said.cursor;
     this.share = said.read ?? 1;
     this._for = asked;
     return changed;
+  }
+
+  /** Rows as they are in place of the last point of several: so the last value is that of the last row. */
+  async _end(id, series, by, pixels, signal) {
+    const from = Math.max(...series.map(({ points }) => points[points.length - 1]?.[0] ?? -Infinity));
+    if (!Number.isFinite(from)) return;
+    const said = await get("curves", { id, key: series.map((each) => each.key), by, from, pixels }, signal);
+    for (const each of said.series) this._join(this.held.get(id + "\n" + each.key), filled(each.points), null);
   }
 
   /** A run that goes on from an earlier step says those steps again. */

@@ -7,6 +7,7 @@ import { chartControls, samplesOf, shownKeys, sentRows, tierRows, unitOf, view }
 import { runAddress } from "./runs.js";
 
 const EVERY = 2; // seconds
+const FEW = 8; // runs of which more points come than a narrow window has pixels
 
 export function compareView(main, route, { entitle, trouble }) {
   entitle("Compare");
@@ -156,7 +157,7 @@ function compared(main, route, ids, trouble) {
         details.set(id, { name: id, ...details.get(id), state: "unknown", why: "it is gone", gone: true });
     const moved = said.runs.length + gone.length > 0;
     if (moved && !legend.contains(document.activeElement)) list();
-    const pixels = charts.size ? [...charts.values()][0].pixels : 600, there = present();
+    const there = present(), pixels = there.length > FEW && charts.size ? [...charts.values()][0].pixels : null;
     if (there.length && await curves.turn(there, [...charts.keys()], { ...shown, pixels }, signal)) redraw();
     if (curves.share < 1) setTimeout(() => poll.once());
     if (news.length) await more(news, signal);

@@ -125,7 +125,7 @@ function safe(address) {
 
 function curves(body, id, route, again) {
   const held = make("div", { class: "charts" }), shown = view(route);
-  const found = new Curves(), charts = new Map();
+  const found = new Curves(), charts = new Map(), seen = new Set();
   const zoom = (from = null, to = null) => { Object.assign(shown, { from, to }); route.put({ from, to }); again(); };
   const csv = make("a", { class: "button", download: true, hidden: true }, "CSV");
   body.append(make("div", { class: "tools" }, chartControls(route, shown, (asksAgain) => { if (asksAgain) again(); else redraw(); }), csv), held);
@@ -137,7 +137,8 @@ function curves(body, id, route, again) {
       const lines = of.map((each, slot) => ({ name: slot ? "held out" : of.length > 1 ? "training" : words(each), slot,
         points: found.of(id, each) })).filter((each, place) => !place || each.points.length);
       chart.set(lines, { axis: found.by, weight: shown.smooth, log: shown.log, zoomed: shown.from !== null });
-      chart.element.hidden = shown.from === null && !lines.some((each) => each.points.length) && key !== "loss";
+      if (lines.some((each) => each.points.length)) seen.add(key);
+      chart.element.hidden = !seen.has(key) && key !== "loss";
     }
   }
 
@@ -155,8 +156,7 @@ function curves(body, id, route, again) {
     }
     if (!keys.length) { if (!held.firstChild) held.append(empty("No steps yet.")); return; }
     held.querySelector(":scope > .empty")?.remove();
-    const pixels = [...charts.values()][0].pixels;
-    if (await found.turn([id], keys, { ...shown, pixels }, signal)) redraw();
+    if (await found.turn([id], keys, shown, signal)) redraw();
     if (found.share < 1) setTimeout(again);
   };
 }
