@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -20,8 +21,10 @@ import pytest
 
 import shardfold as sf
 from shardfold.launch.run_records import OwnRecord, note_end, read_records
+from shardfold.tools.board.known_runs import KnownRuns
 from shardfold.tools.observe.run_status import RunStatus
-from tests.tools.board.support import AskedBoard, Client, board_process, rows
+from shardfold.tools.recipes.train_config import TrainConfig
+from tests.tools.board.support import AskedBoard, Client, board_process, made_run, rows
 
 LOOP = """
 import sys, time
@@ -166,6 +169,45 @@ def test_the_command_is_light_and_ends_by_a_signal(runs: Path) -> None:
         assert process.wait(30) == 0
         psutil.wait_procs([worker], 10)
         assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_command_would_refuse_is_told_before_a_run_is_made(runs: Path) -> None:
+    """And by the name of its field: a start, and the rest of a run that has done all its steps."""
+    config = TrainConfig.load({"size": "tiny", "steps": 10, "save_every": 5}).model_dump(mode="json")
+    made_run(runs / "a", config=config)
+    (runs / "a" / "checkpoints").mkdir()
+    (runs / "a" / "checkpoints" / "latest").write_text("step-000010")
+    with board_process(runs) as (_, url):
+        client = Client(url)
+        run = client.told("/api/runs")["runs"][0]["id"]
+        more = {"steps": "20"}
+        for path, settings, status, field, words in (
+            (f"runs/{run}/resume", {}, 409, "steps", "more than 10"),
+            (f"runs/{run}/resume", {"steps": "10", "procs": "2"}, 409, "steps", "more than 10"),
+            (f"runs/{run}/resume", {**more, "procs": "x"}, 400, "procs", "integer"),
+            (f"runs/{run}/resume", {**more, "layout": "zero9"}, 400, "layout", "zero9"),
+            ("start", {"steps": "many"}, 400, "steps", "integer"),
+        ):
+            reply = client.ask(f"/api/{path}", {"recipe": "lm", "settings": settings})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (status, field) and words in error["message"], error
+            assert [each.name for each in runs.iterdir()] == ["a"]
+
+
+def test_a_run_that_was_refused_is_no_run_and_its_sentence_is_told(runs: Path) -> None:
+    """Whatever is asked of it, also a stop."""
+    board = AskedBoard(runs)
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen([sys.executable, "-c", "print('Error: too short')"], stdout=printed)
+        board.app._control._started[runs / "a"] = process, printed
+        process.wait()
+        run = KnownRuns.id_of(runs / "a")
+        assert board.get("/api/runs")["refused"] == {run: "too short"} and board.get("/api/runs")["runs"] == []
+        asked = [("GET", f"/api/runs/{run}{path}", None) for path in ("", "/log", "/samples")]
+        asked += [("POST", f"/api/runs/{run}/{act}", {}) for act in ("stop", "stop-now", "resume", "chat")]
+        for method, path, body in asked:
+            reply = board.ask(method, path, body=body)
+            assert reply.status_code == 410 and reply.json()["error"]["message"] == "too short", (path, reply.text)
 
 
 @pytest.mark.soak

@@ -14,12 +14,14 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
     GET /page/NAME        scripts and styles of the page; as / without a token
     POST /api/session     {"token"}: sets the cookie; 204, or 401
     GET /api/runs?after=CURSOR
-                          {"cursor", "roots", "read_only", "runs": [row], "whole", "gone": [id]}: rows that changed
-                          since the cursor, without it, or with one of an earlier board's, all (whole). A row: id, name,
-                          recipe ("lm", "face", "sft", ...; "": a script's), state (docs/runs.md), is_over, why, step,
-                          steps (0: not known), loss, rate (tokens/s), seconds (trained), seconds_left, ranks, layout,
-                          started (seconds since 1970), age (seconds since its last word, as this was answered), can (of
-                          stop, stop-now, resume, repeat, chat)
+                          {"cursor", "roots", "read_only", "runs": [row], "whole", "gone": [id], "refused": {id: why}}:
+                          rows that changed since the cursor, without it, or with one of an earlier board's, all
+                          (whole); refused: runs that this board started, and that ended before their first step and
+                          took their folders with them; all that is asked of such a run is answered with 410 and why.
+                          A row: id, name, recipe ("lm", "face", "sft", ...; "": a script's), state (docs/runs.md),
+                          is_over, why, step, steps (0: not known), loss, rate (tokens/s), seconds (trained),
+                          seconds_left, ranks, layout, started (seconds since 1970), age (seconds since its last word,
+                          as this was answered), can (of stop, stop-now, resume, repeat, chat)
     GET /api/runs/ID     the row, and: config, settings (by the names of /api/forms, where they are not the default),
                           command, toml, folder, status [{"rank" (-1: the launcher), "host", "pid", "state", "lives",
                           "step", "age", "words"}], checkpoints [{"name", "bytes", "is_latest"}], memory {tier:
@@ -46,13 +48,14 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
                           (files, with commas), max (a number, or "max"). Names of sections have dots: adapter.rank
     POST /api/check       {"recipe", "settings"}: {"command", "toml", "errors": [{"field", "sentence"}]}
     POST /api/plan        {"recipe", "settings"}: {"text", "fits", "layouts": [{"layout", "fits", "bytes", "seconds"}]}
-    POST /api/start       {"recipe", "settings", "name"?, "hostfile"?}: {"id"}
+    POST /api/start       {"recipe", "settings", "name"?, "hostfile"?}: {"id"}; what /api/check finds wrong is refused
     POST /api/runs/ID/stop
                           it evaluates and saves, as at Ctrl-C: {"said"}
     POST /api/runs/ID/stop-now
                           it is ended at once: {"said"}
     POST /api/runs/ID/resume
-                          {"settings"? (procs, layout, ...), "name"?}: {"id"} of the run that goes on
+                          {"settings"? (procs, layout, steps, ...), "name"?}: {"id"} of the run that goes on; one that
+                          has done all of its steps takes more "steps"
     POST /api/runs/ID/chat
                           {"url", "key", "page"} of a server that answers with the run's weights
 

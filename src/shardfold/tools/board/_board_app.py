@@ -203,7 +203,8 @@ class BoardApp:
     async def _list(self, request: Request) -> Response:
         found = await asyncio.to_thread(self._runs.changes, request.query_params.get("after", ""))
         rows = [self._acting(row) for row in found["runs"]]
-        return _json({**found, "runs": rows, "read_only": self._config.read_only})
+        refused = await asyncio.to_thread(self._control.refusals)
+        return _json({**found, "runs": rows, "refused": refused, "read_only": self._config.read_only})
 
     async def _run(self, request: Request) -> Response:
         run = request.path_params["run"]
@@ -232,12 +233,12 @@ class BoardApp:
         return self._runs.folder(run)
 
     async def _log(self, request: Request) -> Response:
-        folder = self._runs.folder(request.path_params["run"])
+        folder = await asyncio.to_thread(self._folder, request.path_params["run"])
         after = _number(request, "after", None)
         return _json(await asyncio.to_thread(RunDetails(folder).log, _number(request, "rank", 0) or 0, after))
 
     async def _samples(self, request: Request) -> Response:
-        folder = self._runs.folder(request.path_params["run"])
+        folder = await asyncio.to_thread(self._folder, request.path_params["run"])
         return _json(await asyncio.to_thread(RunDetails(folder).samples, _number(request, "after", 0) or 0))
 
     async def _differences(self, request: Request) -> Response:
@@ -328,21 +329,34 @@ class BoardApp:
     async def _start(self, request: Request, given: dict[str, Any]) -> Response:
         recipe, settings = self._recipe_and_settings(given)
         name, hostfile = _text(given, "name"), _text(given, "hostfile")
+        return await self._begin(recipe, settings, name, hostfile)
+
+    async def _begin(
+        self, recipe: str, settings: Mapping[str, Any], name: str | None, hostfile: str | None = None
+    ) -> Response:
+        """
+        Raises:
+            ApiRefusal: the command would refuse the settings, or has done so.
+        """
+        await asyncio.to_thread(self._control.free, name)
+        if hostfile is None:  # else what is there or not is so on other machines
+            told = await self._checks.ask("check", recipe=recipe, settings=settings)
+            for each in told["errors"]:
+                raise ApiRefusal(each["sentence"], each["field"] or "settings", "refused")
         nested = RecipeForm(recipe).nested(settings)
         folder = await asyncio.to_thread(self._control.start, recipe, nested, name, hostfile)
         return _json({"id": self._runs.id_of(folder)})
 
     async def _act(self, request: Request, given: dict[str, Any]) -> Response:
         self._check_open()
-        folder = self._runs.folder(request.path_params["run"])
+        folder = await asyncio.to_thread(self._folder, request.path_params["run"])
         act = request.path_params["act"]
         if act in ("stop", "stop-now"):
             said = await asyncio.to_thread(partial(self._control.stop, folder, now=act == "stop-now"))
             return _json({"said": said})
         if act == "resume":
-            settings = _settings(given)
-            new = await asyncio.to_thread(self._control.resume, folder, settings, _text(given, "name"))
-            return _json({"id": self._runs.id_of(new)})
+            recipe, settings = await asyncio.to_thread(self._control.rest_of, folder, _settings(given))
+            return await self._begin(recipe, settings, _text(given, "name"))
         if act == "chat":
             return _json(await asyncio.to_thread(self._control.chat, folder))
         raise ApiRefusal(f"runs do not {act[:50]!r}.{did_you_mean(act[:50], ACTS)}", code="not_found", status=404)

@@ -75,7 +75,7 @@ class RunControl:
             ApiRefusal: the run was refused, or the name is none.
         """
         form = RecipeForm(recipe)
-        folder = self._free(name)
+        folder = self.free(name)
         words = form.command({**nested, "out": str(folder)})
         stdin = b""
         if words is None:
@@ -94,7 +94,12 @@ class RunControl:
             command += ["run", f"--hostfile={path.resolve()}", "-m", "shardfold"]
         return self._begin(folder, [*command, *words], stdin, is_here=hostfile is None)
 
-    def _free(self, name: str | None) -> Path:
+    def free(self, name: str | None) -> Path:
+        """A folder of a new run.
+
+        Raises:
+            ApiRefusal: the name is none, or taken.
+        """
         if name is None:
             first = self._root / time.strftime("%Y%m%d-%H%M%S")
             return next(
@@ -147,8 +152,15 @@ class RunControl:
     def _reap(self) -> None:
         for folder, (process, printed) in list(self._started.items()):
             if process.poll() is not None and folder.is_dir():
+                self._started.pop(folder, None)
                 printed.close()
-                del self._started[folder]
+
+    def refusals(self) -> dict[str, str]:
+        """Why runs that this board started are gone with their folders, by their ids."""
+        self._reap()
+        ended = [folder for folder, (process, _) in list(self._started.items()) if process.poll() is not None]
+        found = {run: self.refusal(run) for run in map(KnownRuns.id_of, ended)}
+        return {run: why for run, why in found.items() if why is not None}
 
     def refusal(self, run: str) -> str | None:
         """Why a run that this board started is gone with its folder, by its id; None: it is not."""
@@ -161,26 +173,33 @@ class RunControl:
 
     # -- go on
 
-    def resume(self, folder: Path, given: Mapping[str, Any], name: str | None = None) -> Path:
-        """Start the rest of a run, with other settings where they may be others.
+    def rest_of(self, folder: Path, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The recipe and the settings of the rest of a run, with others where they may be others.
 
         Raises:
-            ApiRefusal: it goes on still, has no checkpoint, or the run was refused.
+            ApiRefusal: it goes on still, has no checkpoint, or nothing is left of it.
         """
-        if not RunStatus.of(folder).is_over:
+        if not (status := RunStatus.of(folder)).is_over:
             raise ApiRefusal("the run goes on: stop it first.", code="not_over", status=409)
         recipe = recipe_of_settings(config := read_object(folder / "config.json"))
-        if not recipe or not (folder / CHECKPOINTS / "latest").is_file():
+        latest = Path(read_text(folder / CHECKPOINTS / "latest")).name
+        if not recipe or not latest:
             raise ApiRefusal("the run has no checkpoint to go on from.", code="no_checkpoint", status=409)
         form = RecipeForm(recipe)
-        settings = form.nested(given)
+        done, steps = latest.rpartition("-")[2], form.nested(given).get("steps", 0 if "epochs" in given else None)
+        if steps is None:
+            steps = status.steps or config.get("steps")
+        if done.isdecimal() and isinstance(steps, int) and 0 < steps <= int(done):
+            raise ApiRefusal(
+                f"the run has done {int(done)} steps, and 'steps', which counts them, is {steps}: give more than "
+                f"{int(done)}.",
+                "steps",
+                "nothing_left",
+                status=409,
+            )
         if recipe == "face":  # whose checkpoints do not bring the settings with them
-            before = form.nested(form.form_values(config))
-            latest = read_text(folder / CHECKPOINTS / "latest")
-            settings = {**before, **settings, "resume": str(folder / CHECKPOINTS / Path(latest).name)}
-        else:
-            settings["resume"] = str(folder)
-        return self.start(recipe, settings, name)
+            return recipe, {**form.form_values(config), **given, "resume": str(folder / CHECKPOINTS / latest)}
+        return recipe, {**given, "resume": str(folder)}
 
     # -- stop
 

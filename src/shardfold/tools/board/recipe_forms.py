@@ -175,7 +175,9 @@ class RecipeForm:
     def field_of(self, sentence: str) -> str | None:
         """The field that a refusal is about, by its words."""
         names = [name for name, _ in self.fields()]
-        found = re.match(r"the form(?:, \[(\w+)\])?: (?:there is no (?:setting ')?)?([\w.]+)", sentence)
+        found = re.match(
+            r"the (?:form|command line)(?:, \[(\w+)\])?: (?:there is no (?:setting ')?)?([\w.]+)", sentence
+        )
         if found is not None:
             section, name = found.groups()
             name = f"{section}.{name}" if section else name
