@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psutil
 import pytest
@@ -158,7 +159,10 @@ def test_an_address_with_the_token_works_where_the_page_is_open(chromium: Any, t
 CROSSES = """
 window.crosses = new Set();
 const move = CanvasRenderingContext2D.prototype.moveTo;
-CanvasRenderingContext2D.prototype.moveTo = function (x, y) { if (y === 5) window.crosses.add(x); move.call(this, x, y); };
+CanvasRenderingContext2D.prototype.moveTo = function (x, y) {
+  if (y === 5) window.crosses.add(x);
+  move.call(this, x, y);
+};
 """
 
 
@@ -182,6 +186,36 @@ def test_what_a_chart_says_does_not_depend_on_the_window(chromium: Any, tmp_path
         if steps < 1000:
             assert page.evaluate("crosses.size") >= 2 * 30
         guest.expect_no_faults()
+
+
+@pytest.mark.soak
+def test_what_is_refused_leaves_what_was_typed(chromium: Any, tmp_path: Path, runs: Path) -> None:
+    """A name that is none: its sentence stands beside the form until it is mended. No page is shown of a run that is
+    none, and no settings that nobody found."""
+    (tmp_path / "text").write_text("a text\n" * 1000)
+    given = json.dumps({"data": str(tmp_path / "text"), "steps": 2})
+    with board(runs) as url, visitor(chromium) as guest:
+        page = guest.page
+        page.goto(url)
+        page.goto(url.partition("#")[0] + f"#/new?recipe=lm&set={quote(given)}")
+        page.locator("pre", has_text="--steps").wait_for()
+        guest.write("Find a setting", "zzz")
+        page.get_by_text("No setting is like that.").wait_for()
+        guest.write("Find a setting", "")
+        assert page.locator("details[open]").count() < page.locator("details").count()
+        guest.write("Name of its folder", "no name")
+        page.keyboard.press("Enter")
+        sentence = page.get_by_text("a run's name has letters")
+        sentence.wait_for()
+        assert (
+            page.url.partition("#")[2].startswith("/new")
+            and page.get_by_label("Name of its folder").input_value() == "no name"
+        )
+        guest.write("Name of its folder", "name")
+        sentence.wait_for(state="hidden")
+        page.goto(url.partition("#")[0] + "#/run/nothing")
+        page.get_by_text("there is no such run").wait_for()
+        page.get_by_role("navigation", name="Parts of the run").wait_for(state="hidden")
 
 
 # -- one way through all of it

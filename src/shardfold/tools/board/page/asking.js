@@ -46,6 +46,27 @@ export function ofRun(id, what = "") {
   return `runs/${encodeURIComponent(id)}${what ? "/" + what : ""}`;
 }
 
+/** Whether it was said that there is no such run. */
+export function isNone(error) {
+  return error instanceof Refused && [404, 410].includes(error.status);
+}
+
+const LOOKS = 120, LOOK = 500; // milliseconds
+
+/** Wait until a run that was asked for is under way, a minute at most. One that is refused is thrown as its sentence: its
+ * folder goes with it. */
+export async function begun(id, signal = undefined) {
+  for (let look = 0; look < LOOKS; look += 1) {
+    try {
+      const run = await get(ofRun(id), {}, signal);
+      if (run.state !== "starting") return;
+    } catch (error) {
+      if (isNone(error) || !(error instanceof Refused)) throw error;
+    }
+    await new Promise((done) => { setTimeout(done, LOOK); });
+  }
+}
+
 const SLOWEST = 30, BACK = 2; // seconds
 
 /** Call `turn(signal)` again and again: `seconds` after each answer, not while nobody sees the page, and more rarely

@@ -1,8 +1,8 @@
 // A new run: a form made from the settings' own fields. Only what was changed is sent, and the command, the file and the
 // plan of it are shown before anything starts.
 
-import { Refused, get, ofRun, post, repeat } from "./asking.js";
-import { button, bytes, copied, duration, empty, make, say, table, tell } from "./parts.js";
+import { Refused, begun, get, ofRun, post, repeat } from "./asking.js";
+import { button, bytes, copied, duration, empty, link, make, say, table, tell } from "./parts.js";
 import { runAddress } from "./runs.js";
 
 const WAITS = 300; // milliseconds after the last key
@@ -42,7 +42,9 @@ class StartForm {
     this.choice = make("select", { change: () => { this.recipe = this.choice.value; this._build(); } },
       names.map((each) => make("option", { value: each }, each)));
     this.choice.value = this.recipe;
-    this.find = make("input", { type: "search", autocomplete: "off", placeholder: "name or words", input: () => this._filter() });
+    this.find = make("input", { type: "search", autocomplete: "off", placeholder: "name or words", input: () => this._filter(),
+      keydown: (event) => { if (event.key === "Enter") event.preventDefault(); } });
+    this.unlike = empty("No setting is like that.");
     this.changed = make("p", { class: "muted", role: "status" });
     this.fields = make("div", { class: "groups" });
     this.command = copied("Command", "…");
@@ -53,15 +55,17 @@ class StartForm {
     this.planner = button("Plan", () => this._plan());
     const form = make("form", { novalidate: true, submit: (event) => { event.preventDefault(); this._start(); } },
       make("div", { class: "tools" }, make("label", {}, "Recipe", this.choice), make("label", {}, "Find a setting", this.find), this.changed),
-      this.fields);
+      this.unlike, this.fields);
     form.id = "settings";
     this.start.setAttribute("form", form.id);
-    this.name = make("input", { type: "text", autocomplete: "off", placeholder: "the time", spellcheck: "false" });
-    this.hosts = make("input", { type: "text", autocomplete: "off", placeholder: "this machine", spellcheck: "false" });
+    const other = () => { this._errors([]); this._later(); };
+    this.started = make("p", { class: "muted", role: "status" });
+    this.name = make("input", { type: "text", form: form.id, input: other, autocomplete: "off", placeholder: "the time", spellcheck: "false" });
+    this.hosts = make("input", { type: "text", form: form.id, input: other, autocomplete: "off", placeholder: "this machine", spellcheck: "false" });
     const side = make("aside", { class: "side", "aria-label": "What is started" },
       make("div", { class: "fields" }, make("label", {}, "Name of its folder", this.name), make("label", {}, "Hostfile", this.hosts)),
       make("div", { class: "acts" }, this.start, this.planner),
-      this.refused, this.plan, this.command.element, this.toml.element);
+      this.started, this.refused, this.plan, this.command.element, this.toml.element);
     place.replaceChildren(...(earlier ? [make("p", { class: "muted" }, `Settings of ${earlier.name}.`)] : []),
       make("div", { class: "halves" }, form, side));
     this._build();
@@ -165,8 +169,10 @@ class StartForm {
     for (const group of this.fields.querySelectorAll("details")) {
       const left = [...group.querySelectorAll(".field")].filter((each) => !each.hidden).length;
       group.hidden = !left;
-      if (wanted.length && left) group.open = true;
+      if (wanted.length && left && !group.open) { group.open = true; group.dataset.found = "1"; }
+      if (!wanted.length && group.dataset.found) { group.open = false; delete group.dataset.found; }
     }
+    this.unlike.hidden = [...this.inputs.values()].some(({ element }) => !element.hidden);
   }
 
   /** What differs from the defaults, of the fields that the recipe has. */
@@ -243,11 +249,14 @@ class StartForm {
         const said = await post("start", { recipe: this.recipe, settings: this.settings,
           ...(this.name.value.trim() ? { name: this.name.value.trim() } : {}),
           ...(this.hosts.value.trim() ? { hostfile: this.hosts.value.trim() } : {}) });
+        this.started.replaceChildren("It is starting: ", link(runAddress(said.id), "its page"), " opens when it is under way.");
+        await begun(said.id, this.signal);
         say("The run was started.");
         location.hash = runAddress(said.id);
       } catch (error) {
         this._errors([{ field: null, sentence: error.message }]);
       }
+      this.started.replaceChildren();
     } else this.fields.querySelector("[aria-invalid]")?.focus();
     this.start.disabled = false;
     tell(this.start, "Start");
