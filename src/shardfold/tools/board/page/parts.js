@@ -136,8 +136,9 @@ export function copied(label, text) {
     set: (other) => tell(shown, other) };
 }
 
-/** A question with fields, and elements between them and the answers; answers what was given, or null. */
-export function ask(title, explained, fields, yes, inside = []) {
+/** A question with fields, and elements between them and the answers; answers what was given, or null. With `act(given)`
+ * it stays open until that is done, and has its sentence where it is refused. */
+export function ask(title, explained, fields, yes, { inside = [], act = null, no = "Cancel" } = {}) {
   return new Promise((answer) => {
     const inputs = fields.map((each) => {
       const input = each.choices
@@ -146,9 +147,24 @@ export function ask(title, explained, fields, yes, inside = []) {
       if (each.value !== undefined && each.value !== null) input.value = each.value;
       return make("label", {}, each.label, input, each.help ? make("span", { class: "help" }, each.help) : null);
     });
-    const form = make("form", { method: "dialog" }, make("h2", { id: "asked" }, title), make("p", {}, explained), inputs, inside,
-      make("div", { class: "acts" }, make("button", { value: "yes", class: "main" }, yes),
-        make("button", { value: "no", formnovalidate: true }, "Cancel")));
+    const refused = make("p", { class: "refused", role: "alert", hidden: true }), press = make("button", { value: "yes", class: "main" }, yes);
+    const form = make("form", { method: "dialog", submit: (event) => { if (act && event.submitter?.value !== "no") acts(event); } },
+      make("h2", { id: "asked" }, title), make("p", {}, explained), inputs, inside, refused, make("div", { class: "acts" }, press,
+        no ? make("button", { value: "no", formnovalidate: true }, no) : null));
+    async function acts(event) {
+      event.preventDefault();
+      refused.hidden = press.disabled = true;
+      tell(press, yes + " …");
+      try {
+        await act(Object.fromEntries(new FormData(form)), () => dialog.open);
+        dialog.close("yes");
+      } catch (error) {
+        refused.hidden = false;
+        tell(refused, error.message);
+      }
+      press.disabled = false;
+      tell(press, yes);
+    }
     const dialog = make("dialog", { "aria-labelledby": "asked" }, form);
     dialog.addEventListener("close", () => {
       answer(dialog.returnValue === "yes" ? Object.fromEntries(new FormData(form)) : null);

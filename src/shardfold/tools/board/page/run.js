@@ -1,6 +1,6 @@
 // One run: curves, memory and traffic, samples, ranks and logs, checkpoints, settings; and what may be done with it.
 
-import { get, ofRun, post, query, repeat } from "./asking.js";
+import { begun, get, isNone, ofRun, post, query, repeat } from "./asking.js";
 import { Chart, Curves } from "./chart.js";
 import { ago, ask, button, bytes, copied, count, duration, empty, isOver, link, make, number, say, setState, stateBadge, table, tell,
   words } from "./parts.js";
@@ -26,8 +26,14 @@ export function runView(main, route, { entitle, trouble, title }) {
   const part = { curves, memory, samples, ranks, checkpoints, settings }[tab](body, id, route, () => poll.once());
   const act = actions(id, acts, refused, () => poll.once());
   let before = null;
+  const whole = (is) => { for (const each of [badge, why, facts, acts, tabs, body]) each.hidden = !is; };
   const poll = repeat(async (signal) => {
-    const run = await get(ofRun(id), {}, signal);
+    let run;
+    try { run = await get(ofRun(id), {}, signal); } catch (error) {
+      if (isNone(error)) { entitle("No run"); whole(false); }
+      throw error;
+    }
+    whole(true);
     entitle(run.name || id);
     if (before !== null && before !== run.state) say(`The run is ${run.state}${run.why ? ": " + run.why : ""}`);
     before = run.state;
@@ -44,7 +50,8 @@ function told(facts, run) {
   const over = isOver(run);
   const shown = {
     step: run.steps ? `${number(run.step)} of ${number(run.steps)}` : number(run.step),
-    loss: number(run.loss), "tokens/s": count(run.rate), left: over ? null : duration(run.seconds_left),
+    loss: number(run.loss), "held out, at the end": over && typeof run.summary?.held_out_loss === "number" ? number(run.summary.held_out_loss) : null,
+    "tokens/s": count(run.rate), left: over ? null : duration(run.seconds_left),
     "last word": ago(run.age), ranks: run.ranks ? number(run.ranks) : null, layout: run.layout, recipe: run.recipe, folder: run.folder,
   };
   for (const [name, value] of Object.entries(shown)) {
@@ -79,7 +86,6 @@ function actions(id, place, refused, again) {
     again();
     for (const each of place.querySelectorAll("button")) each.disabled = false;
   }
-  const toRun = (said) => { location.hash = runAddress(said.id); };
   const all = {
     stop: ["Stop", "Ends after this step, evaluates and saves", () => done("stop", {}, "It was asked to stop: it ends after its "
       + "step, evaluates and saves.", () => {})],
@@ -88,19 +94,28 @@ function actions(id, place, refused, again) {
         await done("stop-now", {}, "It is ended.", () => {});
     }],
     resume: ["Resume", "The rest in a new folder, on other ranks or another layout", async () => {
-      const given = await ask("Resume", "The rest of the run goes on in a new folder.", [
-        { name: "procs", label: "Ranks", value: now.ranks || 1, inputmode: "numeric" },
-        { name: "layout", label: "Layout", value: now.layout || "", help: "as ddp, zero1, zero2, zero3, hsdp, infinity" },
-      ], "Resume");
-      const layout = given && given.layout !== now.layout ? { layout: given.layout } : {};
-      if (given) await done("resume", { settings: { procs: given.procs, ...layout } }, "It is started …", toRun);
+      const before = now;
+      await ask("Resume", "The rest of the run goes on in a new folder.", [
+        { name: "procs", label: "Ranks", value: before.ranks || 1, inputmode: "numeric" },
+        { name: "layout", label: "Layout", value: before.layout || "", help: "as ddp, zero1, zero2, zero3, hsdp, infinity" },
+        { name: "steps", label: "Steps in all", value: before.steps || "", inputmode: "numeric" },
+      ], "Resume", { act: async (given, isOpen) => {
+        const changed = Object.entries(given).filter(([name, value]) => name === "procs" || value.trim() !== String(before[name] || ""));
+        const said = await post(ofRun(id, "resume"), { settings: Object.fromEntries(changed) });
+        await begun(said.id);
+        if (isOpen()) location.hash = runAddress(said.id);
+      } });
     }],
     repeat: ["Repeat with a change", "A new run from these settings", () => { location.hash = "#/new?from=" + encodeURIComponent(id); }],
     chat: ["Chat", "Starts a server of the newest checkpoint on this machine", () => done("chat", {}, "A server is started …", (said) => {
       tell(note, "");
-      ask("Chat", "The server is up; its page opens in another tab.", [], "Close", [
-        make("p", {}, make("a", { class: "button main", href: safe(said.page), target: "_blank", rel: "noopener" }, "Open the chat")),
-        said.key ? copied("Key, for other clients", said.key).element : null]);
+      ask("Chat", "A server of the run's weights is up. It goes on when this page and the board end: to end it, end the process "
+        + `shardfold serve ${now.folder}`, [], "Close", { no: null, inside: [
+        now.recipe === "lm" ? make("p", {}, "A model that lm trained has no chat template unless its tokenizer brings one. Without "
+          + `one it answers no messages: ask ${safe(said.url)}/v1/completions, which goes on with a text.`) : null,
+        make("p", {}, make("a", { class: "button main", href: safe(said.page), target: "_blank", rel: "noopener" }, "Open the chat"),
+          " in another tab"),
+        said.key ? copied("Key, for other clients", said.key).element : null] });
     })],
   };
   return (run) => {
@@ -108,7 +123,8 @@ function actions(id, place, refused, again) {
     const can = Object.keys(all).filter((each) => (run.can || []).includes(each));
     if (can.join() === known) return;
     known = can.join();
-    tell(note, "");
+    tell(note, isOver(run) && can.includes("repeat") && !run.checkpoints.some((each) => each.is_latest)
+      ? "There is no Resume: the run has no finished checkpoint. --save-every writes them." : "");
     const had = place.contains(document.activeElement);
     place.replaceChildren(...can.map((each) => button(all[each][0], all[each][2], { title: all[each][1],
       class: each === "stop-now" ? "danger" : null })));
