@@ -11,6 +11,7 @@ import pytest
 
 from shardfold.tools.board._recipe_worker import checked
 from shardfold.tools.board.recipe_forms import RecipeForm
+from shardfold.tools.observe.trackers import TRACKERS
 from shardfold.tools.recipes.train_config import read_settings
 from shardfold.tools.tune.config import TuneConfig, from_options
 from tests.tools.board.support import AskedBoard, Client, board_process
@@ -185,6 +186,13 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
 def test_a_refusal_stands_at_its_field(recipe: str, given: dict[str, Any], field: str | None, words: str) -> None:
     found = checked(recipe, given)["errors"]
     assert found[0]["field"] == field and re.search(words, found[0]["sentence"]), found
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "no_such_package", TRACKERS["wandb"])
+    for recipe in ("lm", "face"):
+        (error,) = checked(recipe, {"track": "no_such_package"})["errors"]
+        assert error["field"] == "track" and "pip install no_such_package" in error["sentence"]
 
 
 def test_each_wrong_field_is_told() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.tools.board.recipe_forms import RecipeForm
+from shardfold.tools.observe.trackers import tracker_names
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig, resumed_settings
 from shardfold.tools.tune.config import TuneConfig
@@ -71,6 +72,12 @@ def loaded(form: RecipeForm, nested: dict[str, Any]) -> RecipeSettings:
     Raises:
         ConfigError: the command would refuse them.
     """
+    settings = _loaded(form, nested)
+    tracker_names(settings.track, installed=True)
+    return settings
+
+
+def _loaded(form: RecipeForm, nested: dict[str, Any]) -> TrainConfig | FaceConfig | TuneConfig:
     if form.settings is TrainConfig:
         given = resumed_settings(Path(nested["resume"]), nested) if "resume" in nested else nested
         settings = TrainConfig.load(given, where=WHERE)

@@ -168,7 +168,7 @@ def tracker_names(track: str | Sequence[str] | None, *, installed: bool = False)
             )
         if installed and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"tracking by {name} needs a package that is not installed: pip install {name}, or leave it out."
+                f"track {name!r} needs a package that is not installed: pip install {name}, or leave it out."
             )
     return names
 
