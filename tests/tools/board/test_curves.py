@@ -289,4 +289,4 @@ def test_a_file_of_figures_is_told_as_csv(tmp_path: Path) -> None:
     board = AskedBoard(made_run(tmp_path / "a", 3, grad_norm=None))
     reply = board.ask("GET", "/api/csv", params={"id": board.id("a"), "key": ["loss", "grad_norm"]})
     assert reply.text == "step,loss,grad_norm\n1,10,\n2,5,\n3,3.33333333,\n"
-    assert reply.headers["content-disposition"].startswith("attachment")
+    assert reply.headers["content-disposition"] == 'attachment; filename="a.csv"'

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -112,7 +113,7 @@ class BoardApp:
         root = self._config.root_path
         if root and scope["path"].startswith(root + "/"):  # a proxy that leaves it in
             scope = {**scope, "path": scope["path"][len(root) :]}
-        refusal = stranger(scope, self._config.host)
+        refusal = stranger(scope, self._config.host, None)
         if refusal is not None:
             await _reply(refusal)(scope, receive, closed)
             return
@@ -307,8 +308,9 @@ class BoardApp:
 
     async def _csv(self, request: Request) -> Response:
         (run,), keys = _several(request, "id", 1), _several(request, "key", MOST_KEYS)
-        curves = self._of(run, self._runs.folder(run))
-        headers = {"Content-Disposition": f'attachment; filename="{run}.csv"'}
+        folder = self._runs.folder(run)
+        curves, name = self._of(run, folder), re.sub(r"[^A-Za-z0-9_.-]", "_", folder.name)
+        headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
         return StreamingResponse(curves.texts(["step", *keys]), 200, headers, "text/csv")
 
     # -- start and steer

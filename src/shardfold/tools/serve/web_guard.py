@@ -18,13 +18,13 @@ from shardfold.tools.serve.serve_config import is_loopback
 __all__ = ["page_reply", "read_body", "stranger"]
 
 
-def stranger(scope: Any, address: str, cors: Collection[str] = ()) -> ApiRefusal | None:
+def stranger(scope: Any, address: str, cors: Collection[str] | None = ()) -> ApiRefusal | None:
     """Why a request is not one that a browser may send for another site, or for another name of this machine.
 
     Args:
         scope: of ASGI.
         address: that is listened at; of this machine's own, other names in ``Host`` are refused.
-        cors: sites whose pages may ask.
+        cors: sites whose pages may ask; None: of a server that has no such option.
     """
     headers = {name: value for name, value in scope["headers"] if name in (b"host", b"origin")}
     host = headers.get(b"host", b"").decode("latin-1")
@@ -37,12 +37,9 @@ def stranger(scope: Any, address: str, cors: Collection[str] = ()) -> ApiRefusal
                 status=403,
             )
     origin = headers.get(b"origin", b"").decode("latin-1")
-    if origin and origin not in cors and origin.partition("://")[2] != host:
-        return ApiRefusal(
-            "pages of other sites may not ask this server: start it with --cors and the site's address.",
-            code="wrong_origin",
-            status=403,
-        )
+    if origin and origin not in (cors or ()) and origin.partition("://")[2] != host:
+        how = "." if cors is None else ": start it with --cors and the site's address."
+        return ApiRefusal(f"pages of other sites may not ask this server{how}", code="wrong_origin", status=403)
     return None
 
 
