@@ -123,7 +123,7 @@ function actions(id, place, refused, again) {
     const can = Object.keys(all).filter((each) => (run.can || []).includes(each));
     if (can.join() === known) return;
     known = can.join();
-    tell(note, isOver(run) && can.includes("repeat") && !run.checkpoints.some((each) => each.is_latest)
+    tell(note, isOver(run) && can.includes("repeat") && !can.includes("resume") && !run.checkpoints.some((each) => each.is_latest)
       ? "There is no Resume: the run has no finished checkpoint. --save-every writes them." : "");
     const had = place.contains(document.activeElement);
     place.replaceChildren(...can.map((each) => button(all[each][0], all[each][2], { title: all[each][1],
