@@ -194,6 +194,16 @@ def test_what_a_command_would_refuse_is_told_before_a_run_is_made(runs: Path) ->
             assert [each.name for each in runs.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("recipe", ["lm", "sft"])
+def test_a_model_of_bytes_is_not_chatted_with(recipe: str, runs: Path) -> None:
+    config = {"recipe": recipe}
+    made_run(runs / "a", config=config)
+    (runs / "a" / "checkpoints").mkdir()
+    (runs / "a" / "checkpoints" / "latest").write_text("step-000010")
+    can = AskedBoard(runs).get("/api/runs")["runs"][0]["can"]
+    assert can == ["resume", "repeat", *["chat"] * (recipe == "sft")]
+
+
 def test_a_run_that_was_refused_is_no_run_and_its_sentence_is_told(runs: Path) -> None:
     """Whatever is asked of it, also a stop."""
     board = AskedBoard(runs)
@@ -222,10 +232,10 @@ def test_a_run_from_its_form_to_its_end(runs: Path, text: Path) -> None:
         assert taken.status_code == 400 and "name" in taken.json()["error"]["message"]
         early = client.ask(f"/api/runs/{run}/resume", {})
         assert early.status_code == 409 and "stop" in early.json()["error"]["message"]
-        assert client.row(run)["can"] == ["stop", "stop-now", "chat"]
+        assert client.row(run)["can"] == ["stop", "stop-now"]
         client.told(f"/api/runs/{run}/stop", {})
         row = client.wait_for(run, lambda row: row["is_over"])
-        assert row["state"] == "stopped" and row["step"] < 400 and row["can"] == ["resume", "repeat", "chat"]
+        assert row["state"] == "stopped" and row["step"] < 400 and row["can"] == ["resume", "repeat"]
         told = client.told(f"/api/runs/{run}")
         assert {**{k: _read(v) for k, v in settings.items()}, "data": str(text)}.items() <= told["settings"].items()
         assert told["checkpoints"] and told["memory"] and "interrupted" in told["summary"]

@@ -40,7 +40,8 @@ CHECKPOINTS = "checkpoints"
 
 def acts_of(row: Mapping[str, Any], folder: Path) -> list[str]:
     """What can be done with a run that is at that."""
-    chat = ["chat"] if row["recipe"] and _has_weights(folder, row["recipe"]) else []
+    # A model of bytes has no chat template, so its server knows no conversations.
+    chat = ["chat"] if row["recipe"] not in ("", "lm") and _has_weights(folder, row["recipe"]) else []
     if not row["is_over"]:
         return [] if row["state"] == "unknown" else ["stop", "stop-now", *chat]
     saved = (folder / CHECKPOINTS / "latest").is_file()
