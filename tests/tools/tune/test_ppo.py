@@ -267,3 +267,25 @@ def test_a_run_goes_on_with_both_models(tmp_path: Path) -> None:
     rest = tune(config(tmp_path, beta=0, steps=4, resume=tmp_path / "half", out=tmp_path / "rest"))
     assert rest.losses == whole.losses[2:]
     assert rest.figures == whole.figures
+
+
+def test_a_value_model_is_there_for_each_policy_that_may_be_the_latest(tmp_path: Path) -> None:
+    """Its checkpoint is whole before the policy's is begun, and stays for as long as a kill could leave the policy's
+    one before the last as the latest."""
+    begun: list[bool] = []
+
+    class Watching(PPO):
+        def saving(self, run: TuneRun, path: Path) -> None:
+            super().saving(run, path)
+            begun.append(path.exists())
+
+    _, _, run = trained(config(tmp_path, beta=0, keep=1, save_every=1), recipe := Watching(), 0)
+    windows, out = iter(run.batches), tmp_path / "run"
+    for _ in range(4):
+        run.step(windows)
+        run.save(out)
+    recipe.close()
+    run.engine.close()
+    assert begun == [False] * 4
+    names = {kind: [each.name for each in sorted((out / kind).glob("step-*"))] for kind in ("checkpoints", "value")}
+    assert names == {"checkpoints": ["step-000004"], "value": [f"step-{step:06d}" for step in (2, 3, 4)]}

@@ -79,6 +79,9 @@ def whitened(parts: Sequence[Tensor], engine: sf.Engine) -> list[Tensor]:
     return [(part - mean) / deviation for part in parts]
 
 
+AHEAD = 2  # checkpoints of the value model that the policy may not have yet
+
+
 class PPO(RolloutRecipe):
     """Policy and value model are trained on the same answers, each by its engine."""
 
@@ -105,11 +108,12 @@ class PPO(RolloutRecipe):
         super().close()
         self._engine.close()
 
-    def saved(self, run: TuneRun, path: Path) -> None:
-        """The value model's checkpoints lie beside the policy's, in ``value/``."""
+    def saving(self, run: TuneRun, path: Path) -> None:
+        """The value model's checkpoints lie beside the policy's, in ``value/``: before the policy's are begun, and two
+        more of them are kept, as the policy's last one may still be written, and the one before it the latest."""
         self._engine.save(
             path.parents[1] / "value" / path.name,
-            keep=run.config.keep,
+            keep=run.config.keep + AHEAD,
             wait=True,
             frozen="keep" if run.trains_base else "skip",
         )

@@ -127,8 +127,8 @@ class Recipe:
     def close(self) -> None:
         """The run is over."""
 
-    def saved(self, run: TuneRun, path: Path) -> None:
-        """Called behind each save of the engine to ``path``, on every rank: for what it has in other engines."""
+    def saving(self, run: TuneRun, path: Path) -> None:
+        """Called before each save of the engine to ``path``, on every rank: for what it has in other engines."""
 
     def resumed(self, run: TuneRun, path: Path) -> None:
         """Called when a checkpoint was loaded from ``path``, on every rank, before :meth:`begin`."""
@@ -460,8 +460,8 @@ class TuneRun:
         state = {"data": self.batches, "done": self.done, "recipe": self.recipe}
         path = out / IN_RUN / f"step-{self.done:06d}"
         frozen = "keep" if self.trains_base else "skip"
+        self.recipe.saving(self, path)
         self.engine.save(path, state=state, keep=self.config.keep, wait=wait, frozen=frozen)
-        self.recipe.saved(self, path)
 
     def resume(self, path: Path) -> str:
         """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
