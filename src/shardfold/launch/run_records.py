@@ -250,7 +250,7 @@ def _padded(said: Mapping[str, Any]) -> bytes:
 
 
 def boot_of_this_machine() -> str:
-    """ "" where the system has no name for it."""
+    """As :func:`boot_id`; "" where the system has no name for it."""
     with suppress(OSError):
         return boot_id()
     return ""

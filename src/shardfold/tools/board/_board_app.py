@@ -29,8 +29,8 @@ from shardfold.tools.board._step_curves import AXES, StepCurves
 from shardfold.tools.board.board_config import BoardConfig
 from shardfold.tools.board.known_runs import KnownRuns
 from shardfold.tools.board.recipe_forms import OWN, RecipeForm
-from shardfold.tools.serve.api_refusal import ApiRefusal, parsed_json
-from shardfold.tools.serve.web_guard import page_reply, read_body, stranger
+from shardfold.tools.serve.api_refusal import ApiRefusal
+from shardfold.tools.serve.web_guard import page_reply, read_json, stranger
 
 __all__ = ["BoardApp"]
 
@@ -157,11 +157,7 @@ class BoardApp:
         """
         if request.headers.get(HEADER) != "1":
             raise ApiRefusal("the header X-Shardfold-Board: 1 is missing.", code="no_header", status=403)
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiRefusal(
-                "the body is JSON: send 'Content-Type: application/json'.", code="unsupported_media_type", status=415
-            )
-        return parsed_json(await read_body(request, MOST_BODY, BODY_SECONDS))
+        return await read_json(request, MOST_BODY, BODY_SECONDS)
 
     async def _not_found(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -204,8 +200,7 @@ class BoardApp:
     async def _list(self, request: Request) -> Response:
         found = await asyncio.to_thread(self._runs.changes, request.query_params.get("after", ""))
         rows = [self._acting(row) for row in found["runs"]]
-        refused = await asyncio.to_thread(self._control.refusals)
-        return _json({**found, "runs": rows, "refused": refused, "read_only": self._config.read_only})
+        return _json({**found, "runs": rows, "read_only": self._config.read_only})
 
     async def _run(self, request: Request) -> Response:
         run = request.path_params["run"]
@@ -343,8 +338,9 @@ class BoardApp:
         await asyncio.to_thread(self._control.free, name)
         if hostfile is None:  # else what is there or not is so on other machines
             told = await self._checks.ask("check", recipe=recipe, settings=settings)
-            for each in told["errors"]:
-                raise ApiRefusal(each["sentence"], each["field"] or "settings", "refused")
+            if told["errors"]:
+                first = told["errors"][0]
+                raise ApiRefusal(first["sentence"], first["field"] or "settings", "refused")
         nested = RecipeForm(recipe).nested(settings)
         folder = await asyncio.to_thread(self._control.start, recipe, nested, name, hostfile)
         return _json({"id": self._runs.id_of(folder)})

@@ -22,7 +22,7 @@ from urllib.parse import quote
 from shardfold.launch.run_records import ENDS, LAUNCHER, STATUS, Record, note_end, read_records
 from shardfold.tools.board.known_runs import KnownRuns, recipe_of_settings
 from shardfold.tools.board.recipe_forms import RecipeForm
-from shardfold.tools.observe.run_files import opened, read_object
+from shardfold.tools.observe.run_files import opened, read_object, read_text
 from shardfold.tools.observe.run_status import RunStatus
 from shardfold.tools.recipes.folder import PRINTS_INTO_FOLDER
 from shardfold.tools.serve.api_refusal import ApiRefusal
@@ -110,7 +110,7 @@ class RunControl:
             )
         if not NAME.fullmatch(name):
             raise ApiRefusal(
-                "a run's name has letters, digits, '_', '-' and '.', and begins with a letter or digit.",
+                "a run's name has letters, digits, '_', '-' and '.', and begins with none of the last two.",
                 "name",
                 "invalid_value",
             )
@@ -155,13 +155,6 @@ class RunControl:
             if process.poll() is not None and folder.is_dir():
                 self._started.pop(folder, None)
                 printed.close()
-
-    def refusals(self) -> dict[str, str]:
-        """Why runs that this board started are gone with their folders, by their ids."""
-        self._reap()
-        ended = [folder for folder, (process, _) in list(self._started.items()) if process.poll() is not None]
-        found = {run: self.refusal(run) for run in map(KnownRuns.id_of, ended)}
-        return {run: why for run, why in found.items() if why is not None}
 
     def refusal(self, run: str) -> str | None:
         """Why a run that this board started is gone with its folder, by its id; None: it is not."""
@@ -313,12 +306,6 @@ def chat_of(folder: Path) -> dict[str, str] | None:
                 url = found[1].decode()
                 return {"url": url, "key": key, "page": f"{url}/#key={quote(key)}"}
     return None
-
-
-def read_text(path: Path) -> str:
-    """A short text; "" where there is none."""
-    with opened(path) as file:
-        return os.read(file, 1000).decode(errors="replace").strip() if file is not None else ""
 
 
 def _records(folder: Path) -> list[Record]:

@@ -14,7 +14,7 @@ from shardfold.launch.run_records import read_records
 from shardfold.tools.board.known_runs import recipe_of_settings
 from shardfold.tools.board.recipe_forms import RecipeForm
 from shardfold.tools.observe.printable import printable
-from shardfold.tools.observe.run_files import opened, read_object
+from shardfold.tools.observe.run_files import opened, read_object, read_text, text_of
 from shardfold.tools.observe.run_status import RunStatus
 from shardfold.tools.recipes.folder import LOG
 
@@ -39,7 +39,7 @@ class RunDetails:
         records, changed = read_records(self._folder)
         status = RunStatus.of(self._folder)
         return {
-            "folder": _text(str(self._folder)),
+            "folder": text_of(str(self._folder)),
             "config": self._config,
             **self._again(),
             "status": [
@@ -85,13 +85,12 @@ class RunDetails:
             for each in entries:
                 with suppress(OSError):
                     if each.is_file(follow_symlinks=False) and len(found) < MOST_FILES:
-                        found.append({"name": _text(each.name), "bytes": each.stat(follow_symlinks=False).st_size})
+                        found.append({"name": text_of(each.name), "bytes": each.stat(follow_symlinks=False).st_size})
         return sorted(found, key=lambda each: each["name"])
 
     def _checkpoints(self) -> list[dict[str, Any]]:
         folder = self._folder / "checkpoints"
-        with opened(folder / "latest") as file:
-            latest = os.read(file, 200).decode(errors="replace").strip() if file is not None else ""
+        latest = read_text(folder / "latest")
         found: list[dict[str, Any]] = []
         if folder.is_symlink():
             return found
@@ -99,7 +98,7 @@ class RunDetails:
             for each in entries:
                 if each.is_dir(follow_symlinks=False) and len(found) < MOST_FILES:
                     size = _bytes_in(Path(each.path))
-                    found.append({"name": _text(each.name), "bytes": size, "is_latest": each.name == latest})
+                    found.append({"name": text_of(each.name), "bytes": size, "is_latest": each.name == latest})
         return sorted(found, key=lambda each: each["name"])
 
     def log(self, rank: int, after: int | None) -> dict[str, Any]:
@@ -183,7 +182,3 @@ def _bytes_in(folder: Path) -> int:
         with suppress(OSError):
             total += os.lstat(path).st_size
     return total
-
-
-def _text(name: str) -> str:
-    return os.fsencode(name).decode("utf-8", errors="replace")

@@ -252,14 +252,6 @@ class StepCurves:
                     for row in rows
                 )
 
-    def last(self, key: str, count: int) -> list[float]:
-        """Means of the curve's blocks, for a small picture."""
-        with self._lock:
-            blocks, column = self._valid("step"), self._columns[key]
-            values = [column.sum[at] / column.count[at] for at in blocks if column.count[at]]
-        step = max(1, -(-len(values) // count))
-        return [sum(part) / len(part) for at in range(0, len(values), step) if (part := values[at : at + step])]
-
     def _valid(self, by: str) -> list[int]:
         """Blocks with an x and that no later row takes the place of."""
         steps, x = self._columns["step"], self._columns[by]

@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 from shardfold.errors import ConfigError
@@ -31,8 +30,8 @@ def board(config: BoardConfig) -> None:
         signal.signal(number, lambda *_: ends.set())
     web.start()
     try:
-        print(f"{web.url}{config.root_path}/#token={app.token}\nis the page of your runs; Ctrl-C ends it, and no run.")
-        print(end="", flush=True)
+        address = f"{web.url}{config.root_path}/#token={app.token}"
+        print(f"{address}\nis the page of your runs; Ctrl-C ends it, and no run.", flush=True)
         ends.wait()
     finally:
         web.stop()
@@ -49,13 +48,12 @@ def token_of(path: Path | None) -> str:
     if path is None:
         return made
     path = path.expanduser()
-    with suppress(FileExistsError):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(made + "\n")
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise ConfigError(f"--token-file {path} cannot be written: {error.strerror}.") from None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(made + "\n")
+    except FileExistsError:
+        pass  # it has a token already, or is none, which is said where it is read
+    except OSError as error:
+        raise ConfigError(f"--token-file {path} cannot be written: {error.strerror}.") from None
     return read_keys(path, "--token-file")[0].decode()

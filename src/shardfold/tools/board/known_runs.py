@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.launch.run_records import STATUS
-from shardfold.tools.observe.run_files import opened, read_object
+from shardfold.tools.observe.run_files import opened, read_object, text_of
 from shardfold.tools.observe.run_status import RunStatus, runs_in
 from shardfold.tools.serve.api_refusal import ApiRefusal
 
@@ -143,10 +143,9 @@ class KnownRuns:
         for root in self.roots:
             with suppress(ValueError):
                 inside = folder.relative_to(root)
-                return _text(
-                    root.name if inside == Path() else str(inside if len(self.roots) == 1 else root.name / inside)
-                )
-        return _text(folder.name)
+                name = root.name if inside == Path() else str(inside if len(self.roots) == 1 else root.name / inside)
+                return text_of(name)[:MOST_NAME]
+        return text_of(folder.name)[:MOST_NAME]
 
 
 def recipe_of_settings(config: Mapping[str, Any]) -> str:
@@ -191,8 +190,3 @@ def _is_finite(value: Any) -> bool:
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) and 0 < value < 2**31 else 0
-
-
-def _text(name: str) -> str:
-    """A file's name as text: bytes that are no UTF-8 become marks."""
-    return os.fsencode(name).decode("utf-8", errors="replace")[:MOST_NAME]

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["opened", "read_object"]
+__all__ = ["opened", "read_object", "read_text", "text_of"]
 
 MOST_OBJECT = 4 * 2**20
 """Bytes of a file with an object."""
@@ -28,6 +28,17 @@ def opened(path: Path) -> Iterator[int | None]:
     finally:
         if file is not None:
             os.close(file)
+
+
+def read_text(path: Path) -> str:
+    """A short text; "" where there is none."""
+    with opened(path) as file:
+        return os.read(file, 1000).decode(errors="replace").strip() if file is not None else ""
+
+
+def text_of(name: str) -> str:
+    """A file's name as text: bytes that are no UTF-8 become marks."""
+    return os.fsencode(name).decode("utf-8", errors="replace")
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -47,17 +47,14 @@ def claimed(out: Path | None) -> Iterator[Path]:
         mark(folder, token)
         record = OwnRecord(folder, LAUNCHER, 0)
         record.write(phase="starting")
-    except OSError as error:
-        if folder is not None and token_in(folder) == token:
-            (folder / FIRST).unlink()
-        remove(made)
-        place = "a run folder" if out is None else f"the run folder {str(out)!r}"
-        raise ConfigError(f"{place} cannot be made: {error.strerror}; give another --out.") from None
-    except BaseException:  # Ctrl-C too
+    except BaseException as error:  # Ctrl-C too
         if folder is not None and token_in(folder) == token:
             withdraw(folder)
         remove(made)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        place = "a run folder" if out is None else f"the run folder {str(out)!r}"
+        raise ConfigError(f"{place} cannot be made: {error.strerror}; give another --out.") from None
     before = os.environ.get(CLAIM)
     os.environ[CLAIM] = token
     printed = _PrintedLog(folder) if os.environ.pop(PRINTS_INTO_FOLDER, None) else None

@@ -51,7 +51,7 @@ from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
 from shardfold.tools.recipes.train_config import SHAPE, TrainConfig, flops_or_file
-from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite
+from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite, parallel_of
 from shardfold.tools.stop_signal import StopSignal
 
 __all__ = ["Result", "TrainConfig", "train"]
@@ -135,13 +135,7 @@ class LanguageRun:
             optimizer=_optimizer(config, self.model),
             layout=config.table(),
             activations=None if config.activations == "keep" else config.activations,
-            parallel=sf.Parallel(
-                mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
-                tensor="auto" if config.tensor > 1 else None,
-                sequence_parallel=config.sequence_parallel,
-                attention=config.attention if config.sequence > 1 else None,
-                pipeline=config.order,
-            ),
+            parallel=parallel_of(config),
             precision=config.precision,
             accumulate=config.accumulate,
             clip_norm=clip_of(config),
@@ -426,8 +420,9 @@ def run_and_report(run: LanguageRun, written: Run, resumed: str | None) -> Resul
         said = write_results(run, out, bits, seconds) if run.leads else []
         sample = run.sample()
     if run.leads:
-        (out / "sample.txt").write_bytes(sample)
-        write_page(out)
+        with written.during("saving"):
+            (out / "sample.txt").write_bytes(sample)
+            write_page(out)
         show(run, out, bits, seconds, sample, said)
     run.engine.close()
     run.stop.release()

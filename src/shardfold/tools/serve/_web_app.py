@@ -24,10 +24,10 @@ from starlette.routing import Route
 from shardfold.errors import did_you_mean
 from shardfold.tools.serve._api_replies import ApiReply
 from shardfold.tools.serve.answer_loop import AnswerJob, AnswerLoop, AnswerPiece
-from shardfold.tools.serve.api_refusal import ApiRefusal, parsed_json
+from shardfold.tools.serve.api_refusal import ApiRefusal
 from shardfold.tools.serve.api_requests import AskedAnswer, read_chat, read_completion
 from shardfold.tools.serve.text_ranks import TextRanks
-from shardfold.tools.serve.web_guard import page_reply, read_body, stranger
+from shardfold.tools.serve.web_guard import page_reply, read_json, stranger
 
 __all__ = ["ServedModel", "WebApp"]
 
@@ -255,11 +255,7 @@ class WebApp:
 
     async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], AskedAnswer]) -> Response:
         self._check_open()
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiRefusal(
-                "the body is JSON: send 'Content-Type: application/json'.", code="unsupported_media_type", status=415
-            )
-        asked = read(parsed_json(await read_body(request, MOST_BODY, BODY_SECONDS)))
+        asked = read(await read_json(request, MOST_BODY, BODY_SECONDS))
         model = self._known(asked.model)
         size = sum(len(each) for each in asked.prompts) + sum(len(each["content"]) for each in asked.messages)
         prompts = await asyncio.to_thread(self._tokens, asked) if size > LONG_PROMPT else self._tokens(asked)

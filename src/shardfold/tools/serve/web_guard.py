@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from shardfold.tools.serve.api_refusal import ApiRefusal
+from shardfold.tools.serve.api_refusal import ApiRefusal, parsed_json
 from shardfold.tools.serve.serve_config import is_loopback
 
-__all__ = ["page_reply", "read_body", "stranger"]
+__all__ = ["page_reply", "read_json", "stranger"]
 
 
 def stranger(scope: Any, address: str, cors: Collection[str] | None = ()) -> ApiRefusal | None:
@@ -43,12 +43,16 @@ def stranger(scope: Any, address: str, cors: Collection[str] | None = ()) -> Api
     return None
 
 
-async def read_body(request: Request, most: int, seconds: float) -> bytes:
-    """The body of a request, of ``most`` bytes, that comes within so many seconds.
+async def read_json(request: Request, most: int, seconds: float) -> dict[str, Any]:
+    """The object that is the body of a request, of ``most`` bytes, that comes within so many seconds.
 
     Raises:
-        ApiRefusal: it is longer, or does not come.
+        ApiRefusal: it is longer, does not come, or is none.
     """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiRefusal(
+            "the body is JSON: send 'Content-Type: application/json'.", code="unsupported_media_type", status=415
+        )
     too_long = ApiRefusal(f"the body is longer than {most // 2**20} MiB.", code="request_too_large", status=413)
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:20]) > most:
@@ -65,7 +69,7 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
         await asyncio.wait_for(read(), seconds)
     except (TimeoutError, asyncio.TimeoutError):
         raise ApiRefusal(f"the body did not come within {seconds:g} s.", code="request_timeout", status=408) from None
-    return bytes(found)
+    return parsed_json(bytes(found))
 
 
 def page_reply(body: bytes) -> tuple[bytes, int, dict[str, str]]:

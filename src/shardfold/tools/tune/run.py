@@ -22,7 +22,7 @@ from shardfold.optim.schedules import renew_rates
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.working_line import working
-from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite
+from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite, parallel_of
 from shardfold.tools.stop_signal import StopSignal
 from shardfold.tools.tune._model_config import changed_config, with_length
 from shardfold.tools.tune._named_optimizer import optimizer_of, schedule_of
@@ -249,13 +249,7 @@ class TuneRun:
                 optimizer=optimizer_of(config, model),
                 layout=config.table(),
                 activations=None if config.activations == "keep" else config.activations,
-                parallel=sf.Parallel(
-                    mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
-                    tensor="auto" if config.tensor > 1 else None,
-                    sequence_parallel=config.sequence_parallel,
-                    attention=config.attention if config.sequence > 1 else None,
-                    pipeline=config.order,
-                ),
+                parallel=parallel_of(config),
                 precision=config.precision,
                 accumulate=config.accumulate,
                 clip_norm=clip_of(config),

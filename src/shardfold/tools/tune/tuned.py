@@ -135,8 +135,9 @@ def _whole(run: TuneRun, written: Run, notes: Sequence[str]) -> TuneResult:
     with written.during("evaluating"):
         held_out = run.evaluate() if run.held_out is not None else {}
     if run.leads:
-        _write_summary(run, out, held_out)
-        write_page(out)
+        with written.during("saving"):
+            _write_summary(run, out, held_out)
+            write_page(out)
         _show(run, out, held_out, model)
     run.recipe.close()
     run.engine.close()
