@@ -103,13 +103,17 @@ threading.Thread(target=beats, daemon=True).start()
 def hangs():
     if sys.argv[1] == "holds":
         ctypes.PyDLL(None).sleep(30)  # which keeps the interpreter, till a signal comes
-    else:
+    elif sys.argv[1] == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
-    try:
-        notes.refuse_without_lease("what it writes")
-        open("late", "w").close()
-    except notes.CollectiveError:
-        time.sleep(30)
+        os._exit(0)  # it had done all of its work
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [notes.STACK])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            notes.refuse_without_lease("what it writes")
+            open("late", "w").close()
+        except notes.CollectiveError:
+            time.sleep(30)
 if os.environ["RANK"] == "1":
     hangs()
 notes.note_awaited([1])
@@ -122,8 +126,8 @@ time.sleep(30)  # not for ever, should nobody end it
 def test_a_rank_without_a_sign_of_life_is_ended_and_its_stack_told(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, train: bool, how: str
 ) -> None:
-    """Its process lives, but no thread of its interpreter runs. One that is stopped goes on for its stack, and writes
-    nothing then."""
+    """Its process lives, but no thread of its interpreter runs. One that is stopped says where it is, and goes on with
+    nothing."""
     monkeypatch.setattr(workers, "ANSWER", 30.0)  # on a busy machine
     script = write("lives.py", LIVES)
     if train:
@@ -135,6 +139,12 @@ def test_a_rank_without_a_sign_of_life_is_ended_and_its_stack_told(
     error, said = capfd.readouterr().err, {"holds": "gave no sign of life for ", "stops": "stopped"}[how]
     assert said in error and "; so rank 1 o" in error
     assert ", at lives.py:" in error and " in hangs, called at lives.py:" in error and " in <module>, and was" in error
+
+
+def test_a_stopped_rank_that_is_deaf_writes_nothing_more(capfd: pytest.CaptureFixture[str]) -> None:
+    """It goes on when it is told to say where it is, does not hear that, and has a second until it is killed."""
+    assert run("--nproc-per-node=2", "--patience=1", write("lives.py", LIVES), "deaf") == 128 + signal.SIGKILL
+    assert "stopped (SIGSTOP, state T)" in capfd.readouterr().err
     assert not Path("late").exists()
 
 

@@ -54,7 +54,7 @@ STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, STACKS = 4096, 5000, 5008, 5032, 505
 until when it may write, for which ranks it waits, the run folder, and its stack; the reason stands in front."""
 NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
-"""The signal that asks a rank for its stack; one that programs have no other use for."""
+"""The signal by which a rank writes its stack and ends; one that programs have no other use for."""
 LOOK = 0.02
 
 _file: list[int] = []  # of this process, once it is open
@@ -104,14 +104,14 @@ def is_given_notice() -> bool:
 
 
 def offer_stack() -> None:
-    """From now on this process writes where its threads are when it gets :data:`STACK`, whatever it does: the signal's
-    handler is not Python's."""
+    """From now on this process writes where its threads are when it gets :data:`STACK`, whatever it does, and ends: the
+    signal's handler is not Python's, and behind it comes what the signal does without one."""
     if _stacks or _opened() is None or not hasattr(faulthandler, "register"):
         return
     with suppress(OSError, RuntimeError, ValueError):
         _stacks.append(os.open(os.environ[FILE], os.O_RDWR))
         os.lseek(_stacks[0], STACKS, os.SEEK_SET)
-        faulthandler.register(STACK, _stacks[0], all_threads=True)
+        faulthandler.register(STACK, _stacks[0], all_threads=True, chain=True)
 
 
 def beat() -> None:

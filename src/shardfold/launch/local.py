@@ -106,7 +106,7 @@ class Interrupts:
 
     def ended(self, rank: Worker) -> bool:
         """Whether a rank that has ended did so because of them."""
-        return self.received > 0 and rank.process.returncode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
+        return self.received > 0 and rank.returncode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
                 watch(ranks, ended.put)
             failed = first_failure(ended, num_procs, interrupts)
             if failed is None:
-                return max(rank.process.returncode for rank in ranks)
+                return max(rank.returncode or 0 for rank in ranks)
             note_end(failed, interrupts)  # first of all: who looks now finds that, and not that all are gone
             failed.drain()
             for rank in ranks:
@@ -165,7 +165,7 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
         if time.monotonic() >= interrupts.until:
             given = f"{GRACE_AFTER_SIGTERM:g} s"
             print(f"Error: the ranks did not end within {given} of the signal and were killed.", file=sys.stderr)
-        elif ranks[0].process.returncode != interrupts.status:  # which has said so itself
+        elif ranks[0].returncode != interrupts.status:  # which has said so itself
             print("Error: interrupted before the ranks could end by themselves.", file=sys.stderr)
         return interrupts.status  # before it could stop cleanly, or by the second signal
     report(ranks[failed.local_rank], ranks)
@@ -220,7 +220,7 @@ def note_end(failed: Worker, interrupts: Interrupts) -> None:
     if interrupts.ended(failed):
         failed.note_end("stopped", failed.local_rank, "it was interrupted before it could end by itself")
     else:
-        failed.note_end("failed", failed.local_rank, f"{because(failed.why)}it {how(failed.process.returncode)}")
+        failed.note_end("failed", failed.local_rank, f"{because(failed.why)}it {how(failed.returncode or 0)}")
 
 
 def report(failed: LocalRank, ranks: Sequence[LocalRank]) -> None:

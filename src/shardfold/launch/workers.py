@@ -117,7 +117,7 @@ class Worker:
         self.resident = 0
         self.silent = 0.0
         self._looked, self._stopped, self._switches, self._ended_for, self._beat = 0.0, 0.0, 0, "", ""
-        self._killed, self._until, self._size = 0.0, 0.0, -1
+        self._killed, self._until = 0.0, 0.0
         self._muted = False
         self._showing = threading.Lock()
         self._gone = False  # its number may soon be another process's
@@ -190,7 +190,8 @@ class Worker:
     def returncode(self) -> int | None:
         if self.ended is None:
             return None
-        return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
+        ended_here = self.process.returncode in (None, -STACK)  # frozen, or ended by what asked where it was
+        return -signal.SIGKILL if ended_here else self.process.returncode
 
     @property
     def follows(self) -> bool:
@@ -199,7 +200,7 @@ class Worker:
     @property
     def why(self) -> str:
         if self._ended_for:
-            return self._ended_for
+            return f"{self._ended_for}{self._stack}, and was ended"
         return re.split(r"\.(?: (?=[A-Z])|$)", self._told[1:], maxsplit=1)[0]  # how to mend it stands above
 
     @property
@@ -276,8 +277,8 @@ class Worker:
         meanwhile."""
         if self._ended_for:
             return
-        self._ended_for = f"{why}, and was ended"
-        self._until = time.monotonic() + (ANSWER if self._asked_for_stack() else 0.0)
+        self._ended_for = why
+        self._until = time.monotonic() + (ANSWER if self._ends_with_stack() else 0.0)
         self._end()
 
     def _end(self) -> None:
@@ -287,23 +288,15 @@ class Worker:
             if now > self._killed + ANSWER:
                 self.ended = now
                 self._over.set()
-            return
-        size, before = 0 if self._sign is None else os.fstat(self._sign).st_size, self._size
-        self._size = size
-        if now < self._until and not size == before > STACKS:
-            return
-        if self._sign is not None and size > STACKS:
-            stack = _frames(os.pread(self._sign, size - STACKS, STACKS).decode(errors="replace"))
-            why = self._ended_for.removesuffix(", and was ended")
-            self._ended_for = f"{why}{stack and ', '}{stack}, and was ended"
-        self._killed = now
-        self.send(signal.SIGKILL)
+        elif now >= self._until:
+            self._killed = now
+            self.send(signal.SIGKILL)
 
-    def _asked_for_stack(self) -> bool:
-        """Whether it was asked where its main thread is, which it writes by the handler of a signal.
+    def _ends_with_stack(self) -> bool:
+        """Whether it was told to write where its main thread is and to end, which the handler of a signal does.
 
-        A stopped process gets it when it goes on: what it may do in the moment until it is ended, it does without a
-        lease."""
+        A stopped process gets it when it goes on. The handler is the first that it does then, and the last: a rank that
+        went on for a moment more might end its work in it, and be taken for one that had done all of it."""
         if self._sign is None or not self._beat.strip("0"):
             return False
         os.pwrite(self._sign, REVOKED, LEASE)
@@ -312,6 +305,15 @@ class Worker:
             if process_state(self.process.pid) == "T":
                 os.kill(self.process.pid, signal.SIGCONT)
         return True
+
+    @property
+    def _stack(self) -> str:
+        """Where it was, for a sentence; "" if it has not written it."""
+        size = 0 if self._sign is None else os.fstat(self._sign).st_size
+        if self._sign is None or size <= STACKS:
+            return ""
+        stack = _frames(os.pread(self._sign, size - STACKS, STACKS).decode(errors="replace"))
+        return stack and f", {stack}"
 
     def send(self, number: int) -> None:
         """Send a signal to the rank and to what it has started."""
