@@ -80,6 +80,8 @@ BAD = [
     (["trian"], "Did you mean 'train'?"),
     (["train", "lmm"], "Did you mean 'lm'?"),
     (["train", "--stepz", "3"], "--steps"),
+    (["train", "--learning-rate", "0.1"], "(Possible options: --lr)"),
+    (["train", "--max_steps", "3"], "(Possible options: --steps)"),
     (["train", "--steps", "many"], "steps is 'many'"),
     (["train", "--steps", "0"], "greater than or equal to 1"),
     (["train", "--lr"], "--lr"),
@@ -102,7 +104,7 @@ BAD = [
 ]
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(each) for each, _ in BAD])
 def test_bad_input_is_one_sentence(
     arguments: list[str], says: str, launched: list[list[str]], capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,7 @@ from shardfold.plan import presets
 from shardfold.plan.offload import offloaded
 from shardfold.tools import _cli_board, _cli_serve, cli_ckpt, cli_plan, cli_run, cli_tune, extras
 from shardfold.tools.answering.commands import register as register_answers
-from shardfold.tools.cli_options import argument, with_settings
+from shardfold.tools.cli_options import argument, offer_own_name, with_settings
 from shardfold.tools.interruption import INTERRUPTION
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.quick_start import QuickStart
@@ -416,6 +416,7 @@ def refuse(error: BaseException) -> int:
     # The parser's own errors: typer has moved their classes between its versions, but never renamed this method.
     parser_message = getattr(error, "format_message", None)
     if parser_message is not None:
+        offer_own_name(error)
         message = parser_message().strip().replace("Input should be", "it should be")
         # With no arguments at all the parser has shown the help, and its message is empty.
         if message:

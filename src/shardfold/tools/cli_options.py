@@ -8,9 +8,30 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["argument", "off_name", "option_name", "with_settings"]
+__all__ = ["argument", "off_name", "offer_own_name", "option_name", "with_settings"]
 
 METAVARS = {"int": "INTEGER", "float": "NUMBER", "Path": "PATH", "str": "TEXT", "Literal": "TEXT"}
+
+ELSEWHERE = {
+    "--batch-size": "--micro-batch",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--learning-rate": "--lr",
+    "--lr-scheduler-type": "--schedule",
+    "--max-grad-norm": "--clip-norm",
+    "--max-length": "--length",
+    "--max-seq-length": "--length",
+    "--max-steps": "--steps",
+    "--model-name-or-path": "--model",
+    "--num-train-epochs": "--epochs",
+    "--output-dir": "--out",
+    "--per-device-train-batch-size": "--micro-batch",
+    "--report-to": "--track",
+    "--resume-from-checkpoint": "--resume",
+    "--save-steps": "--save-every",
+    "--save-total-limit": "--keep",
+    "--warmup-steps": "--warmup",
+}
+"""Options of the Transformers Trainer and TRL, and what is their like here."""
 
 
 def option_name(field: str) -> str:
@@ -48,3 +69,11 @@ def with_settings(command: Any, fields: Mapping[str, Any]) -> Any:
     command.__signature__ = signature.replace(parameters=parameters)
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def offer_own_name(error: Any) -> None:
+    """Let the parser's error of an option that other libraries have offer the command's name for it, if it has one."""
+    ours = ELSEWHERE.get(getattr(error, "option_name", "").replace("_", "-"))
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    if ours in [name for each in getattr(command, "params", ()) for name in each.opts]:
+        error.possibilities = [ours]
