@@ -99,13 +99,13 @@ print("past the barrier", flush=True)
 @pytest.mark.parametrize(
     ("layout", "starts", "catches", "what"),
     [
+        ("ddp", "script", "raises", "hook"),
         ("ddp", "script", "raises", "save"),
         ("zero3", "script", "catches", "step"),
         pytest.param("ddp", "script", "catches", "shape", marks=pytest.mark.soak),
         ("zero3", "engine", "raises", "step"),
         pytest.param("ddp", "engine", "raises", "group", marks=pytest.mark.soak),
         pytest.param("zero3", "script", "raises", "late", marks=pytest.mark.soak),
-        ("ddp", "script", "raises", "hook"),
     ],
 )
 def test_ranks_that_wait_for_each_other_in_vain_end(

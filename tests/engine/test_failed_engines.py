@@ -150,7 +150,7 @@ def late_on_rank_0() -> None:
 
 
 CASES = [
-    failed, dropped, dropped_beside_another, dropped_and_released, sharded_and_dropped, sweep, on_rank_0_only,
+    dropped, failed, dropped_beside_another, dropped_and_released, sharded_and_dropped, sweep, on_rank_0_only,
     late_on_rank_0,
 ]  # fmt: skip
 LONG = (dropped_beside_another, dropped_and_released, sweep)

@@ -58,7 +58,7 @@ def _plain() -> list[dict[int, dict[int, list[int]]]]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gather", [False, True], ids=["streamed", "gathered"])
 @pytest.mark.parametrize("layout", ["zero3", "zero2", "fsdp2", "ddp", "hpz"])
 def test_ranks_generate_between_steps_and_weights_are_those_without(ranks: Ranks, layout: str, gather: bool) -> None:

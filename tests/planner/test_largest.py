@@ -21,7 +21,7 @@ from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings
 from tests.support.options import grouped
 
-SHAPE = GPTConfig(d_model=64, layers=4, heads=4, context=64)
+SHAPE = GPTConfig(d_model=64, layers=2, heads=4, context=64)
 STAGES = Division(pipeline=2, micro_batches=4)
 WHOLE = Division()
 ENGINE = {WHOLE: {}, STAGES: {"mesh": {"pipeline": 2}, "accumulate": 4}}

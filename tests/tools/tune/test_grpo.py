@@ -109,8 +109,11 @@ def _spread(values: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "more",
-    [{"loss": "dapo"}, {"loss": "grpo", "beta": 0.1, "epsilon_high": 0.28}, {"loss": "dr_grpo", "updates": 2}],
-    ids=["dapo", "grpo-kl", "dr_grpo-twice"],
+    [
+        pytest.param({"loss": "dapo"}, marks=pytest.mark.soak, id="dapo"),
+        pytest.param({"loss": "grpo", "beta": 0.1, "epsilon_high": 0.28}, id="grpo-kl"),
+        pytest.param({"loss": "dr_grpo", "updates": 2}, id="dr_grpo-twice"),
+    ],
 )
 def test_losses_are_those_of_trl_on_the_same_answers(tmp_path: Path, more: dict[str, Any]) -> None:
     """Twenty updates: ours, and plain PyTorch with TRL's loss and torch's AdamW, from the answers that ours drew."""

@@ -70,6 +70,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_merged_is_the_adapter(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of what plain transformers loads are those of peft's model to 1e-5, and far from the base's; of linear
