@@ -245,8 +245,9 @@ VALUES = [None, False, True, 0, -1, 3, 2.5, "x", "1e-4", [], ["a"], {"a": 1}]
 
 
 def test_every_key_with_any_value_has_one_fate() -> None:
-    """Of every key of the table, each with half of the values: what is taken is a setting that loads, or is refused; what is noted is told; what is
-    refused is, unless it asks for nothing. No value of another type ends in a traceback."""
+    """Of every key of the table, each with half of the values: what is taken is a setting that loads, or is refused;
+    what is noted is told; what is refused is, unless it asks for nothing. No value of another type ends in a
+    traceback."""
     from shardfold.errors import ShardfoldError
 
     plain = read("model_name_or_path: base\ndataset: chats\n")
