@@ -72,8 +72,9 @@ class AskedBoard:
         *,
         body: Any = None,
         params: Mapping[str, Any] | None = None,
+        leaves: bool = False,
     ) -> Reply:
-        """With the token and the header, unless ``headers`` are given."""
+        """With the token and the header, unless ``headers`` are given. ``leaves``: without waiting for an answer."""
         content, said = encoded(body, SAID if headers is None else headers)
         said = {"Host": HERE.partition("://")[2], **said}
         path, _, query = path.partition("?")
@@ -96,7 +97,7 @@ class AskedBoard:
         given = iter([{"type": "http.request", "body": content, "more_body": False}])
 
         async def receive() -> Any:
-            return next(given, None) or await asyncio.Event().wait()
+            return next(given, None) or ({"type": "http.disconnect"} if leaves else await asyncio.Event().wait())
 
         async def send(message: Any) -> None:
             sent.append(message)

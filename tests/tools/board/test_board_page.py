@@ -212,10 +212,66 @@ def test_what_is_refused_leaves_what_was_typed(chromium: Any, tmp_path: Path, ru
             and page.get_by_label("Name of its folder").input_value() == "no name"
         )
         guest.write("Name of its folder", "name")
+        guest.write("Host file", "my hosts")
         sentence.wait_for(state="hidden")
+        page.wait_for_function("() => location.hash.includes('name=name&hosts=my+hosts')")
+        page.reload()
+        page.locator("pre", has_text="--steps").wait_for()
+        assert page.get_by_label("Name of its folder").input_value() == "name"
+        assert page.get_by_label("Host file").input_value() == "my hosts"
         page.goto(url.partition("#")[0] + "#/run/nothing")
         page.get_by_text("there is no such run").wait_for()
         page.get_by_role("navigation", name="Parts of the run").wait_for(state="hidden")
+
+
+@pytest.mark.soak
+def test_a_plan_says_that_it_measures_and_is_cancelled(
+    chromium: Any, tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with board(runs) as url, visitor(chromium) as guest:
+        page = guest.page
+        page.goto(url)
+        guest.press("link", "New run")
+        page.locator("pre", has_text="shardfold train").wait_for()
+        guest.press("button", "Plan")
+        page.get_by_text("This machine is measured first").wait_for()
+        guest.press("button", "Cancel")
+        page.get_by_text("The plan was cancelled.").wait_for()
+        assert page.get_by_role("button", name="Plan").is_enabled()
+        guest.expect_no_faults()
+
+
+@pytest.mark.soak
+def test_runs_that_go_on_are_compared_by_what_was_held_out(chromium: Any, tmp_path: Path, runs: Path) -> None:
+    """Not by the loss of the last step, which is a matter of its rows; and the list has it."""
+    held = {"first": 1.5, "second": 1.25}
+    with (
+        sf.observe.Run(runs / "first", config={}, steps=90) as first,
+        sf.observe.Run(runs / "second", config={}, steps=90) as second,
+        board(runs) as url,
+        visitor(chromium) as guest,
+    ):
+        for run, name in ((first, "first"), (second, "second")):
+            for step in range(1, 41):
+                late = 0.1 if name == "first" and step == 40 else held[name]
+                run.log(step, loss=late, held_out_bits_per_byte=held[name] if step == 20 else None)
+        page = guest.page
+        page.goto(url)
+        row = page.locator("tr", has=page.get_by_role("rowheader", name="second"))
+        row.get_by_text("1.25 bits/byte").wait_for()
+        for name in held:
+            guest.press("checkbox", f"Compare {name}")
+        guest.press("link", "Compare 2 runs")
+        table = page.get_by_role("table", name="Results")
+        cells = {
+            line.split("\t")[0]: ["".join(cell.split()) for cell in line.split("\t")[1:]]
+            for line in (table.wait_for(), table.locator("tr").all_inner_texts())[1]
+        }
+        assert cells["loss of the last step"] == ["0.1", "1.25"]
+        assert cells["loss, mean of the last 32 steps"][1] == "1.25(best)"
+        assert cells["bits per byte, held out"] == ["1.5", "1.25(best)"]
+        assert cells["held out at step"] == ["20", "20"]
 
 
 # -- one way through all of it
@@ -240,6 +296,8 @@ def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
         guest.press("link", "Start one")
 
         guest.choose("Recipe", "sft")
+        needed = page.locator("[aria-required=true]").evaluate_all("(all) => all.map((each) => each.id)")
+        assert needed == ["field-model", "field-data"]
         settings = {"model": model, "data": data, "steps": 3000, "save every": 500, "procs": 2, "text.length": 64}
         for name, value in settings.items():
             guest.write("Find a setting", name)
@@ -271,7 +329,7 @@ def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
         page.wait_for_function("(first) => document.querySelector('h1').textContent !== first", arg=first)
         page.locator(".badge[data-state=training]").first.wait_for()
         second = page.get_by_role("heading", level=1).inner_text()
-        assert page.locator("dd[data-name=ranks]").inner_text() == "1"
+        assert page.locator("dd[data-name=ranks]").inner_text() == "1" and second == f"{first}-rest"
         guest.press("link", "Ranks and logs")
         page.get_by_role("table", name="Ranks").wait_for()
         guest.expect_accessible()

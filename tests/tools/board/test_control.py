@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +23,12 @@ import pytest
 
 import shardfold as sf
 from shardfold.launch.run_records import OwnRecord, note_end, read_records
+from shardfold.tools.board._run_control import RunControl
 from shardfold.tools.board.known_runs import KnownRuns
 from shardfold.tools.observe.run_status import RunStatus
 from shardfold.tools.recipes.train_config import TrainConfig
-from tests.tools.board.support import AskedBoard, Client, board_process, made_run, rows
+from tests.support.clusters import Sshd, lacks
+from tests.tools.board.support import SAID, AskedBoard, Client, board_process, made_run, rows
 
 LOOP = """
 import sys, time
@@ -194,14 +198,78 @@ def test_what_a_command_would_refuse_is_told_before_a_run_is_made(runs: Path) ->
             assert [each.name for each in runs.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("recipe", ["lm", "sft"])
-def test_a_model_of_bytes_is_not_chatted_with(recipe: str, runs: Path) -> None:
-    config = {"recipe": recipe}
-    made_run(runs / "a", config=config)
+@pytest.mark.parametrize(
+    ("recipe", "template", "files", "chats"),
+    [
+        ("lm", None, {}, False),
+        ("sft", None, {}, False),
+        ("pt", "model", {"base/tokenizer_config.json": "{}"}, False),
+        ("sft", "chatml", {}, True),
+        ("sft", "model", {"base/tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, True),
+        ("sft", None, {"base/chat_template.jinja": "{{ messages }}"}, True),
+        ("dpo", None, {"runs/a/adapter/chat_template.jinja": "{{ messages }}"}, True),
+        ("reward", "chatml", {}, False),
+    ],
+)
+def test_only_who_knows_conversations_is_chatted_with(
+    recipe: str, template: str | None, files: dict[str, str], chats: bool, runs: Path
+) -> None:
+    """Whose template is named, or comes with a tokenizer; no model of bytes, and none that gives numbers."""
+    text = {} if template is None else {"text": {"template": template}}
+    made_run(runs / "a", config={"recipe": recipe, "model": str(runs.parent / "base"), **text})
     (runs / "a" / "checkpoints").mkdir()
     (runs / "a" / "checkpoints" / "latest").write_text("step-000010")
+    for name, words in files.items():
+        (path := runs.parent / name).parent.mkdir(exist_ok=True)
+        path.write_text(words)
     can = AskedBoard(runs).get("/api/runs")["runs"][0]["can"]
-    assert can == ["resume", "repeat", *["chat"] * (recipe == "sft")]
+    assert can == ["resume", "repeat", *["chat"] * chats]
+
+
+def test_the_rest_of_a_run_is_called_after_it(runs: Path) -> None:
+    control = RunControl(runs)
+    assert control.rest_name(runs / "one") == "one-rest"
+    for name in ("one-rest", "one-rest-2"):
+        (runs / name).mkdir()
+        assert control.rest_name(runs / "one") == control.rest_name(runs / name) != name
+    assert control.rest_name(runs / "one-rest") == "one-rest-3"
+    assert len(str(control.rest_name(runs / ("x" * 200)))) < 100 and control.rest_name(runs / "a b") is None
+
+
+def test_a_plan_that_nobody_waits_for_ends(runs: Path) -> None:
+    """Where who asked goes away."""
+    board, ends = AskedBoard(runs), list[str]()
+
+    async def plans(*_: Any, **__: Any) -> dict[str, Any]:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+        raise AssertionError
+
+    board.app._plans.ask = plans  # pyright: ignore[reportAttributeAccessIssue]
+    reply = board.ask("POST", "/api/plan", body={"recipe": "lm", "settings": {}}, leaves=True)
+    assert reply.status_code == 499 and ends == ["cancelled"]
+
+
+@pytest.mark.soak
+def test_a_cancelled_plan_measures_no_more_and_leaves_no_file(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(runs.parent / "cache"))
+    monkeypatch.setenv("TMPDIR", str(runs.parent))
+    with board_process(runs) as (process, url):
+        client = Client(url)
+        assert client.told("/api/check", {"recipe": "lm", "settings": {}})["measures"]
+        body = json.dumps({"recipe": "lm", "settings": {}}).encode()
+        with suppress(TimeoutError):
+            asked = urllib.request.Request(url + "/api/plan", body, {**SAID, "Content-Type": "application/json"})
+            urllib.request.urlopen(asked, timeout=15)
+        board, until = psutil.Process(process.pid), time.monotonic() + 30
+        while len(board.children(recursive=True)) > 1:  # the one that checks
+            assert time.monotonic() < until, board.children(recursive=True)
+            time.sleep(0.1)
+        assert list((runs.parent / "cache" / "shardfold").iterdir()) == []
+        assert not [each for each in runs.parent.iterdir() if each.name.startswith("tmp")]
 
 
 def test_a_run_that_was_refused_is_no_run_and_its_sentence_is_told(runs: Path) -> None:
@@ -237,7 +305,7 @@ def test_a_run_from_its_form_to_its_end(runs: Path, text: Path) -> None:
         row = client.wait_for(run, lambda row: row["is_over"])
         assert row["state"] == "stopped" and row["step"] < 400 and row["can"] == ["resume", "repeat"]
         told = client.told(f"/api/runs/{run}")
-        assert {**{k: _read(v) for k, v in settings.items()}, "data": str(text)}.items() <= told["settings"].items()
+        assert told["settings"] == {**{name: _read(value) for name, value in settings.items()}, "data": str(text)}
         assert told["checkpoints"] and told["memory"] and "interrupted" in told["summary"]
         assert "step" in client.told(f"/api/runs/{run}/log")["text"]
         process.kill()
@@ -253,7 +321,7 @@ def test_a_run_from_its_form_to_its_end(runs: Path, text: Path) -> None:
         told = client.told(f"/api/differences?id={run}&id={rest}")["rows"]
         assert {each["key"]: each["values"] for each in told}["layout"] == ["zero3", "zero1"]
     first = {row["step"] for row in rows(runs / "one" / "metrics.jsonl")}
-    last = {row["step"] for row in rows(next(each for each in runs.iterdir() if each.name != "one") / "metrics.jsonl")}
+    last = {row["step"] for row in rows(runs / "one-rest" / "metrics.jsonl")}
     assert first | last == set(range(1, 401)) and len(first & last) == 0
 
 
@@ -392,3 +460,43 @@ def test_a_conversation_outlives_its_board(runs: Path, text: Path) -> None:
         while client.told(f"/api/runs/{run}")["chat"] is not None:
             assert time.monotonic() < until
             time.sleep(0.05)
+
+
+ON_HOSTS = """
+import json, sys
+from pathlib import Path
+from tests.tools.board.support import Client, board_process
+folder, text = map(Path, sys.argv[1:])
+settings = {"size": "tiny", "eval_every": "0", "eval_windows": "8", "save_every": "10", "data": str(text)}
+with board_process(folder) as (_, url):
+    client = Client(url)
+    asked = {"recipe": "lm", "settings": {**settings, "steps": "100000"}, "name": "one", "hostfile": "hosts"}
+    run = client.told("/api/start", asked)["id"]
+    client.wait_for(run, lambda row: row["step"] >= 12)
+    ranks = [[each["rank"], each["host"]] for each in client.told(f"/api/runs/{run}")["status"] if each["rank"] >= 0]
+    client.told(f"/api/runs/{run}/stop", {})
+    row = client.wait_for(run, lambda row: row["is_over"])
+    rest = client.told(f"/api/runs/{run}/resume", {"settings": {"procs": "1", "steps": str(row["step"] + 5)}})["id"]
+    last = client.wait_for(rest, lambda row: row["is_over"])
+    print(json.dumps([ranks, row["state"], row["ranks"], last["name"], last["state"], last["ranks"]]))
+"""
+
+
+@pytest.mark.soak
+def test_a_run_is_started_on_hosts_stopped_and_gone_on_with_here(
+    runs: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two network namespaces with ssh daemons; the board is on the first one."""
+    if missing := lacks("sshd", "ssh", "ssh-keygen"):
+        pytest.skip(missing)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("sf0 slots=1\nsf1 slots=1\n")
+    with Sshd(tmp_path / "daemons") as cluster:
+        (own := tmp_path / "bin").mkdir()
+        (own / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")}{cluster.ssh.removeprefix("ssh")} "$@"\n')
+        (own / "ssh").chmod(0o755)
+        path = f"{own}{os.pathsep}{os.environ['PATH']}"
+        done = cluster.do(0, sys.executable, "-c", ON_HOSTS, str(runs), str(text), PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[[0, "sf0"], [1, "sf1"]], "stopped", 2, "one-rest", "done", 1], done.stdout

@@ -196,8 +196,28 @@ def test_what_is_not_finite_is_a_gap_in_a_curve_and_nothing_in_a_few_points(tmp_
     assert {x: y for x, y in told.items() if y is not None} == {1: 3, 4: 2, 6: 1, 9: 1, **later}
     assert told[2] is None and told[7] is None
     assert points(curves, "held_out_loss") == [[4, 0.5]]
-    low, high, mean = points(StepCurves(path.parent), "loss", pixels=1)[0][1:]
-    assert (low, high, mean) == (1, 4, pytest.approx(43 / 13, rel=1e-5))
+    low, high, mean, strange = points(StepCurves(path.parent), "loss", pixels=1)[0][1:]
+    assert (low, high, mean, strange) == (1, 4, pytest.approx(43 / 13, rel=1e-5), 6)
+
+
+@pytest.mark.parametrize("pixels", [50, 700])
+def test_what_is_not_finite_is_counted_where_rows_share_a_point(pixels: int, tmp_path: Path) -> None:
+    """In blocks, in rows that a zoom reads again, and where no row of a point is finite; not of a figure that few rows
+    have."""
+    path, rng = tmp_path / "metrics.jsonl", random.Random(pixels)
+    bad = {step for step in range(1, 20_001) if rng.random() < 0.02 or 8000 <= step < 9000}
+    row = lambda step: {"step": step, "loss": None if step in bad else 1.0, "held_out_loss": 1.0}  # noqa: E731
+    written(path, [row(step) if step % 100 == 0 else {**row(step), "held_out_loss": None} for step in range(1, 20_001)])
+    curves = StepCurves(path.parent)
+    for part in (None, (7000, 9499)):
+        told = points(curves, "loss", pixels=pixels, part=part)
+        ends = [*(x for x, *_ in told[1:]), 9500 if part else math.inf]
+        for (x, low, *rest), end in zip(told, ends, strict=True):
+            strange = rest[2] if len(rest) == 3 else int(low is None)
+            inside = {step for step in range(int(x), int(min(end, 20_001)))}
+            assert strange == len(bad & inside) and (low is None) == (inside <= bad), (x, low, rest)
+        assert sum(point[1] is None for point in told) > 1
+    assert all(len(point) < 5 for point in points(curves, "held_out_loss", pixels=pixels))
 
 
 def test_names_in_texts_are_no_keys(tmp_path: Path) -> None:

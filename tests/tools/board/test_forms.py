@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from shardfold.tools.board._recipe_worker import checked
 from shardfold.tools.board.recipe_forms import RecipeForm
 from shardfold.tools.observe.trackers import TRACKERS
-from shardfold.tools.recipes.train_config import read_settings
+from shardfold.tools.recipes.lm import resolved
+from shardfold.tools.recipes.train_config import TrainConfig, read_settings
 from shardfold.tools.tune.config import TuneConfig, from_options
 from tests.tools.board.support import AskedBoard, Client, board_process
 
@@ -153,6 +155,22 @@ def test_what_a_run_writes_is_the_form_that_started_it(recipe: str, tmp_path: Pa
     assert again == settings
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"size": "tiny", "steps": 20},
+        {"size": "small", "steps": 300, "warmup": 20, "d_model": 768, "experts": 4, "top_k": 1},
+        {"steps": 50, "warmup": 3, "context": 256},
+    ],
+)
+def test_a_run_is_repeated_by_the_settings_that_it_was_given(given: dict[str, Any]) -> None:
+    """Without those that its config.json has besides: the widths of its size, and a warm-up that is a share of it."""
+    config = TrainConfig.load({"procs": 3, **given})
+    run: Any = SimpleNamespace(config=config, shape=config.model_shape())
+    run.engine = SimpleNamespace(world_size=3, device="cpu")
+    assert RecipeForm("lm").form_values(resolved(run)) == {"procs": 3, **given}
+
+
 def test_sources_that_options_cannot_name_are_kept_in_a_file() -> None:
     form = RecipeForm("sft")
     rows = [{"path": "a.jsonl", "weight": 0.5}, {"path": "b,c.jsonl"}]
@@ -209,7 +227,10 @@ def test_a_form_says_what_its_fields_are(tmp_path: Path) -> None:
         assert names == kind.model_fields.keys() - {"resume", "out"} and form["help"]
         for field in form["fields"]:
             assert field["help"] and field["group"] and (field["kind"] != "choice" or field["choices"]), field
-        assert len({field["group"] for field in form["fields"]}) > 2
+        groups = list(dict.fromkeys(field["group"] for field in form["fields"]))
+        assert len(groups) > 2 and groups[0] == "Model and data"
+        sizes = next((field for field in form["fields"] if field["name"] == "size"), {"kind": "choice"})
+        assert sizes["kind"] == ("text" if recipe == "face" else "choice")
     assert AskedBoard(tmp_path, read_only=True).get("/api/forms") == {"recipes": {}}
 
 

@@ -19,9 +19,11 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
                           this board started and that was refused before its first step, so that its folder is gone,
                           whatever is asked is answered with 410 and why.
                           A row: id, name, recipe ("lm", "face", "sft", ...; "": a script's), state (docs/runs.md),
-                          is_over, why, step, steps (0: not known), loss, rate (tokens/s), seconds (trained),
-                          seconds_left, ranks, layout, started (seconds since 1970), age (seconds since its last word,
-                          as this was answered), can (of stop, stop-now, resume, repeat, chat)
+                          is_over, why, step, steps (0: not known), loss (of the last step), loss_mean (of the last
+                          32), held_out ({"figure": "loss" or "bits_per_byte", "value", "step"}, or null), rate
+                          (tokens/s), seconds (trained), seconds_left, ranks, layout, started (seconds since 1970), age
+                          (seconds since its last word, as this was answered), can (of stop, stop-now, resume, repeat,
+                          chat)
     GET /api/runs/ID     the row, and: config, settings (by the names of /api/forms, where they are not the default),
                           command, toml, folder, status [{"rank" (-1: the launcher), "host", "pid", "state", "lives",
                           "step", "age", "words"}], checkpoints [{"name", "bytes", "is_latest"}], memory {tier:
@@ -30,11 +32,11 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
                           "key", "page"} of its server, or null)
     GET /api/curves?id=&id=&key=&key=&by=step|tokens|seconds&pixels=600[&from=&to=][&after=CURSOR]
                           {"cursor", "read", "series": [{"id", "key", "level", "whole", "points"}]}. A point is
-                          [x, min, max, mean] of ``level`` rows, or [x, value] of one row; null: not finite. whole:
-                          the points take the place of all that was told, else they go on from there. after: the
-                          cursor of the last answer to the same ids, keys and axis; only series with news are told.
-                          read below 1: files are still being read, ask again at once. The list's small curves are
-                          this with pixels=24.
+                          [x, min, max, mean] of ``level`` rows, and where some of them are not finite a fifth
+                          number, how many; or [x, value] of one row; null: not finite. whole: the points take the
+                          place of all that was told, else they go on from there. after: the cursor of the last
+                          answer to the same ids, keys and axis; only series with news are told. read below 1: files
+                          are still being read, ask again at once. The list's small curves are this with pixels=60.
     GET /api/runs/ID/log?rank=0[&after=BYTE]
                           {"after", "text", "rank"}: at most 64 KiB from a byte on, without it the last ones
     GET /api/runs/ID/samples?after=BYTE
@@ -46,7 +48,8 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
     GET /api/forms      {"recipes": {name: {"help", "fields": [{"name", "kind", "default", "choices", "help",
                           "group", "required", "least", "most"}]}}}. kind: bool, int, float, text, path, choice, rows
                           (files, with commas), max (a number, or "max"). Names of sections have dots: adapter.rank
-    POST /api/check       {"recipe", "settings"}: {"command", "toml", "errors": [{"field", "sentence"}]}
+    POST /api/check       {"recipe", "settings"}: {"command", "toml", "errors": [{"field", "sentence"}], "measures":
+                          whether a plan would measure this machine first, which takes a minute}
     POST /api/plan        {"recipe", "settings"}: {"text", "fits", "layouts": [{"layout", "fits", "bytes", "seconds"}]}
     POST /api/start       {"recipe", "settings", "name"?, "hostfile"?}: {"id"}; what /api/check finds wrong is refused
     POST /api/runs/ID/stop
@@ -54,8 +57,8 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
     POST /api/runs/ID/stop-now
                           it is ended at once: {"said"}
     POST /api/runs/ID/resume
-                          {"settings"? (procs, layout, steps, ...), "name"?}: {"id"} of the run that goes on; one that
-                          has done all of its steps takes more "steps"
+                          {"settings"? (procs, layout, steps, ...), "name"?}: {"id"} of the run that goes on, which is
+                          called after the first one; one that has done all of its steps takes more "steps"
     POST /api/runs/ID/chat
                           {"url", "key", "page"} of a server that answers with the run's weights
 
@@ -69,6 +72,7 @@ _event_rows     event files of TensorBoard's as rows of metrics.jsonl
 _recipe_worker  what that process answers: whether settings hold, and what a plan says of them
 _run_control    runs are started, stopped and gone on with
 _run_details    what the folder of a run says of it
+_run_figures    what its figures come to: last, mean, held out, how fast it goes
 _run_plan       what a run takes, before it starts
 _step_curves    the curves of a run, as blocks of rows
 """

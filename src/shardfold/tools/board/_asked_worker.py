@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -39,7 +41,7 @@ class AskedWorker:
                 line = await asyncio.wait_for(process.stdout.readline(), SECONDS[asked])
                 answer: Mapping[str, Any] = json.loads(line)
             except (OSError, ValueError, TimeoutError, asyncio.TimeoutError):
-                self.close()
+                self._end(signal.SIGKILL)
                 raise ApiRefusal("the settings could not be looked at: ask again.", code="worker", status=500) from None
             except asyncio.CancelledError:
                 self.close()  # its answer would be taken for that of the next question
@@ -62,7 +64,11 @@ class AskedWorker:
         return self._process
 
     def close(self) -> None:
-        if self._process is not None:
+        """It ends, and what it has started to measure the machine; files of that go with it."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
-                self._process.kill()
-            self._process = None
+                os.killpg(self._process.pid, number)
+        self._process = None

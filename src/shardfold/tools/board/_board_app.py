@@ -43,6 +43,7 @@ MOST_PIXELS = 4000
 MOST_NUMBERS = 12_000_000
 """Numbers of curves in memory; beyond, those that were not looked at for the longest time go."""
 PATIENCE = 0.5  # seconds for which one request reads files
+LOOK = 0.5  # seconds from one look at whether who asked is there still to the next
 PAGE = Path(__file__).with_name("page")
 HEADER = "x-shardfold-board"
 ACTS = ("stop", "stop-now", "resume", "chat")
@@ -317,11 +318,19 @@ class BoardApp:
 
     async def _check(self, request: Request, given: dict[str, Any]) -> Response:
         recipe, settings = self._recipe_and_settings(given)
-        return _json(await self._checks.ask("check", recipe=recipe, settings=settings))
+        told = await self._checks.ask("check", recipe=recipe, settings=settings)
+        return _json({**told, "measures": self._config.measures})
 
     async def _plan(self, request: Request, given: dict[str, Any]) -> Response:
         recipe, settings = self._recipe_and_settings(given)
-        return _json(await self._plans.ask("plan", recipe=recipe, settings=settings, gpus=self._config.gpus))
+        gpus = self._config.gpus
+        asked = asyncio.ensure_future(self._plans.ask("plan", recipe=recipe, settings=settings, gpus=gpus))
+        while not asked.done():
+            await asyncio.wait({asked}, timeout=LOOK)
+            if not asked.done() and await request.is_disconnected():  # nobody waits for it any more
+                asked.cancel()
+                raise ClientDisconnect
+        return _json(await asked)
 
     async def _start(self, request: Request, given: dict[str, Any]) -> Response:
         recipe, settings = self._recipe_and_settings(given)
@@ -354,7 +363,8 @@ class BoardApp:
             return _json({"said": said})
         if act == "resume":
             recipe, settings = await asyncio.to_thread(self._control.rest_of, folder, _settings(given))
-            return await self._begin(recipe, settings, _text(given, "name"))
+            name = _text(given, "name") or await asyncio.to_thread(self._control.rest_name, folder)
+            return await self._begin(recipe, settings, name)
         if act == "chat":
             return _json(await asyncio.to_thread(self._control.chat, folder))
         raise ApiRefusal(f"runs do not {act[:50]!r}.{did_you_mean(act[:50], ACTS)}", code="not_found", status=404)

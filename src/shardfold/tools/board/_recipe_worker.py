@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.tools.board.recipe_forms import RecipeForm
@@ -30,9 +31,15 @@ WHERE = "the form"
 
 
 def main() -> None:
-    """Answer lines until there are none."""
+    """Answer lines until there are none, or nobody wants an answer any more, which SIGTERM says."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files go
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # what packages print is no answer
+    with suppress(KeyboardInterrupt):
+        _answer(answers)
+
+
+def _answer(answers: TextIO) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         said = StringIO()

@@ -30,18 +30,20 @@ from shardfold.tools.serve.api_refusal import ApiRefusal
 __all__ = ["RunControl", "acts_of", "chat_of"]
 
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
+MOST_NAME = 80  # characters of a name that one is made from
 BEGINS = 60.0
 """Seconds in which a started process claims its folder, on a loaded machine."""
 GONE = 5.0  # seconds in which what is killed is gone
 LOOK = 0.05
 CHAT, CHAT_LOG = "chat.key", "chat.log"
 CHECKPOINTS = "checkpoints"
+WRITTEN = ("adapter", "model", "merged")
+"""Folders in a run folder with weights and their tokenizer."""
 
 
 def acts_of(row: Mapping[str, Any], folder: Path) -> list[str]:
     """What can be done with a run that is at that."""
-    # A model of bytes has no chat template, so its server knows no conversations.
-    chat = ["chat"] if row["recipe"] not in ("", "lm") and _has_weights(folder, row["recipe"]) else []
+    chat = ["chat"] if _has_weights(folder, row["recipe"]) and _template_of(folder) is not None else []
     if not row["is_over"]:
         return [] if row["state"] == "unknown" else ["stop", "stop-now", *chat]
     saved = (folder / CHECKPOINTS / "latest").is_file()
@@ -50,8 +52,26 @@ def acts_of(row: Mapping[str, Any], folder: Path) -> list[str]:
 
 def _has_weights(folder: Path, recipe: str) -> bool:
     """That answer."""
-    places = (folder / CHECKPOINTS / "latest", folder / "adapter", folder / "merged")
-    return recipe not in ("face", "reward") and any(each.exists() for each in places)
+    places = (folder / CHECKPOINTS / "latest", *(folder / name for name in WRITTEN))
+    return recipe not in ("", "face", "reward") and any(each.exists() for each in places)
+
+
+def _template_of(folder: Path) -> str | None:
+    """The chat template that its server needs: the one that it was trained with, else the tokenizer's own, "model".
+    None: there is none, as of models of bytes, so there are no conversations."""
+    config = read_object(folder / "config.json")
+    text = config.get("text")
+    named = text.get("template") if isinstance(text, dict) else None
+    if isinstance(named, str) and named != "model" and (named.isalpha() or os.path.isabs(named)):
+        return named
+    model = config.get("model")
+    places = [*(folder / name for name in WRITTEN), *([Path(model)] if isinstance(model, str) else [])]
+    for place in places:
+        if (place / "chat_template.jinja").is_file() or read_object(place / "tokenizer_config.json").get(
+            "chat_template"
+        ):
+            return "model"
+    return None
 
 
 class RunControl:
@@ -95,6 +115,12 @@ class RunControl:
             command += ["run", f"--hostfile={path.resolve()}", "-m", "shardfold"]
         return self._begin(folder, [*command, *words], stdin, is_here=hostfile is None)
 
+    def rest_name(self, folder: Path) -> str | None:
+        """What the rest of a run is called, if nobody says: after it."""
+        name = re.sub(r"-rest(-\d+)?$", "", folder.name)[:MOST_NAME] + "-rest"
+        free = (each for number in range(1, 1000) if not os.path.lexists(self._root / (each := _nth(name, number))))
+        return next(free, None) if NAME.fullmatch(name) else None
+
     def free(self, name: str | None) -> Path:
         """A folder of a new run.
 
@@ -102,12 +128,9 @@ class RunControl:
             ApiRefusal: the name is none, or taken.
         """
         if name is None:
-            first = self._root / time.strftime("%Y%m%d-%H%M%S")
-            return next(
-                path
-                for number in range(1, 1000)
-                if not os.path.lexists(path := first if number == 1 else first.with_name(f"{first.name}-{number}"))
-            )
+            first = time.strftime("%Y%m%d-%H%M%S")
+            paths = (self._root / _nth(first, number) for number in range(1, 1000))
+            return next(path for path in paths if not os.path.lexists(path))
         if not NAME.fullmatch(name):
             raise ApiRefusal(
                 "a run's name has letters, digits, '_', '-' and '.', and begins with none of the last two.",
@@ -269,7 +292,13 @@ class RunControl:
                 place.unlink()
             with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(key + "\n")
-            words = ["serve", str(folder), "--port=0", f"--key-file={place}"]
+            words = [
+                "serve",
+                str(folder),
+                "--port=0",
+                f"--key-file={place}",
+                f"--template={_template_of(folder) or 'model'}",
+            ]
             process = subprocess.Popen(
                 [sys.executable, "-m", "shardfold", *words],
                 stdin=subprocess.DEVNULL,
@@ -306,6 +335,10 @@ def chat_of(folder: Path) -> dict[str, str] | None:
                 url = found[1].decode()
                 return {"url": url, "key": key, "page": f"{url}/#key={quote(key)}"}
     return None
+
+
+def _nth(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
 
 
 def _records(folder: Path) -> list[Record]:

@@ -12,6 +12,7 @@ from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster, cluster
 from shardfold.planner.ranking import layouts_for, rank
 from shardfold.planner.setting import Subject
+from shardfold.tools.board.board_config import machine_profile
 from shardfold.tools.observe.readable import format_bytes, format_duration
 from shardfold.tools.recipes.largest import subjects_of
 from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig
@@ -104,7 +105,7 @@ def _told(
 
 def _this_machine() -> Path:
     """Its profile, measured if nobody has."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardfold" / "board-machine.json"
+    path = machine_profile()
     if not path.is_file():
         from shardfold.tools.doctor.doctor import doctor
 

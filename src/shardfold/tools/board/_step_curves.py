@@ -41,7 +41,8 @@ class CurvePoints(NamedTuple):
     """A part of a curve.
 
     Attributes:
-        points: ``[x, min, max, mean]`` of some rows, or ``[x, value]`` of one, as JSON text; ``null``: not finite.
+        points: ``[x, min, max, mean]`` of some rows, and a fifth number where some of them are not finite: how many;
+            or ``[x, value]`` of one, as JSON text; ``null``: not finite.
         level: rows of a point.
         is_whole: whether they take the place of all that was told before, or go on from there.
     """
@@ -52,18 +53,20 @@ class CurvePoints(NamedTuple):
 
 
 class _Column:
-    """Of a key, by block: the least and largest number, their sum and how many there are."""
+    """Of a key, by block: the least and largest number, their sum and how many there are; and of all blocks."""
 
-    __slots__ = ("count", "high", "low", "sum")
+    __slots__ = ("all", "count", "high", "low", "sum")
 
     def __init__(self) -> None:
         self.low, self.high, self.sum, self.count = array("d"), array("d"), array("d"), array("L")
+        self.all = 0
 
     def append(self, values: Sequence[float]) -> None:
         self.low.append(min(values, default=math.inf))
         self.high.append(max(values, default=-math.inf))
         self.sum.append(sum(values))
         self.count.append(len(values))
+        self.all += len(values)
 
     def extend_last(self, values: Sequence[float]) -> None:
         if values:
@@ -71,6 +74,7 @@ class _Column:
             self.high[-1] = max(self.high[-1], *values)
             self.sum[-1] += sum(values)
             self.count[-1] += len(values)
+            self.all += len(values)
 
     def halve(self) -> None:
         """Two blocks become one."""
@@ -100,6 +104,7 @@ class StepCurves:
         self._lock = threading.Lock()
         self.used = 0.0
         self._which: tuple[int, bytes] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._mark = ""
         self._reset(())
 
@@ -110,7 +115,7 @@ class StepCurves:
         return opened(path) if self._events is None else self._events.opened()
 
     def _reset(self, keys: Iterable[str]) -> None:
-        self._turns, self._last = 0, b""
+        self._turns, self._last, self._late = 0, b"", b""
         self._read, self._rows, self._size, self._length = 0, 0, 1, 0
         self._begins = array("Q")
         self._columns = {key: _Column() for key in keys}
@@ -147,22 +152,26 @@ class StepCurves:
     def read_on(self, keys: Collection[str], by: str, until: float) -> None:
         """Read what is new, or all for keys that are new; it ends at a time of the monotonic clock."""
         wanted = {*keys, "step", *(TIMES if by != "step" or "tokens" in keys else ())}
+        self.used = time.monotonic()
+        if wanted <= self._columns.keys() and self._is_as_it_was():
+            return
         with self._lock, self._opened() as file:
-            self.used = time.monotonic()
             first = os.pread(file, 64, 0).partition(b"\n")[0] if file is not None else b""
-            which = (os.fstat(file).st_ino, first) if file is not None else None
-            length = os.fstat(file).st_size if file is not None else 0
+            found = os.fstat(file) if file is not None else None
+            which, length = ((found.st_ino, first), found.st_size) if found is not None else (None, 0)
             before = os.pread(file, len(self._last), self._read - len(self._last)) if file is not None else b""
             if which != self._which or length < self._read or before != self._last:
                 self._reset({*wanted, *self._columns})
                 self._which, self._mark = which, secrets.token_hex(4)
             elif not wanted <= self._columns.keys():
                 self._reset({*wanted, *self._columns})
-            self._length = length
+            self._length, self._late = length, b""
+            self._seen = (found.st_ino, length, found.st_mtime_ns) if found is not None else None
             if file is None:
                 return
             while self._read < self._length:
-                piece = os.pread(file, PIECE, self._read)
+                before = self._read
+                piece = whole = os.pread(file, min(PIECE, length - before), before)
                 end = piece.rfind(b"\n") + 1
                 if not end:
                     if len(piece) < PIECE:  # half a line, that comes
@@ -175,9 +184,19 @@ class StepCurves:
                 if not self._skips and end:
                     self._take(piece[:end])
                 self._read += end
-                self._last = os.pread(file, min(LAST, self._read), self._read - min(LAST, self._read))
+                self._late = whole[: self._read - before]
+                self._last = (self._last + self._late[-LAST:])[-LAST:]
                 if time.monotonic() > until:
                     return
+
+    def _is_as_it_was(self) -> bool:
+        """Whether all was read of the file, and nothing came since."""
+        if self._events is not None or self._read != self._length:
+            return False
+        with suppress(OSError):
+            found = os.lstat(self._folder / "metrics.jsonl")
+            return self._seen == (found.st_ino, found.st_size, found.st_mtime_ns)
+        return False
 
     def _take(self, piece: bytes) -> None:
         has_times = "tokens" in self._columns
@@ -233,10 +252,18 @@ class StepCurves:
             return self.whole(key, by, pixels)
         if begin == self._read:
             return None
-        with self._lock, self._opened() as file:
-            piece = os.pread(file, self._read - begin, begin) if file is not None else b""
+        with self._lock:
+            piece = self._between(begin)
             rows = self._exact(piece, key, by, total=self._totals.now(by))
         return CurvePoints(_joined(_one(x, y) for x, y in rows), 1, False)
+
+    def _between(self, begin: int) -> bytes:
+        """Lines from a byte of the file on, up to what was read."""
+        size = self._read - begin
+        if size <= len(self._late):
+            return self._late[-size:]
+        with self._opened() as file:
+            return os.pread(file, size, begin) if file is not None else b""
 
     def texts(self, keys: Sequence[str]) -> Iterator[str]:
         """The file as CSV, row by row."""
@@ -301,20 +328,22 @@ class StepCurves:
         return [(each, y) for each, y in pairs if each is not None and math.isfinite(each) and (dense or y is not None)]
 
     def _is_dense(self, key: str) -> bool:
-        return 2 * sum(self._columns[key].count) > self._rows
+        return 2 * self._columns[key].all > self._rows
 
     def _grouped(self, blocks: Sequence[int], key: str, by: str, pixels: int) -> CurvePoints:
-        x, y, dense = self._columns[by], self._columns[key], self._is_dense(key)
+        x, y, steps, dense = self._columns[by], self._columns[key], self._columns["step"], self._is_dense(key)
         group = max(1, -(-len(blocks) // pixels))
         points: list[str] = []
         for at in range(0, len(blocks), group):
             some = blocks[at : at + group]
             count = sum(y.count[each] for each in some)
+            strange = max(0, sum(steps.count[each] for each in some) - count) if dense else 0
             if count > 1 or (count and self._size * group > 1):
                 low, high = min(y.low[each] for each in some), max(y.high[each] for each in some)
-                points.append(_several(x.low[some[0]], low, high, sum(y.sum[each] for each in some) / count))
+                mean = sum(y.sum[each] for each in some) / count
+                points.append(_several(x.low[some[0]], low, high, mean, strange))
             elif count or dense:
-                points.append(_one(x.low[some[0]], y.sum[some[0]] if count else None))
+                points.append(_one(x.low[some[0]], y.sum[some[0]]) if count else _none(x.low[some[0]], strange))
         return CurvePoints(_joined(points), self._size * group, True)
 
     @staticmethod
@@ -326,10 +355,11 @@ class StepCurves:
         for at in range(0, len(rows), group):
             some = rows[at : at + group]
             values = [y for _, y in some if y is not None]
-            first = some[0][0]
-            points.append(
-                _several(first, min(values), max(values), sum(values) / len(values)) if values else _one(first)
-            )
+            first, strange = some[0][0], len(some) - len(values)
+            if values:
+                points.append(_several(first, min(values), max(values), sum(values) / len(values), strange))
+            else:
+                points.append(_none(first, strange))
         return CurvePoints(_joined(points), group, True)
 
 
@@ -426,13 +456,18 @@ def _is_clean(values: Sequence[Any]) -> bool:
         return False
 
 
-def _several(x: float, low: float, high: float, mean: float) -> str:
+def _several(x: float, low: float, high: float, mean: float, strange: int) -> str:
     mean = mean if math.isfinite(mean) else low / 2 + high / 2  # a sum beyond all floats
-    return f"[{x:.12g},{low:.{DIGITS}g},{high:.{DIGITS}g},{mean:.{DIGITS}g}]"
+    return f"[{x:.12g},{low:.{DIGITS}g},{high:.{DIGITS}g},{mean:.{DIGITS}g}{f',{strange}' if strange else ''}]"
 
 
-def _one(x: float, y: float | None = None) -> str:
+def _one(x: float, y: float | None) -> str:
     return f"[{x:.12g},{'null' if y is None else format(y, f'.{DIGITS}g')}]"
+
+
+def _none(x: float, strange: int) -> str:
+    """Of rows none of which is finite."""
+    return f"[{x:.12g},null,null,null,{strange}]" if strange > 1 else _one(x, None)
 
 
 def _joined(points: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -10,7 +11,7 @@ from shardfold.errors import ConfigError
 from shardfold.tools.recipes.train_config import RecipeSettings
 from shardfold.tools.serve.serve_config import is_loopback
 
-__all__ = ["BoardConfig"]
+__all__ = ["BoardConfig", "machine_profile"]
 
 
 class BoardConfig(RecipeSettings):
@@ -30,6 +31,11 @@ class BoardConfig(RecipeSettings):
     )
     root_path: str = Field("", description="Path under which a proxy has the page, as /board.")
 
+    @property
+    def measures(self) -> bool:
+        """Whether the next plan measures this machine first."""
+        return self.gpus is None and not machine_profile().is_file()
+
     @model_validator(mode="after")
     def _check(self) -> BoardConfig:
         if not is_loopback(self.host):
@@ -40,3 +46,8 @@ class BoardConfig(RecipeSettings):
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"--root-path {self.root_path!r}: it begins with a / and ends without one, as /board.")
         return self
+
+
+def machine_profile() -> Path:
+    """Where the profile of this machine is once it was measured for a plan."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardfold" / "board-machine.json"

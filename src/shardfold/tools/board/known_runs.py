@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import threading
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.launch.run_records import STATUS
-from shardfold.tools.observe.run_files import opened, read_object, text_of
+from shardfold.tools.board._run_figures import RunFigures, is_finite
+from shardfold.tools.observe.run_files import read_object, text_of
 from shardfold.tools.observe.run_status import RunStatus, runs_in
 from shardfold.tools.serve.api_refusal import ApiRefusal
 
@@ -22,7 +22,6 @@ __all__ = ["KnownRuns", "recipe_of_settings"]
 
 LOOK = 1.0  # seconds for which the folders that were found are believed
 MOST_NAME = 300
-HEAD = 16 * 1024  # bytes in which the first row is
 
 
 class KnownRuns:
@@ -44,6 +43,7 @@ class KnownRuns:
         self._rows: dict[str, tuple[int, dict[str, Any]]] = {}
         self._gone: dict[str, int] = {}
         self._seen: dict[Path, tuple[Any, dict[str, Any], float]] = {}
+        self._figures: dict[Path, RunFigures] = {}
 
     @staticmethod
     def id_of(folder: Path) -> str:
@@ -78,7 +78,9 @@ class KnownRuns:
             for run in self._rows.keys() - rows.keys():
                 del self._rows[run]
                 self._gone[run] = self._version
-            self._seen = {folder: self._seen[folder] for folder in self._found.values() if folder in self._seen}
+            here = self._found.values()
+            self._seen = {folder: self._seen[folder] for folder in here if folder in self._seen}
+            self._figures = {folder: self._figures[folder] for folder in here if folder in self._figures}
             mark, _, version = cursor.partition(".")
             since = int(version) if mark == self._mark and version.isdecimal() and len(version) < 20 else -1
             return {
@@ -110,16 +112,13 @@ class KnownRuns:
         return row
 
     def _told(self, run: str, folder: Path, status: RunStatus) -> dict[str, Any]:
-        config, figures = read_object(folder / "config.json"), status.last_figures
-        loss = next((key for key in figures if key.rpartition("/")[2] == "loss"), "loss")  # TensorBoard's train/loss
-        figures = {**figures, "loss": figures.get("loss", figures.get(loss))}
-        number = {name: figures.get(name) for name in ("loss", "tokens_per_s", "seconds", "step")}
-        number = {name: value if _is_finite(value) else None for name, value in number.items()}
+        config, figures = read_object(folder / "config.json"), RunFigures.of(status, self._figures.get(folder))
+        self._figures[folder] = figures
+        number = {name: figures.last.get(name) for name in ("loss", "tokens_per_s", "seconds", "step")}
+        number = {name: value if is_finite(value) else None for name, value in number.items()}
         step = status.step or int(number["step"] or 0)
         steps = status.steps or (config["steps"] if isinstance(config.get("steps"), int) else 0)
-        left = None
-        if not status.is_over and number["seconds"] and 0 < step < steps:
-            left = _pace(folder, step, number["seconds"]) * (steps - step)
+        goes = not status.is_over and status.state != "stalled" and 0 < step < steps
         return {
             "id": run,
             "name": self._name(folder),
@@ -130,9 +129,11 @@ class KnownRuns:
             "step": step,
             "steps": steps,
             "loss": number["loss"],
+            "loss_mean": figures.mean,
+            "held_out": (_held_out_at_the_end(folder, step) if status.is_over else None) or figures.held_out,
             "rate": number["tokens_per_s"],
             "seconds": number["seconds"],
-            "seconds_left": left,
+            "seconds_left": figures.pace * (steps - step) if goes and figures.pace is not None else None,
             "ranks": len(status.ranks) or _whole(config.get("procs")),
             "layout": str(config.get("layout", ""))[:MOST_NAME],
             "started": _begun(folder),
@@ -155,14 +156,15 @@ def recipe_of_settings(config: Mapping[str, Any]) -> str:
     return "face" if "backbone" in config else "lm" if {"size", "context", "eval_windows"} <= config.keys() else ""
 
 
-def _pace(folder: Path, step: int, seconds: float) -> float:
-    """Seconds of a step. A run that was resumed begins at another step than the first."""
-    with opened(folder / "metrics.jsonl") as file, suppress(OSError, ValueError, RecursionError):
-        first: Any = json.loads(os.pread(file, HEAD, 0).partition(b"\n")[0]) if file is not None else {}
-        begun, before = map(first.get, ("step", "seconds")) if isinstance(first, dict) else (None, None)
-        if isinstance(begun, int) and 0 < begun < step and isinstance(before, int | float) and 0 <= before < seconds:
-            return (seconds - before) / (step - begun)
-    return seconds / step
+def _held_out_at_the_end(folder: Path, step: int) -> dict[str, Any] | None:
+    """What a run wrote into its summary."""
+    summary = read_object(folder / "summary.json")
+    bits = summary.get("bits_per_byte")
+    told = {
+        "bits_per_byte": bits.get("model") if isinstance(bits, dict) else None,
+        "loss": summary.get("held_out_loss"),
+    }
+    return next(({"figure": figure, "value": v, "step": step} for figure, v in told.items() if is_finite(v)), None)
 
 
 def _lasting(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,10 +184,6 @@ def _begun(folder: Path) -> float | None:
     with suppress(OSError):
         return (folder / "config.json").lstat().st_mtime
     return None
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _whole(value: Any) -> int:

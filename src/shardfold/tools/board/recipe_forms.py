@@ -16,7 +16,7 @@ from shardfold.tools.cli_options import argument, option_name
 from shardfold.tools.named_optimizers import OPTIMIZERS
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.settings_text import as_toml
-from shardfold.tools.recipes.train_config import RecipeSettings, TrainConfig
+from shardfold.tools.recipes.train_config import SHAPE, SIZES, GPTConfig, RecipeSettings, TrainConfig
 from shardfold.tools.tune.config import (
     KINDS,
     SECTIONS,
@@ -33,9 +33,11 @@ WORDS = {"lm": ("train",), "face": ("train", "face")}
 OWN = ("resume", "out")
 """What a board gives itself."""
 
+OTHERS = "Of this recipe"
 GROUPS = {
     "Model and data": "model data eval_data size d_model layers heads context experts top_k backbone patch width "
     "embedding head channels identities shots held_out difficulty augment transforms workers teacher value",
+    OTHERS: "",
     "Steps": "steps epochs micro_batch batch accumulate lr schedule optimizer matrix_lr warmup weight_decay clip_norm "
     "galore_rank galore_every galore_scale value_lr nonfinite seed",
     "Ranks and memory": "procs layout gather reduce offload tensor sequence_parallel sequence attention expert "
@@ -45,6 +47,7 @@ GROUPS = {
 }
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 SECTION_GROUPS = {"adapter": "Adapter", "base": "Frozen parameters", "text": "Rows as tokens"}
+RANK = {name: rank for rank, name in enumerate([*GROUPS, *SECTION_GROUPS.values()])}
 ADAPTER = {short: KINDS[short] for short in SHORT}
 
 
@@ -83,8 +86,8 @@ class RecipeForm:
                 yield name, field
 
     def told(self) -> list[dict[str, Any]]:
-        """The form."""
-        return [self._told(name, field) for name, field in self.fields()]
+        """The form: what is about the model and the data first."""
+        return sorted((self._told(name, field) for name, field in self.fields()), key=lambda each: RANK[each["group"]])
 
     def _told(self, name: str, field: FieldInfo) -> dict[str, Any]:
         kind, choices = _kind(name, field)
@@ -99,7 +102,7 @@ class RecipeForm:
             "default": _form_value(name, default),
             "choices": choices,
             "help": field.description or "",
-            "group": SECTION_GROUPS.get(section) or GROUP_OF.get(inner, "Of this recipe"),
+            "group": SECTION_GROUPS.get(section) or GROUP_OF.get(inner, OTHERS),
             "required": field.is_required(),
             "least": bounds["ge"] if bounds["ge"] is not None else bounds["gt"],
             "most": bounds["le"] if bounds["le"] is not None else bounds["lt"],
@@ -129,7 +132,7 @@ class RecipeForm:
                 continue
             value = _form_value(name, place[inner])
             default = None if field.is_required() or name == "adapter.kind" else _form_value(name, field.default)
-            if value != default and value is not None:
+            if value != default and value is not None and value != _derived(self.settings, name, config):
                 found[name] = value
         return found
 
@@ -201,6 +204,8 @@ def _kind(name: str, field: FieldInfo) -> tuple[str, list[Any] | None]:
         return "max", None
     if name == "layout":
         return "choice", list(presets.NAMES)
+    if field is TrainConfig.model_fields.get(name) and name == "size":
+        return "choice", list(SIZES)
     if name == "optimizer":
         choices = [str(each) for each in get_args(field.annotation)]
         return "choice", choices or list(OPTIMIZERS)
@@ -213,6 +218,16 @@ def _kind(name: str, field: FieldInfo) -> tuple[str, list[Any] | None]:
         if kind in options:
             return word, None
     return "text", None
+
+
+def _derived(settings: type[RecipeSettings], name: str, config: Mapping[str, Any]) -> Any:
+    """What a run writes for a setting that was not given: by its others. None: there is no such rule."""
+    if settings is not TrainConfig:
+        return None
+    if name in SHAPE and (size := SIZES.get(str(config.get("size")))):
+        return {"experts": GPTConfig.experts, "top_k": GPTConfig.top_k, **size}.get(name)
+    steps, default = config.get("steps"), settings.model_fields["warmup"].default
+    return steps // 10 if name == "warmup" and isinstance(steps, int) and steps <= default else None
 
 
 def _options(annotation: Any) -> Sequence[Any]:

@@ -73,16 +73,24 @@ class RunStatus:
     @property
     def last_figures(self) -> dict[str, Any]:
         """The last whole line of ``metrics.jsonl``; where there is none, the last scalars of TensorBoard's files."""
+        return next(iter(self.last_rows(1)), {})
+
+    def last_rows(self, most: int) -> list[dict[str, Any]]:
+        """The last whole lines of ``metrics.jsonl``, the last one first, as far as a piece of it has them; where there
+        is no such file, the last scalars of TensorBoard's."""
+        found: list[dict[str, Any]] = []
         with opened(self.folder / "metrics.jsonl") as file, suppress(OSError):
             if file is None:
-                return dict(last_scalars(self.folder))
-            lines = os.pread(file, TAIL, max(0, os.fstat(file).st_size - TAIL))
-            for line in reversed(lines.split(b"\n")[:-1]):
+                return [dict(last_scalars(self.folder))]
+            lines = os.pread(file, TAIL, max(0, os.fstat(file).st_size - TAIL)).split(b"\n")
+            for line in reversed(lines[:-1]):
                 with suppress(ValueError, RecursionError):
                     row = json.loads(line)
                     if isinstance(row, dict):
-                        return row
-        return {}
+                        found.append(row)
+                if len(found) == most:
+                    break
+        return found
 
     def to_json(self) -> str:
         """One line: what it is at, its last figures, and what each of its ranks has said."""

@@ -95,13 +95,16 @@ function compared(main, route, ids, trouble) {
         return first !== null && each === first ? make("b", { class: "best" }, shownAs(each), make("span", { class: "aside" }, " (best)")) : shownAs(each);
       })];
     };
+    const held = (figure) => (run) => run.held_out?.figure === figure ? run.held_out.value : null;
     const kept = (path) => (run) => path.split(".").reduce((at, part) => at?.[part], run) ?? null;
     const rows = [
       row("state", (run) => run.state, String),
       row("steps", (run) => run.step, number),
-      row("loss, last", (run) => run.loss, number, true),
-      row("loss, held out", kept("summary.held_out_loss"), number, true),
-      row("bits per byte, held out", kept("summary.bits_per_byte.model"), number, true),
+      row("loss of the last step", (run) => run.loss, number),
+      row("loss, mean of the last 32 steps", (run) => run.loss_mean, number, true),
+      row("loss, held out", held("loss"), number, true),
+      row("bits per byte, held out", held("bits_per_byte"), number, true),
+      row("held out at step", (run) => run.held_out?.step, number),
       row("tokens", kept("summary.tokens"), count),
       row("time", (run) => run.summary?.seconds ?? run.seconds ?? null, duration),
       row("tokens/s", (run) => run.rate, count, false),

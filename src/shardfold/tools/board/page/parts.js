@@ -73,6 +73,11 @@ export function ago(seconds) {
   return typeof seconds !== "number" ? "–" : seconds < 2 ? "now" : duration(seconds) + " ago";
 }
 
+/** A held-out figure: {figure, value}. */
+export function heldOut({ figure, value }) {
+  return number(value) + (figure === "bits_per_byte" ? " bits/byte" : "");
+}
+
 const NAMES = { tokens_per_s: "tokens/s", lr: "learning rate", grad_norm: "gradient norm", memory_bytes: "memory", mfu: "MFU" };
 
 /** What a figure or a setting is called. */
@@ -143,7 +148,7 @@ export function ask(title, explained, fields, yes, { inside = [], act = null, no
     const inputs = fields.map((each) => {
       const input = each.choices
         ? make("select", { name: each.name }, each.choices.map((one) => make("option", { value: one }, one)))
-        : make("input", { name: each.name, type: "text", inputmode: each.inputmode, list: each.list, autocomplete: "off" });
+        : make("input", { name: each.name, type: "text", inputmode: each.inputmode, placeholder: each.placeholder, autocomplete: "off" });
       if (each.value !== undefined && each.value !== null) input.value = each.value;
       return make("label", {}, each.label, input, each.help ? make("span", { class: "help" }, each.help) : null);
     });

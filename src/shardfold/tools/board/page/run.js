@@ -2,7 +2,7 @@
 
 import { begun, get, isNone, ofRun, post, query, repeat } from "./asking.js";
 import { Chart, Curves } from "./chart.js";
-import { ago, ask, button, bytes, copied, count, duration, empty, isOver, link, make, number, say, setState, stateBadge, table, tell,
+import { ago, ask, button, bytes, copied, count, duration, empty, heldOut, isOver, link, make, number, say, setState, stateBadge, table, tell,
   words } from "./parts.js";
 import { runAddress } from "./runs.js";
 import { MOST_KEYS, chartControls, samplesOf, shownKeys, tierRows, unitOf, view } from "./shared.js";
@@ -50,7 +50,8 @@ function told(facts, run) {
   const over = isOver(run);
   const shown = {
     step: run.steps ? `${number(run.step)} of ${number(run.steps)}` : number(run.step),
-    loss: number(run.loss), "held out, at the end": over && typeof run.summary?.held_out_loss === "number" ? number(run.summary.held_out_loss) : null,
+    loss: number(run.loss), "mean loss of 32 steps": number(run.loss_mean),
+    "held out": run.held_out ? `${heldOut(run.held_out)} at step ${number(run.held_out.step)}` : null,
     "tokens/s": count(run.rate), left: over ? null : duration(run.seconds_left),
     "last word": ago(run.age), ranks: run.ranks ? number(run.ranks) : null, layout: run.layout, recipe: run.recipe, folder: run.folder,
   };
@@ -99,9 +100,10 @@ function actions(id, place, refused, again) {
         { name: "procs", label: "Ranks", value: before.ranks || 1, inputmode: "numeric" },
         { name: "layout", label: "Layout", value: before.layout || "", help: "as ddp, zero1, zero2, zero3, hsdp, infinity" },
         { name: "steps", label: "Steps in all", value: before.steps || "", inputmode: "numeric" },
-      ], "Resume", { act: async (given, isOpen) => {
+        { name: "name", label: "Name of its folder", placeholder: `as ${before.name.split("/").pop()}-rest` },
+      ], "Resume", { act: async ({ name: called, ...given }, isOpen) => {
         const changed = Object.entries(given).filter(([name, value]) => name === "procs" || value.trim() !== String(before[name] || ""));
-        const said = await post(ofRun(id, "resume"), { settings: Object.fromEntries(changed) });
+        const said = await post(ofRun(id, "resume"), { settings: Object.fromEntries(changed), name: called.trim() });
         await begun(said.id);
         if (isOpen()) location.hash = runAddress(said.id);
       } });
@@ -111,8 +113,6 @@ function actions(id, place, refused, again) {
       tell(note, "");
       ask("Chat", "A server of the run's weights is up. It goes on when this page and the board end: to end it, end the process "
         + `shardfold serve ${now.folder}`, [], "Close", { no: null, inside: [
-        now.recipe === "lm" ? make("p", {}, "A model that lm trained has no chat template unless its tokenizer brings one. Without "
-          + `one it answers no messages: ask ${safe(said.url)}/v1/completions, which goes on with a text.`) : null,
         make("p", {}, make("a", { class: "button main", href: safe(said.page), target: "_blank", rel: "noopener" }, "Open the chat"),
           " in another tab"),
         said.key ? copied("Key, for other clients", said.key).element : null] });
@@ -123,8 +123,11 @@ function actions(id, place, refused, again) {
     const can = Object.keys(all).filter((each) => (run.can || []).includes(each));
     if (can.join() === known) return;
     known = can.join();
-    tell(note, isOver(run) && can.includes("repeat") && !can.includes("resume") && !run.checkpoints.some((each) => each.is_latest)
-      ? "There is no Resume: the run has no finished checkpoint. --save-every writes them." : "");
+    const latest = run.checkpoints.some((each) => each.is_latest);
+    tell(note, !isOver(run) || !can.includes("repeat") ? "" : !can.includes("resume") && !latest
+      ? "There is no Resume: the run has no finished checkpoint. --save-every writes them."
+      : !can.includes("chat") && latest && !["lm", "face", "reward"].includes(run.recipe)
+        ? "There is no Chat: the model has no chat template. shardfold generate goes on with a text." : "");
     const had = place.contains(document.activeElement);
     place.replaceChildren(...can.map((each) => button(all[each][0], all[each][2], { title: all[each][1],
       class: each === "stop-now" ? "danger" : null })));

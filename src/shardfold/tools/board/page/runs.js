@@ -2,7 +2,7 @@
 
 import { get, repeat } from "./asking.js";
 import { Curves } from "./chart.js";
-import { ago, count, duration, empty, isOver, link, make, number, say, setState, stateBadge, tell } from "./parts.js";
+import { ago, count, duration, empty, heldOut, isOver, link, make, number, say, setState, stateBadge, tell } from "./parts.js";
 
 const MOST = 200; // rows at a time
 const EVERY = 1; // seconds
@@ -12,6 +12,7 @@ const COLUMNS = [
   { key: "name", name: "Run" },
   { key: "step", name: "Step", number: true },
   { key: "loss", name: "Loss", number: true },
+  { key: "held_out", name: "Held out", number: true },
   { key: "curve", name: "Curve" },
   { key: "rate", name: "Tokens/s", number: true },
   { key: "seconds_left", name: "Left", number: true },
@@ -33,7 +34,7 @@ class Row {
     this.name = link(runAddress(run.id), run.name);
     this.recipe = make("span", { class: "muted recipe" });
     this.bar = make("progress", { max: "1", value: "0", "aria-hidden": "true" });
-    this.cells = Object.fromEntries(["step", "loss", "rate", "seconds_left", "ranks", "layout", "age", "why"].map(
+    this.cells = Object.fromEntries(["step", "loss", "held_out", "rate", "seconds_left", "ranks", "layout", "age", "why"].map(
       (key) => [key, make("span")]));
     this.line = make("polyline");
     const spark = make("svg", { class: "spark", viewBox: `0 0 ${SPARK[0]} ${SPARK[1]}`, "aria-hidden": "true",
@@ -43,7 +44,7 @@ class Row {
     this.element = make("tr", { role: "row" },
       cell("tick", this.tick), cell("state", this.badge),
       make("th", { role: "rowheader", scope: "row", class: "name" }, this.name, this.recipe),
-      cell("step", this.cells.step, this.bar), cell("loss", this.cells.loss), cell("curve", spark),
+      cell("step", this.cells.step, this.bar), cell("loss", this.cells.loss), cell("held_out", this.cells.held_out), cell("curve", spark),
       ...["rate", "seconds_left", "ranks", "layout", "age", "why"].map((key) => cell(key, this.cells[key])));
     this.update(run);
   }
@@ -57,11 +58,15 @@ class Row {
     this.name.title = run.name || run.id;
     tell(this.recipe, run.recipe || "");
     this.tick.setAttribute("aria-label", `Compare ${run.name}`);
-    const { step, loss, rate, seconds_left: left, ranks, layout, why } = this.cells;
+    const { step, loss, held_out: held, rate, seconds_left: left, ranks, layout, why } = this.cells;
     tell(step, run.steps ? `${number(run.step)} / ${number(run.steps)}` : number(run.step));
     this.bar.hidden = !run.steps;
     this.bar.value = run.steps ? run.step / run.steps : 0;
-    tell(loss, number(run.loss));
+    tell(loss, number(run.loss_mean ?? run.loss));
+    loss.title = "Mean of the last 32 steps";
+    tell(held, run.held_out ? heldOut(run.held_out) : "–");
+    if (run.held_out) delete held.parentElement.dataset.none; else held.parentElement.dataset.none = "1";
+    held.title = run.held_out ? `At step ${number(run.held_out.step)}` : "";
     tell(rate, isOver(run) ? "" : count(run.rate));
     tell(left, isOver(run) || run.seconds_left === null ? "" : duration(run.seconds_left));
     tell(ranks, number(run.ranks));
@@ -109,7 +114,7 @@ export function runsView(main, route, { entitle, trouble }) {
       make("option", { value }, text)));
   kind.value = route.given.get("kind") || "";
   const order = make("select", { class: "order", change: () => sorted(order.value) }, [["-started", "newest first"],
-    ["started", "oldest first"], ["name", "name"], ["loss", "least loss"], ["state", "state"], ["-step", "most steps"]].map(
+    ["started", "oldest first"], ["name", "name"], ["loss", "least loss"], ["held_out", "least held out"], ["state", "state"], ["-step", "most steps"]].map(
     ([value, text]) => make("option", { value }, text)));
   const counted = make("p", { class: "muted", role: "status" }), roots = make("p", { class: "muted roots" });
   const compare = make("a", { href: "#/compare", class: "button main" });
@@ -154,7 +159,7 @@ export function runsView(main, route, { entitle, trouble }) {
 
   function arrange() {
     const down = sort.startsWith("-"), key = sort.replace("-", "");
-    const of = (row) => row.run[key] ?? null;
+    const of = (row) => ({ held_out: row.run.held_out?.value, loss: row.run.loss_mean ?? row.run.loss })[key] ?? row.run[key] ?? null;
     const shown = [...rows.values()].filter((row) => row.matches(filter.value, kind.value)).sort((one, other) => {
       const [left, right] = [of(one), of(other)];
       if (left === null || right === null) return (left === null) - (right === null);

@@ -59,11 +59,14 @@ class StartForm {
     form.id = "settings";
     this.start.setAttribute("form", form.id);
     const other = () => { this._errors([]); this._later(); };
+    const kept = (name) => this.route.given.get(name) || "";
     this.started = make("p", { class: "muted", role: "status" });
     this.name = make("input", { type: "text", form: form.id, input: other, autocomplete: "off", placeholder: "the time", spellcheck: "false" });
     this.hosts = make("input", { type: "text", form: form.id, input: other, autocomplete: "off", placeholder: "this machine", spellcheck: "false" });
+    this.name.value = kept("name");
+    this.hosts.value = kept("hosts");
     const side = make("aside", { class: "side", "aria-label": "What is started" },
-      make("div", { class: "fields" }, make("label", {}, "Name of its folder", this.name), make("label", {}, "Hostfile", this.hosts)),
+      make("div", { class: "fields" }, make("label", {}, "Name of its folder", this.name), make("label", {}, "Host file", this.hosts)),
       make("div", { class: "acts" }, this.start, this.planner),
       this.started, this.refused, this.plan, this.command.element, this.toml.element);
     place.replaceChildren(...(earlier ? [make("p", { class: "muted" }, `Settings of ${earlier.name}.`)] : []),
@@ -88,7 +91,7 @@ class StartForm {
       groups.get(group).push(this._field(field));
     }
     this.fields.replaceChildren(...[...groups].map(([name, fields], at) => {
-      const details = make("details", { open: at === 0 || groups.size === 1 || fields.some((each) => each.dataset.changed) },
+      const details = make("details", { open: at === 0 || groups.size === 1 || fields.some((each) => each.dataset.changed || "needed" in each.dataset) },
         make("summary", {}, name, make("span", { class: "muted" }, ` ${fields.length}`)), make("div", { class: "fields" }, fields));
       return details;
     }));
@@ -114,20 +117,18 @@ class StartForm {
         inputmode: field.kind === "int" ? "numeric" : field.kind === "float" ? "decimal" : null });
       input.value = known ? textOf(value) : "";
       if (field.choices?.length) {
-        const list = make("datalist", { id: id + "-known" }, field.choices.map((each) => make("option", { value: textOf(each) })));
-        input.setAttribute("list", list.id);
-        input.dataset.list = "1";
-        this.fields.append(list);
+        input.setAttribute("list", id + "-known");
       }
     }
     input.setAttribute("aria-describedby", `${id}-help ${id}-error`);
+    if (field.required) input.setAttribute("aria-required", "true");
     const error = make("p", { class: "error", id: id + "-error" });
     const back = button("Back to default", () => { this._reset(field); }, { class: "small", "aria-label": `${field.name}: back to default` });
-    const help = make("p", { class: "help", id: id + "-help" }, field.required ? make("span", { class: "needed" }, "Needed. ") : null,
-      field.help || "");
+    const help = make("p", { class: "help", id: id + "-help" }, field.help || "");
     const label = make("label", { for: id }, field.name.replaceAll("_", " "));
-    const element = make("div", { class: "field" + (field.kind === "bool" ? " flag" : ""), "data-name": field.name }, label, input, back, help, error,
-      input.dataset.list ? make("datalist", { id: id + "-known" }, field.choices.map((each) => make("option", { value: textOf(each) }))) : null);
+    const element = make("div", { class: "field" + (field.kind === "bool" ? " flag" : ""), "data-name": field.name,
+      "data-needed": field.required }, label, input, back, help, error,
+      input.hasAttribute("list") ? make("datalist", { id: id + "-known" }, field.choices.map((each) => make("option", { value: textOf(each) }))) : null);
     this.inputs.set(field.name, { field, input, element, error, back });
     this._mark(field.name);
     return element;
@@ -190,14 +191,16 @@ class StartForm {
   async _check() {
     const settings = this.settings, asked = JSON.stringify([this.recipe, settings]), count = Object.keys(settings).length;
     this.asked = asked;
-    this.route.put({ from: null, recipe: this.recipe, set: count ? JSON.stringify(settings) : null });
+    this.route.put({ from: null, recipe: this.recipe, set: count ? JSON.stringify(settings) : null,
+      name: this.name.value.trim(), hosts: this.hosts.value.trim() });
     tell(this.changed, `${count} changed`);
     try {
       const said = await post("check", { recipe: this.recipe, settings }, this.signal);
       if (this.asked !== asked) return true;
+      this.measures = said.measures;
       this.command.set(said.command || "");
       this.toml.set(said.toml || "");
-      this.toml.element.hidden = !said.toml;
+      this.toml.element.hidden = !said.toml?.trim();
       this._errors(this.touched ? said.errors : []); // who has said nothing yet is not told what is missing
       return !said.errors.length;
     } catch (error) {
@@ -221,22 +224,34 @@ class StartForm {
   }
 
   async _plan() {
+    const control = new AbortController(), gives = () => control.abort();
+    this.signal.addEventListener("abort", gives);
     this.planner.disabled = true;
-    this.plan.replaceChildren(make("p", { class: "muted" }, "Planning …"));
+    const cancel = button("Cancel", gives, { class: "small" });
+    this.plan.replaceChildren(make("p", { class: "muted" }, this.measures
+      ? "This machine is measured first, which takes a minute and is kept for later plans. Other work on it makes its figures worse. "
+      : "Planning … ", cancel));
+    cancel.focus();
     try {
-      const said = await post("plan", { recipe: this.recipe, settings: this.settings }, this.signal);
-      const verdict = said.fits === true ? "It fits." : said.fits === false ? "It does not fit." : "";
-      const figures = [typeof said.bytes === "number" ? `${bytes(said.bytes)} on a rank` : "",
-        typeof said.seconds === "number" ? `about ${duration(said.seconds)}` : ""].filter(Boolean).join(", ");
-      const layouts = (said.layouts || []).map((each) => [each.layout, each.fits === false ? "no" : each.fits ? "yes" : "–", bytes(each.bytes), duration(each.seconds)]);
-      this.plan.replaceChildren(make("p", {}, make("b", {}, verdict), verdict && figures ? " " : "", figures),
-        layouts.length ? table("Layouts", [{ name: "layout" }, { name: "fits" }, { name: "bytes on a rank", number: true },
-          { name: "time", number: true }], layouts) : "",
-        said.text ? make("details", {}, make("summary", {}, "The whole plan"), make("pre", { tabindex: "0" }, said.text)) : "");
+      const said = await post("plan", { recipe: this.recipe, settings: this.settings }, control.signal);
+      this.measures = false;
+      this._planned(said);
     } catch (error) {
-      this.plan.replaceChildren(make("p", { class: "refused" }, error.message));
+      this.plan.replaceChildren(error instanceof Refused ? make("p", { class: "refused" }, error.message)
+        : make("p", { class: "muted" }, "The plan was cancelled."));
     }
+    this.signal.removeEventListener("abort", gives);
     this.planner.disabled = false;
+    if (!cancel.isConnected && document.activeElement === document.body) this.planner.focus();
+  }
+
+  _planned(said) {
+    const verdict = said.fits === true ? "It fits." : said.fits === false ? "It does not fit." : "";
+    const layouts = (said.layouts || []).map((each) => [each.layout, each.fits === false ? "no" : each.fits ? "yes" : "–", bytes(each.bytes), duration(each.seconds)]);
+    this.plan.replaceChildren(make("p", {}, make("b", {}, verdict)),
+      layouts.length ? table("Layouts", [{ name: "layout" }, { name: "fits" }, { name: "bytes on a rank", number: true },
+        { name: "time", number: true }], layouts) : "",
+      said.text ? make("details", {}, make("summary", {}, "The whole plan"), make("pre", { tabindex: "0" }, said.text)) : "");
   }
 
   async _start() {

@@ -252,7 +252,8 @@ def whole(run: FaceRun, written: Run, console: Console) -> FaceResult:
         seen = run.embeddings(run.images, MATCHED) if run.config.matcher else None
     result = FaceResult(steps=run.done, images_per_s=run.images_per_s(), found=found, interrupted=interrupted, out=out)
     if run.leads:
-        report(run, out, console, before, found, held, seen)
+        with written.during("saving"):
+            report(run, out, console, before, found, held, seen)
     run.engine.close()
     written.close("stopped" if interrupted else "done")
     return result
