@@ -2,12 +2,16 @@
 
 python benchmarks/streamed_generation.py                                  # a table
 python benchmarks/streamed_generation.py --rate 100 --rows 1 8 --contenders disk disk-nf4 accelerate
+python benchmarks/streamed_generation.py --least accelerate disk          # how little memory they run in
+python benchmarks/streamed_generation.py --contenders disk accelerate=1.2 # that one in 1.2 times the weights
 
 A random LLaMA of ``--layers`` blocks is written once into the folder. Each contender is a process in a control group
 (v1 or v2) whose memory, page cache included, the kernel limits to ``--part`` of the weights' bytes, and whose reads it
 slows to ``--rate`` MB a second: ``raw`` reads the file once, by direct I/O, for the rate that the drive then has;
 ``disk``, ``disk-int8`` and ``disk-nf4`` generate with weights on disk; ``disk-stays`` keeps in memory what fits;
-``accelerate`` has the blocks on its "disk". ``memory``, ``host`` and their kinds with few bits have neither limit; the
+``accelerate`` has the blocks on its "disk" by ``load_checkpoint_and_dispatch``, ``accelerate-offload`` everything by
+``disk_offload``, whose files were written before by a process without a limit. ``NAME=PART`` gives a contender another
+part of the weights' bytes than the others'. ``memory``, ``host`` and their kinds with few bits have neither limit; the
 first says which tokens are expected. Of each: seconds of a forward behind the first two, tokens a second, the part of
 the drive's rate, the most bytes of storages that live when a block or the head begins, whether tokens are those in
 memory, and with ``--profile FILE`` of `shardfold doctor --measure` the seconds and the bytes that a plan says. Needs
@@ -117,13 +121,11 @@ def planned(
 
 
 def ours(name: str, model: Path, rows: int, tokens: int, stays: int) -> dict[str, Any]:
-    import torch
 
     import shardfold as sf
     from shardfold.generation import Continuation, Generation, SamplingRule
 
     tempfile.tempdir = str(model.parent)
-    torch.set_num_threads(1)
     hollow = without_memory(model)
     held = sum(p.numel() * 4 for p in hollow.parameters())
     engine = sf.Engine(hollow, layout=table_of(name, stays / held), init=sf.Init(weights=model))
@@ -175,18 +177,40 @@ def most_held(engine: Any, running: Any, text: Any) -> int:
     return max(found)
 
 
-def accelerated(model: Path, rows: int, tokens: int) -> dict[str, Any]:
+def accelerated(name: str, model: Path, rows: int, tokens: int) -> dict[str, Any]:
     import torch
-    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from accelerate import disk_offload, init_empty_weights, load_checkpoint_and_dispatch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(model)
     with init_empty_weights():
         made: Any = AutoModelForCausalLM.from_config(config)
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {f"model.layers.{i}": "disk" for i in range(config.num_hidden_layers)}
-    made = load_checkpoint_and_dispatch(made, model, device_map=places, offload_folder=str(model.parent / "offloaded"))
+    if name == "accelerate-offload":
+        made = disk_offload(made, offload_folder(model), execution_device=torch.device("cpu"))
+    else:
+        places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+        places |= {f"model.layers.{i}": "disk" for i in range(config.num_hidden_layers)}
+        with tempfile.TemporaryDirectory(dir=model.parent) as offloaded:
+            made = load_checkpoint_and_dispatch(made, model, device_map=places, offload_folder=offloaded)
+            return told_by(made, rows, tokens)
+    return told_by(made, rows, tokens)
+
+
+def offload_folder(model: Path) -> Path:
+    """Where the weights lie as accelerate's ``disk_offload`` reads them, written if they are not there."""
+    folder = model.parent / f"{model.name}-offloaded"
+    if not (folder / "index.json").is_file():
+        from accelerate.utils import offload_state_dict
+        from safetensors.torch import load_file
+
+        offload_state_dict(folder, load_file(model / "model.safetensors"))
+    return folder
+
+
+def told_by(made: Any, rows: int, tokens: int) -> dict[str, Any]:
+    """What transformers' own generation gives with a model that accelerate has hooked."""
+    import torch
+
     seconds: list[float] = []
     forward = made.forward
 
@@ -215,21 +239,45 @@ def stays_of(name: str, limit: int) -> int:
 def measured(name: str, given: argparse.Namespace, model: Path, rows: int) -> dict[str, Any]:
     """One contender in a group of its own."""
     size = (model / "model.safetensors").stat().st_size
-    limit = int(size * given.part)
+    name, _, part = name.partition("=")
+    limit = int(size * float(part or given.part))
+    if name.startswith("accelerate"):
+        forgotten(offload_folder(model) if name == "accelerate-offload" else model)
     words = [sys.executable, __file__, "--work", name, "--folder", given.folder, "--layers", str(given.layers)]
     words += ["--tokens", str(given.tokens), "--rows", str(rows), "--stays", str(stays_of(name, limit))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    threads = {"OMP_NUM_THREADS": str(given.threads)}
+    environment = {**os.environ, **threads}
     if not name.startswith(("disk", "accelerate", "raw")):
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment, check=False)
         return json.loads(done.stdout) if not done.returncode else {"ended": done.returncode}
     group = Group("stream", limit, given.rate * MB, given.folder)
     try:
-        done = group.start(words, {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+        done = group.start(words, threads, stdout=subprocess.PIPE, text=True)
         told, _ = done.communicate()
         found = json.loads(told) if not done.returncode else {"ended": done.returncode}
         return {**found, "peak": group.peak()}
     finally:
         group.close()
+
+
+def forgotten(folder: Path) -> None:
+    """The page cache has nothing of a folder's files: what another process left there nobody would read again."""
+    for path in folder.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def least(name: str, given: argparse.Namespace, model: Path) -> float:
+    """The smallest part of the weights' bytes, to a tenth of it, in which a contender generates at all."""
+    low, high = 0.1, 2.5
+    while high > low * 1.1:
+        middle = (low * high) ** 0.5
+        ended = measured(f"{name}={middle}", given, model, given.rows[0]).get("ended")
+        print(f"{name} in {middle:.2f} of the weights: {'ended' if ended else 'runs'}", file=sys.stderr, flush=True)
+        low, high = (middle, high) if ended else (low, middle)
+    return high
 
 
 def row(name: str, rows: int, found: dict[str, Any], rate: float, expected: Any, plan: tuple[str, str]) -> str:
@@ -256,6 +304,8 @@ def main() -> None:
     parser.add_argument(
         "--contenders", nargs="+", default=["disk", "disk-stays", "disk-int8", "disk-nf4", "accelerate"]
     )
+    parser.add_argument("--threads", type=int, default=1, help="a profile is of as many as there are cores")
+    parser.add_argument("--least", nargs="+", default=[], help="contenders, of which only that is found out")
     parser.add_argument("--profile", default="", help="a file of `shardfold doctor --measure`, by which to plan")
     parser.add_argument("--work", default="", help=argparse.SUPPRESS)
     parser.add_argument("--stays", type=int, default=0, help=argparse.SUPPRESS)
@@ -264,12 +314,15 @@ def main() -> None:
     model = folder / f"llama-{given.layers}"
     if given.work == "raw":
         print(json.dumps(raw(model)))
-    elif given.work == "accelerate":
-        print(json.dumps(accelerated(model, given.rows[0], given.tokens)))
+    elif given.work.startswith("accelerate"):
+        print(json.dumps(accelerated(given.work, model, given.rows[0], given.tokens)))
     elif given.work:
         print(json.dumps(ours(given.work, model, given.rows[0], given.tokens, given.stays)))
     elif os.geteuid():
         print("streamed_generation: control groups are root's to make: run it as root.")
+    elif given.least:
+        for name in given.least:
+            print(f"{name}: {least(name, given, write(folder, given.layers)):.2f} of the weights' bytes")
     else:
         table(given, write(folder, given.layers))
 
@@ -284,7 +337,7 @@ def table(given: argparse.Namespace, model: Path) -> None:
         first = measured("memory", given, model, rows)
         for name in given.contenders:
             plan = "", ""
-            if given.profile and name != "accelerate":
+            if given.profile and not name.startswith("accelerate"):
                 stays = stays_of(name, int(size * given.part))
                 seconds, held = planned(name, model, rows, given.tokens, stays, given.profile, rate)
                 plan = f"{seconds:.3f}", f"{held / MB:.1f}"

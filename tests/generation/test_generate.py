@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import shardfold as sf
 from shardfold.errors import ConfigError, ModelError, UsageError
-from shardfold.generation import Generation
+from shardfold.generation import Continuation, Generation, SamplingRule
 from tests.generation.models import alone, made, training_log_probs, unequal
 
 
@@ -261,9 +262,21 @@ def test_models_that_cannot_are_refused_with_the_reason() -> None:
         sf.generate(dynamic, [[1]], max_tokens=1)
 
 
-def test_logits_that_are_not_finite_are_named() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_logits_that_are_not_finite_are_named(value: float, temperature: float) -> None:
+    """Also those of which no token can come, whose log-probabilities would be no number; a text beside it is not."""
     model = made()
-    with torch.no_grad():
-        model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(sf.errors.NonFiniteError, match="request 0 are inf or NaN at token 0"):
-        list(sf.generate(model, [[3, 4]], max_tokens=2))
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits[..., -1:, :].fill_(value) if spoilt else None)
+    spoilt, running = False, Generation(model)
+    texts = [
+        Continuation(number, 0, [3, 4 + number], 2, 3, SamplingRule(temperature), frozenset()) for number in (0, 1)
+    ]
+    for text in texts:
+        running.add(text)
+    running.step()
+    spoilt = True
+    with pytest.raises(sf.errors.NonFiniteError, match="request 1 are inf or NaN at token 1, or -inf for all tokens"):
+        running.step()
+    running.abandon()
+    assert len(texts[1].tokens) == 3 and all(math.isfinite(each) for text in texts for each in text.log_probs)

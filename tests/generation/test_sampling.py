@@ -80,6 +80,18 @@ def test_the_sum_of_a_row_is_that_of_pytorch_where_it_is_infinite() -> None:
     assert log_probs == pytest.approx([scores[7].log_softmax(-1)[tokens[0]].item()])
 
 
+def test_tokens_that_cannot_come_are_not_among_the_likeliest() -> None:
+    """Of a vocabulary of which all but five are masked the likeliest nine are five, and none is -inf, which JSON has no
+    word for."""
+    scores = LOGITS[:2].clone()
+    scores[1, 5:] = -torch.inf
+    _, _, tops = choose(scores, [SamplingRule(0.0, top_log_probs=9)] * 2, [0] * 2, [0] * 2, [(), ()])
+    assert [len(each) for each in tops] == [9, 5]
+    assert {token: log_prob for token, log_prob in tops[1]} == pytest.approx(
+        dict(enumerate(scores[1].log_softmax(-1)[:5].tolist()))
+    )
+
+
 def test_frequencies_are_probabilities() -> None:
     """Of 40,000 draws of one row: within five standard deviations each."""
     count = 40_000

@@ -84,6 +84,29 @@ def _device() -> Device:
 
 
 @pytest.mark.parametrize(
+    ("rows", "block", "weight"), [(1, 1e-4, 1e-9), (5, 3e-4, 2e-9), (9, 5e-4, 3e-9), (17, 9e-4, 5e-9)]
+)
+def test_a_forward_takes_what_one_of_as_many_texts_was_seen_to_take(
+    subject: Subject, rows: int, block: float, weight: float
+) -> None:
+    """On the line between the numbers of texts that were measured, and beyond the last on that which leads there;
+    weights as codes by their own, and all others by those of fp32. A drive's reads are what it reads."""
+    seen = {"fp32": [[1.0, 1e-4, 1e-9], [9.0, 5e-4, 3e-9]], "nf4/64": [[1.0, 2e-4, 7e-9], [9.0, 6e-4, 9e-9]]}
+    device = replace(_device(), forwards=seen, reads=1e3)
+    said = {"rows": rows, "length": LENGTH, "page": 4}
+    whole = sum(each.numel() for each in subject.hollow.parameters())
+    found = generating(subject, presets.named("ddp"), "fp32", device, **said)
+    assert found.seconds == pytest.approx(LAYERS * block + whole * weight, rel=1e-9)
+    coded = sum(layer.weight.numel() for layer in subject.hollow.modules() if type(layer) is torch.nn.Linear)
+    coded -= subject.hollow.lm_head.weight.numel()
+    found = generating(subject, table_of_weights("ddp", 4, "memory"), "fp32", device, **said)
+    rest = (whole - coded) * weight + coded * (weight + 6e-9) + LAYERS * (block + 1e-4)
+    assert found.seconds == pytest.approx(rest, rel=1e-9)
+    found = generating(subject, table_of_weights("ddp", None, "disk"), "fp32", device, **said)
+    assert found.limit == "disk" and found.seconds == found.moved / 1e3
+
+
+@pytest.mark.parametrize(
     ("bits", "weights", "share"),
     [
         (None, "memory", 1.0),

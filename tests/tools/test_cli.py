@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,6 +185,21 @@ def test_help_and_refusals_do_not_import_torch(arguments: list[str]):
     )
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_command_that_is_made_alone_is_the_one_among_all() -> None:
+    """With its options and its own commands; a word that names none has all to be looked for among."""
+    every = cli.command_of(cli.app)
+    for word, one in every.commands.items():
+        alone = cli.command_of(cli.app, word)
+        assert list(alone.commands) == [word]
+        for made, other in zip(_with_inner(alone.commands[word]), _with_inner(one), strict=True):
+            assert [each.opts for each in made.params] == [each.opts for each in other.params]
+    assert list(cli.command_of(cli.app, "generat").commands) == list(every.commands)
+
+
+def _with_inner(one: Any) -> list[Any]:
+    return [one, *(inner for each in getattr(one, "commands", {}).values() for inner in _with_inner(each))]
 
 
 def command(folder: Path, *arguments: str) -> list[str]:

@@ -56,6 +56,8 @@ def test_the_machine_is_measured_into_a_profile_that_plans_read(tmp_path: Path) 
     assert two.device.attention["bf16"] > 0 and two.device.others > 0
     assert set(two.device.codecs) >= {"int8/256", "int8/64", "nf4/64", "int2/32"}  # of wires, and of weights at rest
     assert two.device.update > 0
+    assert set(two.device.forwards) == {"fp32", "int8/64", "nf4/64", "int2/32"}
+    assert all(texts and weight > 0 <= block for rows in two.device.forwards.values() for texts, block, weight in rows)
 
 
 @pytest.mark.soak

@@ -117,7 +117,7 @@ class Generation:
             along: also with nothing to do here, as other ranks, which share parameters, have something.
 
         Raises:
-            NonFiniteError: the logits of a text are inf or NaN.
+            NonFiniteError: the logits of a text are inf or NaN, or -inf for all tokens.
         """
         if not self.busy:
             if along:
@@ -139,7 +139,10 @@ class Generation:
         whole = []
         for text, token, log_prob, tops in zip(drawn, *chosen, strict=True):
             if not log_prob > -torch.inf:
-                raise NonFiniteError(f"logits of request {text.request} are inf or NaN at token {text.number}.")
+                raise NonFiniteError(
+                    f"logits of request {text.request} are inf or NaN at token {text.number}, or -inf for all tokens, "
+                    "so that none can come: look at the weights, the precision and what the model masks."
+                )
             text.take(token, log_prob, tops)
             if text.finish is not None:
                 whole.append(text)
@@ -243,7 +246,7 @@ def generate(
     Raises:
         ConfigError: an argument is of a wrong type or value, or a prompt fits neither the pages nor the context.
         ModelError: text cannot be generated with the model: the sentence says why.
-        NonFiniteError: logits are inf or NaN.
+        NonFiniteError: logits are inf or NaN, or -inf for all tokens of the vocabulary.
         UsageError: the engine has stages or an axis of sequence, or the model generates already.
     """
     prompts = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]

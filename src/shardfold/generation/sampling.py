@@ -48,7 +48,8 @@ class SamplingRule:
         repetition: logits of tokens in the prompt and the answer so far are divided by it where they are positive, and
             multiplied where they are negative (CTRL, Keskar et al. 2019); 1 changes none.
         min_p: in [0, 1]; 0 keeps all (Nguyen et al. 2024).
-        top_log_probs: how many of the likeliest tokens are told beside each token.
+        top_log_probs: how many of the likeliest tokens are told beside each token, at most: those that cannot come
+            (-inf) are not.
     """
 
     temperature: float = 1.0
@@ -194,7 +195,10 @@ def _tops(scores: Tensor, whole: Tensor, rules: Sequence[SamplingRule]) -> list[
         return [[] for _ in rules]
     values, places = scores.topk(most)
     rows = zip(rules, places.tolist(), (values - whole).tolist(), strict=True)
-    return [list(zip(at[: rule.top_log_probs], of, strict=False)) for rule, at, of in rows]
+    return [
+        [each for each in zip(at[: rule.top_log_probs], of, strict=False) if each[1] != -np.inf]
+        for rule, at, of in rows
+    ]
 
 
 def _penalized(scores: Tensor, rules: Sequence[SamplingRule], texts: Sequence[Sequence[int]]) -> Tensor:

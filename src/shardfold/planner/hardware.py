@@ -77,6 +77,9 @@ class Device:
             the host ``bandwidth``.
         codecs: seconds of formats by name, as :class:`~shardfold.plan.cost.Codec` has them: for each element
             that is encoded, decoded, decoded and added, and for a call.
+        reads: bytes per second that come from the disk, past the page cache; 0: ``disk``.
+        forwards: of a process that has all cores, what a forward takes in which texts have one token each, by format
+            of weights (``fp32``: none): rows of how many texts, seconds of a block, and of each weight.
     """
 
     name: str
@@ -100,6 +103,8 @@ class Device:
     meeting: float = 0.0
     update: float = 0.0
     codecs: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    reads: float = 0.0
+    forwards: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict[str, Sequence[Sequence[float]]])
 
     def attending(self, dtype: str) -> float:
         """Floating-point operations per second of attention between tokens of that dtype."""

@@ -7,7 +7,8 @@ is the cache. So models that share keys among heads, keep a window or compress t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import takewhile
@@ -164,19 +165,24 @@ def generating(
     pages = rows * -(-length // page) * page * cache_bytes(subject, 1, kind) / length
     rules, cuts = subject.cuts(table, policy, subject.mesh)
     segments = [segment for c in cuts if c.spec is not None for segment in c.spec.segments]
-    weights = sum(segment.numel for segment in segments)
-    coded = {segment.codes: 0 for segment in segments if segment.codes}
+    numel: dict[str, int] = {}
     for segment in segments:
-        if segment.codes:
-            coded[segment.codes] += segment.numel
+        form = segment.codes or policy.compute
+        numel[form] = numel.get(form, 0) + segment.numel
+    weights = sum(numel.values())
     tier = rules.layouts[-1].rest.tier
     moved = resting.get(tier, 0.0) if tier is not Tier.DEVICE else 0.0
     rate = device.rate(policy.compute) * device.reached
     products, read = 2 * weights * rows / rate, weights * width / device.bandwidth
-    decoded = sum(_decoding(form, numel, device) for form, numel in coded.items())
     copied = (4 if tier is Tier.DISK else 2) * moved / device.bandwidth if not device.streams else 0.0
-    waits = moved / (device.disk if tier is Tier.DISK else device.host) if device.streams or tier is Tier.DISK else 0.0
-    computes = max(products, read) + decoded + copied
+    drive = device.reads or device.disk
+    waits = moved / (drive if tier is Tier.DISK else device.host) if device.streams or tier is Tier.DISK else 0.0
+    if all(form in device.forwards for form in numel):
+        blocks = sum(c.spec is not None and not c.spec.root for c in cuts)
+        computes = copied + _as_measured(numel, blocks, rows, device)
+    else:
+        decoded = sum(_decoding(form, count, device) for form, count in numel.items() if form != policy.compute)
+        computes = max(products, read) + decoded + copied
     seconds = max(waits, computes)
     limit = str(tier) if waits > computes else "products" if products > read else "memory"
     specs = [c.spec for c in cuts if c.spec is not None]
@@ -221,6 +227,23 @@ def _frozen(subject: Subject) -> Subject:
     found = replace(subject)
     found.hollow.requires_grad_(False)
     return found
+
+
+def _as_measured(numel: Mapping[str, int], blocks: int, rows: int, device: Device) -> float:
+    """Seconds of a forward by what forwards of blocks were seen to take, with weights in these formats."""
+    most = max(numel, key=lambda form: numel[form])
+    of_block, _ = _between(device.forwards[most], rows)
+    return blocks * of_block + sum(count * _between(device.forwards[form], rows)[1] for form, count in numel.items())
+
+
+def _between(measured: Sequence[Sequence[float]], rows: int) -> tuple[float, float]:
+    """Seconds of a block and of a weight for so many texts, on the line between the next numbers that were measured;
+    beyond the last one on that which leads there."""
+    place = min(bisect_left([each[0] for each in measured], rows, 1), len(measured) - 1)
+    (few, *low), (many, *high) = measured[place - 1], measured[place]
+    part = (rows - few) / (many - few)
+    block, weight = (max(0.0, less + part * (more - less)) for less, more in zip(low, high, strict=True))
+    return block, weight
 
 
 def _decoding(form: str, numel: int, device: Device) -> float:

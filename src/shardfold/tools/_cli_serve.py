@@ -44,6 +44,7 @@ def serve_command(
         debug = ["--debug"] if invocation.obj else []
         raise typer.Exit(launch.launch_local(["serve", str(run), *arguments, *debug], settings.procs))
     with QuickStart.uncollected():
+        QuickStart.import_torch()
         from shardfold.tools.serve.serve import serve
 
     serve(settings)

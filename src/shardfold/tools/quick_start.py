@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,11 @@ __all__ = ["QuickStart"]
 
 MASKS = "_trace_wrapped_higher_order_op"
 """Module of the compiler, of which transformers has a class in its masks."""
-UNUSED = ("is_accelerate_available", "is_scipy_available", "is_torch_distributed_available")
+RULES = "torch._meta_registrations"
+"""Module of PyTorch: what operations without memory give that are no part of its library, a quarter of its import."""
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Asks PyTorch's allocator for large pages: with them a model's weights are there sooner, and are found sooner."""
+UNUSED = ("is_accelerate_available", "is_vision_available", "is_scipy_available", "is_torch_distributed_available")
 """Questions of transformers, whose answer decides what it imports besides."""
 
 
@@ -27,7 +32,7 @@ class QuickStart:
         only_answers: it trains and compiles nothing.
     """
 
-    alone = only_answers = False
+    alone = only_answers = _incomplete = False
 
     @classmethod
     @contextmanager
@@ -43,6 +48,29 @@ class QuickStart:
                 gc.freeze()
             if collects:
                 gc.enable()
+
+    @classmethod
+    def import_torch(cls) -> None:
+        """Import PyTorch, in a process that only answers without the rules of its operations on tensors that have no
+        memory: a model that is made without it needs those of no more than a few, which the library has."""
+        if not cls.only_answers or "torch" in sys.modules:
+            return
+        os.environ.setdefault(HUGE_PAGES, "1")
+        sys.modules[RULES] = ModuleType(RULES)
+        try:
+            torch = importlib.import_module("torch")
+        finally:
+            del sys.modules[RULES]
+        vars(torch).pop(RULES.partition(".")[2], None)
+        cls._incomplete = True
+
+    @classmethod
+    def complete_torch(cls) -> bool:
+        """Import what :meth:`import_torch` left out; whether it has left anything out."""
+        incomplete, cls._incomplete = cls._incomplete, False
+        if incomplete:
+            importlib.import_module(RULES)
+        return incomplete
 
     @classmethod
     def import_models(cls) -> None:

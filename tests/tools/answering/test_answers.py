@@ -19,7 +19,10 @@ from shardfold.errors import ConfigError
 from shardfold.tools.answering._chat_session import ChatSession
 from shardfold.tools.answering.answer_config import ChatConfig, GenerateConfig
 from shardfold.tools.answering.batch_answers import answer_prompts
-from shardfold.tools.answering.opened_model import OpenedModel, byte_tokenizer
+from shardfold.tools.answering.byte_tokenizer import ByteTokenizer
+from shardfold.tools.answering.opened_model import OpenedModel
+from shardfold.tools.recipes.lm import train
+from shardfold.tools.recipes.train_config import TrainConfig
 from shardfold.tools.tune.data.templates import TEMPLATES
 
 PROMPTS: list[Any] = [
@@ -45,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     place = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(place)
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer().whole
     first = tokenizer.convert_ids_to_tokens(0)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{first} $A", special_tokens=[(first, 0)]
@@ -88,7 +91,7 @@ def test_answers_are_those_of_each_prompt_alone_and_are_not_asked_twice(folder: 
     settings: dict[str, Any] = {"model": folder, "prompts": _prompts(tmp_path, PROMPTS), "max_tokens": 12, "out": out}
     answer_prompts(GenerateConfig.load(settings))
     first, text = _answers(out), out.read_text()
-    decode = byte_tokenizer().decode
+    decode = ByteTokenizer().decode
     for number, row in enumerate(PROMPTS, 1):
         assert first[number, 0]["text"] == decode(_alone(folder, row, 12))
     lines = text.splitlines(keepends=True)
@@ -104,7 +107,16 @@ def test_answers_are_those_of_each_prompt_alone_and_are_not_asked_twice(folder: 
         answer_prompts(GenerateConfig.load({**settings, "prompts": _prompts(tmp_path, ["other"])}))
 
 
-LEFT_OUT = ("torch._dynamo", "torch.distributed.tensor", "sympy", "scipy", "accelerate", "trl")
+LEFT_OUT = (
+    "torch._meta_registrations",
+    "torch._refs",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "sympy",
+    "scipy",
+    "accelerate",
+    "trl",
+)
 BEGUN = f"""
 import gc, runpy, sys
 read = []
@@ -125,12 +137,45 @@ def test_a_command_that_answers_begins_without_what_only_trainings_use(folder: P
     command = [sys.executable, "-c", BEGUN, "chat", str(folder), "--max-tokens", "8"]
     done = subprocess.run(command, input="Hello.\n", capture_output=True, text=True, timeout=240, check=True)
     turns = {"messages": [{"role": "user", "content": "Hello."}]}
-    said = byte_tokenizer().decode(_alone(folder, turns, 8))
+    said = ByteTokenizer().decode(_alone(folder, turns, 8))
     assert done.stdout.startswith(said) and done.stdout.splitlines()[-3:] == [
         " [] True True",
         "[3, 1]",
         "compiler True read 1",
     ]
+
+
+def test_a_run_of_train_is_answered_without_transformers(tmp_path: Path) -> None:
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("the cat sits here and the dog runs there. " * 60)
+    train(TrainConfig.load({"size": "tiny", "data": text, "steps": 2, "procs": 1, "save_every": 1, "out": run}))
+    code = "import runpy, sys\ntry: runpy.run_module('shardfold', run_name='__main__')\n"
+    code += "finally: print([name for name in ('transformers', 'torch._refs') if name in sys.modules])"
+    words = ["generate", str(run), "--prompts", str(_prompts(tmp_path, ["the c"])), "--max-tokens", "3"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=240, check=True)
+    answer, left = done.stdout.splitlines()
+    assert json.loads(answer)["tokens"] == 3 and left == "[]"
+
+
+WITHOUT_RULES = """
+from shardfold.tools.quick_start import QuickStart
+QuickStart.only_answers = True
+QuickStart.import_torch()
+import torch
+from shardfold.tools.answering.opened_model import OpenedModel
+def made(cls, config, adapters):
+    print("opening")
+    return torch.dot(*torch.ones(2, 4, device="meta"))
+OpenedModel._open = classmethod(made)
+print(OpenedModel.open(None).device, QuickStart.complete_torch(), torch._meta_registrations.__name__)
+"""
+
+
+def test_a_model_that_needs_rules_which_were_left_out_is_opened_with_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RULES], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert done.stdout.splitlines() == ["opening", "opening", "meta False torch._meta_registrations"]
 
 
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(folder: Path, tmp_path: Path) -> None:
@@ -171,7 +216,7 @@ def test_a_conversation_goes_on_from_the_pages_that_it_has(folder: Path) -> None
         before = session.seen
         said = "".join(session.say(words))
         turns.append({"role": "user", "content": words})
-        expected = byte_tokenizer().decode(_alone(folder, {"messages": turns}, 16))
+        expected = ByteTokenizer().decode(_alone(folder, {"messages": turns}, 16))
         assert said == expected
         turns.append({"role": "assistant", "content": said})
         asked = sum(len(turn["content"].encode()) for turn in turns)
@@ -189,7 +234,7 @@ def test_without_a_template_a_chat_goes_on_with_the_text(folder: Path, tmp_path:
     config = ChatConfig.load({"model": bare, "max_tokens": 16})
     model = OpenedModel.open(config)
     session = ChatSession(model, config)
-    assert "".join(session.say("Once")) == byte_tokenizer().decode(_alone(bare, "Once", 16))
+    assert "".join(session.say("Once")) == ByteTokenizer().decode(_alone(bare, "Once", 16))
     session.close()
     model.close()
 

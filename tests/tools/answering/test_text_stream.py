@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardfold.errors import ConfigError
-from shardfold.tools.answering.opened_model import byte_tokenizer
+from shardfold.tools.answering.byte_tokenizer import ByteTokenizer
 from shardfold.tools.answering.text_stream import TextStream
 
 TEXT = "Ein Äffchen aß 🍌 und sagte: „Ja“。 \U0001f468\u200d\U0001f469 x̂ Ende."
@@ -30,7 +30,7 @@ def with_byte_fallback() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
-TOKENIZERS = {"bytes": byte_tokenizer, "fallback": with_byte_fallback}
+TOKENIZERS = {"bytes": ByteTokenizer, "fallback": with_byte_fallback}
 
 
 @pytest.fixture(params=TOKENIZERS)
@@ -49,6 +49,22 @@ def test_is_the_text_of_all_tokens(tokenizer: Any) -> None:
     assert "".join(found) == tokenizer.decode(tokens, skip_special_tokens=True) == TEXT
     assert found[-1] == ""
     assert all("\ufffd" not in piece for piece in found)
+
+
+def test_bytes_are_tokens_as_with_transformers() -> None:
+    """Whatever a text has in it, the letter among it that stands for the end of a document."""
+    ours, draw = ByteTokenizer(), random.Random(0)
+    letters = [*TEXT, "Ā", "\0", "\n", " ", "\xa0", "ÿ"]
+    for text in ("", TEXT, *("".join(draw.choices(letters, k=9)) for _ in range(200))):
+        ids = ours(text, add_special_tokens=False)["input_ids"]
+        assert ids == list(text.encode()) == ours(text).input_ids == ours.whole(text)["input_ids"]
+        tokens = [*ids, 0, *draw.choices(range(256), k=5)]
+        for skips in (True, False):
+            said = ours.backend_tokenizer.decode(tokens, skip_special_tokens=skips)
+            assert said == ours.whole.backend_tokenizer.decode(tokens, skip_special_tokens=skips)
+    whole = ours.whole
+    assert (len(ours), ours.eos_token_id, ours.bos_token_id) == (len(whole), whole.eos_token_id, whole.bos_token_id)
+    assert ours(["a", "b"])["input_ids"] == [[97], [98]] and ours.convert_ids_to_tokens(0) == "Ā"
 
 
 def test_goes_on_with_the_text_before(tokenizer: Any) -> None:
@@ -100,16 +116,16 @@ def test_drawn_texts_and_stops(tokenizer: Any) -> None:
 
 def test_what_is_no_text_is_not_held_for_ever() -> None:
     """Bytes that never become a character are shown as broken ones while the answer goes on."""
-    stream = TextStream(byte_tokenizer())
+    stream = TextStream(ByteTokenizer())
     found = [stream.push(0xFF) for _ in range(64)]
     assert "".join(found).count("\ufffd") >= 56
 
 
 def test_an_unfinished_character_is_shown_at_the_end() -> None:
     tokens = list("é".encode())
-    assert pieces(TextStream(byte_tokenizer()), tokens[:1]) == ["", "\ufffd"]
+    assert pieces(TextStream(ByteTokenizer()), tokens[:1]) == ["", "\ufffd"]
 
 
 def test_a_stop_that_is_empty_is_refused() -> None:
     with pytest.raises(ConfigError, match="a stop string is empty"):
-        TextStream(byte_tokenizer(), ["a", ""])
+        TextStream(ByteTokenizer(), ["a", ""])

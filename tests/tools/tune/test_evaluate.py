@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
-from shardfold.tools.answering.opened_model import OpenedModel, byte_tokenizer
+from shardfold.tools.answering.byte_tokenizer import ByteTokenizer
+from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.recipes.lm import train
 from shardfold.tools.recipes.train_config import TrainConfig
 from shardfold.tools.tune._answers import final_number, is_match
@@ -275,7 +276,7 @@ def test_windows_read_each_token_once_with_all_that_fits_before_it(ids: list[int
 
 def test_bytes_are_those_of_the_scored_text() -> None:
     """A leading blank counts, and a letter of two bytes does as both; what is not scored and stop tokens do not."""
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     ids = np.array([*"a bé c".encode(), 0], np.int32)
     trained = np.zeros(len(ids), np.bool_)
     trained[[1, 2, 5, 6, 7]] = True

@@ -32,6 +32,7 @@ def generate_command(invocation: typer.Context, run: RunArgument, **options: Any
         debug = ["--debug"] if invocation.obj else []
         raise typer.Exit(launch.launch_local(["generate", str(run), *arguments, *debug], settings.procs))
     with QuickStart.uncollected():
+        QuickStart.import_torch()
         from shardfold.tools.answering.batch_answers import answer_prompts
 
     answer_prompts(settings)
@@ -42,6 +43,7 @@ def chat_command(run: RunArgument, **options: Any) -> None:
     given = {name: value for name, value in options.items() if value is not None}
     settings = ChatConfig.load({"model": run, **given}, where="the command line")
     with QuickStart.uncollected():
+        QuickStart.import_torch()
         from shardfold.tools.answering._chat_session import chat
 
     chat(settings)

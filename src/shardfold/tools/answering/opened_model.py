@@ -17,6 +17,7 @@ from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import parse_bytes
 from shardfold.tools.answering._named_adapters import NamedAdapters, choose_adapter
+from shardfold.tools.answering.byte_tokenizer import ByteTokenizer
 from shardfold.tools.answering.open_config import OpenConfig
 from shardfold.tools.observe.working_line import working
 from shardfold.tools.quick_start import QuickStart
@@ -25,7 +26,7 @@ from shardfold.tools.recipes.train_config import TrainConfig, read_settings
 from shardfold.tools.tune.adapters import merged_tensors
 from shardfold.tools.tune.models import ModelPlace, hollow_model, loading, quiet
 
-__all__ = ["OpenConfig", "OpenedModel", "byte_tokenizer", "settings_of_train"]
+__all__ = ["OpenConfig", "OpenedModel", "settings_of_train"]
 
 USUAL_LENGTH = 2048
 """Tokens that a model reads whose config does not say."""
@@ -60,7 +61,12 @@ class OpenedModel:
             ConfigError: there is no model, or it is a reward model, or it cannot be opened in that way.
         """
         with QuickStart.uncollected():
-            return cls._open(config, adapters)
+            try:
+                return cls._open(config, adapters)
+            except NotImplementedError:  # an operation without memory whose rule was left out at the start
+                if not QuickStart.complete_torch():
+                    raise
+                return cls._open(config, adapters)
 
     @classmethod
     def _open(cls, config: OpenConfig, adapters: Mapping[str, Path] | None) -> OpenedModel:
@@ -122,6 +128,7 @@ def _streamed(model: torch.nn.Module, config: OpenConfig) -> float:
     """The part of the weights that does not fit into what stays in memory."""
     if config.memory is None:
         return 1.0
+    QuickStart.complete_torch()
     from shardfold.planner.inference import streamed_part  # which takes a second, and nobody else here
     from shardfold.planner.setting import Subject
 
@@ -182,26 +189,5 @@ def _of_train(folder: Path, said: Mapping[str, Any], config: OpenConfig) -> Open
     engine = _engine(model, config, None)
     with working("loading"):
         engine.load(folder, weights_only=True)
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     return OpenedModel(engine, tokenizer, shape.context, (tokenizer.eos_token_id,), is_bytes=True)
-
-
-def byte_tokenizer() -> Any:
-    """The tokenizer of a GPT whose tokens are bytes: byte k is token k. Byte 0 ends a document."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = _letters()
-    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    # The letter that stands for byte 0 may stand in a text as well, where it is its own bytes.
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=letters[0], split_special_tokens=True)
-
-
-def _letters() -> list[str]:
-    """Of each byte the letter that a tokenizer of bytes has for it: itself if it is printed, else one from 256 on."""
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printed)
-    moved = {byte: chr(256 + place) for place, byte in enumerate(others)}
-    return [moved.get(byte, chr(byte)) for byte in range(256)]

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
 from shardfold.tools.answering.open_config import BASES
+from shardfold.tools.doctor._forward_rates import forward_rates
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from shardfold.torch_internals import scaled_mm
 
@@ -85,13 +87,20 @@ def measure(folder: Path, say: Callable[[str], None] = lambda what: None) -> Mea
     if accelerator.has_streams(device):  # its host has these cores for each of its devices
         update *= RANKS / max(accelerator.count(device), 1)
     link = Interconnect(*ranks["link"]) if ranks["link"] else _link(found)
+    forwards: dict[str, list[list[float]]] = {}
+    if device.type == "cpu":
+        say("texts")
+        forwards = forward_rates()
     say("disk")
+    writes, reads = _disk(folder)
     profile = Device(
         name=f"{os.uname().nodename}-{device.type}",
         memory=memory,
         near=link,
         far=link,
-        disk=_disk(folder),
+        disk=writes,
+        reads=reads,
+        forwards=forwards,
         reached=1.0,
         reserve=0.0 if device.type == "cpu" else Device.reserve,
         source="measured by shardfold doctor --measure",
@@ -201,16 +210,28 @@ def _launch(device: torch.device, found: Mapping[str, Any]) -> float:
     return max(took - float(Work(alone, trace).until[-1][0]), took / 2) / float(trace.works.calls.sum())
 
 
-def _disk(folder: Path) -> float:
-    """Bytes per second of a write that has reached the disk."""
-    block = os.urandom(2**24)
+def _disk(folder: Path) -> tuple[float, float]:
+    """Bytes per second of a write that has reached the disk, and of a read past the page cache; 0: there is none."""
+    block, times = os.urandom(2**24), 8
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         began = time.perf_counter()
-        for _ in range(4):
+        for _ in range(times):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        return 4 * len(block) / (time.perf_counter() - began)
+        writes = times * len(block) / (time.perf_counter() - began)
+        try:
+            direct = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        except (OSError, AttributeError):  # of a file system, or a system, that has no such reads
+            return writes, 0.0
+        try:
+            with mmap(-1, len(block)) as into:
+                began = time.perf_counter()
+                for place in range(times):
+                    os.preadv(direct, [into], place * len(block))
+                return writes, times * len(block) / (time.perf_counter() - began)
+        finally:
+            os.close(direct)
 
 
 def _link(found: dict[str, dict[int, float]]) -> Interconnect:

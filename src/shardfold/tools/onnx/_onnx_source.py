@@ -16,7 +16,8 @@ from shardfold.checkpoint import load_model
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError, ModelError
 from shardfold.sharding.materialize import meta_init
-from shardfold.tools.answering.opened_model import USUAL_LENGTH, byte_tokenizer, settings_of_train
+from shardfold.tools.answering.byte_tokenizer import ByteTokenizer
+from shardfold.tools.answering.opened_model import USUAL_LENGTH, settings_of_train
 from shardfold.tools.onnx._layer_graph import ModelCall
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
@@ -399,7 +400,7 @@ def _of_train(path: Path, said: Mapping[str, Any]) -> OnnxSource:
         apart = (model(input_ids=ids).logits - gpt(ids)).abs().max().item()
     if apart > 1e-3:
         raise ConfigError(f"the GPT in {str(path)!r} is no LLaMA: logits are {apart:.1e} apart.")
-    return OnnxSource("decoder", model, model.config, byte_tokenizer())
+    return OnnxSource("decoder", model, model.config, ByteTokenizer())
 
 
 def as_llama(gpt: GPT) -> Any:

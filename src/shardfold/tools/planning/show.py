@@ -306,7 +306,7 @@ def generation(found: Generating, precision: str, length: int, page: int, bits: 
     kind = precision if bits is None else f"{bits} bits and {precision}"
     held = ", ".join(f"{human(num_bytes)} {_THERE[tier]}" for tier, num_bytes in found.resting.items() if num_bytes)
     takes = {
-        "disk": f"the drive's {device.disk / 1e9:.3g} GB/s",
+        "disk": f"the drive's {(device.reads or device.disk) / 1e9:.3g} GB/s",
         "host": f"the link's {device.host / 1e9:.3g} GB/s",
         "memory": "reading weights from memory",
         "products": "products",
