@@ -267,8 +267,13 @@ def test_models_that_cannot_are_refused_with_the_reason() -> None:
 def test_logits_that_are_not_finite_are_named(value: float, temperature: float) -> None:
     """Also those of which no token can come, whose log-probabilities would be no number; a text beside it is not."""
     model = made()
-    model.lm_head.register_forward_hook(lambda _, __, logits: logits[..., -1:, :].fill_(value) if spoilt else None)
     spoilt, running = False, Generation(model)
+
+    def spoil(_: Any, __: Any, logits: torch.Tensor) -> None:
+        if spoilt:
+            logits[..., -1, :] = value
+
+    model.lm_head.register_forward_hook(spoil)
     texts = [
         Continuation(number, 0, [3, 4 + number], 2, 3, SamplingRule(temperature), frozenset()) for number in (0, 1)
     ]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ MASKS = "_trace_wrapped_higher_order_op"
 """Module of the compiler, of which transformers has a class in its masks."""
 RULES = "torch._meta_registrations"
 """Module of PyTorch: what operations without memory give that are no part of its library, a quarter of its import."""
+COMPILERS = "torch._dynamo", "torch._inductor", "torch.utils._content_store"
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Asks PyTorch's allocator for large pages: with them a model's weights are there sooner, and are found sooner."""
 UNUSED = ("is_accelerate_available", "is_vision_available", "is_scipy_available", "is_torch_distributed_available")
@@ -63,11 +65,13 @@ class QuickStart:
             del sys.modules[RULES]
         vars(torch).pop(RULES.partition(".")[2], None)
         cls._incomplete = True
+        sys.meta_path.insert(0, _Completing())
 
     @classmethod
     def complete_torch(cls) -> bool:
         """Import what :meth:`import_torch` left out; whether it has left anything out."""
         incomplete, cls._incomplete = cls._incomplete, False
+        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _Completing)]
         if incomplete:
             importlib.import_module(RULES)
         return incomplete
@@ -106,6 +110,14 @@ class QuickStart:
             utils.import_utils.define_import_structure = look
             for name in names:
                 del sys.modules[name]
+
+
+class _Completing(MetaPathFinder):
+    """Before the compiler is imported PyTorch has all that it has else: there is a circle among their modules."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname in COMPILERS:
+            QuickStart.complete_torch()
 
 
 def _found(package: Any, look: Callable[..., Any], path: str, prefix: str | None = None) -> Any:
