@@ -17,6 +17,8 @@ ROWS = 1, 2, 8, 32
 """Texts."""
 WIDE, NARROW, LAYERS = 768, 64, 5
 """Widths of two models: the weights of one are in no cache, the other one has next to none."""
+CONTEXT = 64
+"""Tokens of a text, at most."""
 STEPS, LEAST = 5, 0.2
 """Forwards of which the median counts, and seconds of them at least."""
 
@@ -37,7 +39,7 @@ def forward_rates() -> dict[str, list[list[float]]]:
 
 
 def _model(width: int) -> GPT:
-    shape = GPTConfig(d_model=width, layers=LAYERS, heads=width // 32, context=64)
+    shape = GPTConfig(d_model=width, layers=LAYERS, heads=width // 32, context=CONTEXT)
     return GPT(shape).requires_grad_(False)
 
 
@@ -50,7 +52,7 @@ def _forwards(model: GPT, bits: int | None) -> list[float]:
 
 
 def _forward(engine: Engine, rows: int) -> float:
-    running, most = Generation(engine), engine.module.config.context - 2
+    running, most = Generation(engine), CONTEXT - 2
     for text in range(rows):
         running.add(Continuation(text, 0, [1, 2], 2, most, SamplingRule(0.0), frozenset()))
     times: list[float] = []
