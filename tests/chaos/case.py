@@ -44,7 +44,9 @@ NOTICES = ("notice term", "notice usr1", "notice file")
 ENDS = ("term", "int", "launcher kill")
 HANGS = ("stop", "hang")
 """The process is stopped, or a call in it holds the interpreter and never ends."""
-FAULTS = (*DEATHS, *HANGS, *DISKS, *DELAYS, *NOTICES, *ENDS)
+LOOPS = ("loop",)
+"""It computes without end, and gives signs of life meanwhile."""
+FAULTS = (*DEATHS, *HANGS, *LOOPS, *DISKS, *DELAYS, *NOTICES, *ENDS)
 CHOICES: dict[str, tuple[object, ...]] = {
     "layout": tuple(LAYOUTS),
     "ranks": (2, 3, 4),
@@ -116,6 +118,16 @@ class Case:
         return {"stop": 1.0, "hang": 3.0}.get(self.fault, 10.0)
 
     @property
+    def timeout(self) -> float:
+        """Of a collective: the longest that others wait for a rank that computes."""
+        return 3.0 if self.fault in LOOPS else 1800.0
+
+    @property
+    def waits(self) -> float:
+        """Seconds for which others may wait for the rank that is struck."""
+        return self.timeout if self.fault in LOOPS else self.patience if self.fault in HANGS else 0.0
+
+    @property
     def lacks(self) -> str:
         """What is missing on this machine for it; empty: nothing is."""
         groups = Path("/sys/fs/cgroup/memory")
@@ -133,7 +145,7 @@ class Case:
             return "nothing is saved"
         if self.fault in NOTICES and (self.launcher != "run" or self.moment in ("begin", "closed")):
             return "notice is for a run that trains"
-        if self.fault == "hang" and self.moment in ("begin", "closed"):
+        if self.fault in ("hang", *LOOPS) and self.moment in ("begin", "closed"):
             return "it gives no signs of life yet, or nobody waits for it"
         if self.launcher == "train" and self.restarts:
             return "it starts nothing again"
@@ -191,6 +203,9 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as place:
         judge = Judge(Path(place))
         for name, case in [each for word in words for each in named(word)]:
+            if case.lacks:
+                print(f"{name} not here for want of {case.lacks}: {case}".strip(), flush=True)
+                continue
             verdict = judge.run(case)
             failed += bool(verdict.wrong)
             print(f"{name} {verdict}".strip(), flush=True)

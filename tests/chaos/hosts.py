@@ -330,6 +330,9 @@ def main(words: list[str]) -> int:
             numbers = range(int(first), int(last or first) + 1) if first.isdigit() else [-1]
             for number in numbers:
                 case = of_number(number) if number >= 0 else HostCase.read(word)
+                if case.lacks:
+                    print(f"not here for want of {case.lacks}: {case}", flush=True)
+                    continue
                 verdict = judged.run(case)
                 failed += bool(verdict.wrong)
                 print(f"{number if number >= 0 else ''} {verdict}".strip(), flush=True)

@@ -24,7 +24,7 @@ from shardfold.launch.options import Options
 from shardfold.launch.process import INTERRUPTED
 from shardfold.launch.run_script import run as run_script
 from shardfold.plan.patience import PATIENCE
-from tests.chaos.case import DEATHS, DELAYS, ENDS, HANGS, NOTICES, STEPS, Case
+from tests.chaos.case import DEATHS, DELAYS, ENDS, HANGS, LOOPS, NOTICES, STEPS, Case
 from tests.chaos.rank import CHAOS, adamw, batch, model, work
 from tests.chaos.warm import STACKS, begin, keep_orphans
 from tests.support.saving import left_over
@@ -245,7 +245,7 @@ class Look:
             return
         yield from self._time()
         yield from self._blame()
-        dies = case.fault in (*DEATHS, *HANGS, "torn", "eio")
+        dies = case.fault in (*DEATHS, *HANGS, *LOOPS, "torn", "eio")
         if case.fault in (*DELAYS, "full") or (dies and case.restarts):
             if run.status != 0:
                 yield f"it ended with {run.status}"
@@ -270,7 +270,7 @@ class Look:
         run, case = self.run, self.case
         if case.fault in (*DELAYS, *NOTICES, "full") or case.restarts:
             return  # which go on
-        most = ((case.patience if case.fault in HANGS else 0.0) + MARGIN) * busy()
+        most = (case.waits + MARGIN) * busy()
         if run.behind is not None and run.behind > most:
             yield f"it ended {run.behind:.1f} s behind the strike; {most:.1f} s are the most"
 
@@ -278,7 +278,7 @@ class Look:
         """The first sentence names who was struck, and none names another one."""
         case, run = self.case, self.run
         named = [number for line in run.sentences for number in blamed(line)]
-        if case.fault in (*DEATHS, *HANGS, "torn", "eio"):
+        if case.fault in (*DEATHS, *HANGS, *LOOPS, "torn", "eio"):
             if not named:
                 yield f"nobody is named: {run.err[-800:]}"
             elif set(named) != {case.struck}:
@@ -287,6 +287,8 @@ class Look:
                 yield "it is not said that it was stopped"
             if case.fault == "hang" and "gave no sign of life" not in run.err:
                 yield "it is not said that it gave no sign of life"
+            if case.fault in LOOPS and ", at rank.py:" not in run.err:
+                yield "it is not said where it computes"
             if case.fault == "oom" and case.launcher == "run" and "kernel OOM" not in run.err:
                 yield "it is not said that there was no memory"
             if case.fault == "raise" and CHAOS not in run.err:

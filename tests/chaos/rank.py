@@ -42,7 +42,7 @@ def model() -> Small:
     return Small(layers=2).double()
 
 
-def engine(layout: str, folder: Path) -> sf.Engine:
+def engine(layout: str, folder: Path, timeout: float) -> sf.Engine:
     options: dict[str, Any] = {"layout": layout}
     if layout == "disk":
         table = sf.PRESETS["zero3"].edit("master", "moments", tier="disk", folder=str(folder / "disk"))
@@ -52,7 +52,7 @@ def engine(layout: str, folder: Path) -> sf.Engine:
     elif layout == "stages":
         mesh = {"pipeline": 2, "intra": int(os.environ["WORLD_SIZE"]) // 2}
         options = {"layout": "zero1", "pipeline": "1f1b", "mesh": mesh}
-    return sf.Engine(model(), optimizer=adamw, accumulate=MICRO, **grouped(**options))
+    return sf.Engine(model(), optimizer=adamw, accumulate=MICRO, **grouped(timeout=timeout, **options))
 
 
 class Rank:
@@ -128,6 +128,9 @@ class Rank:
                 self._wait_for("acted")
             case "hang":
                 ctypes.PyDLL(None).sleep(600)
+            case "loop":
+                while True:
+                    pass
             case "launcher pause":
                 os.kill(os.getppid(), signal.SIGSTOP)
             case "launcher kill":
@@ -152,7 +155,9 @@ class Rank:
     def run(self) -> None:
         torch.set_num_threads(1)
         self.place("begin", STEPS)
-        self.engine = trained = engine(self.layout, self.folder)
+        self.engine = trained = engine(
+            self.layout, self.folder, Case().timeout if self.case is None else self.case.timeout
+        )
         if self.armed:
             Section.observer = self.observe
         self.place("made", STEPS)

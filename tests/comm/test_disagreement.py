@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfold as sf
+from shardfold.comm import launcher_notes
 from shardfold.comm._boards import possible
 from shardfold.errors import ShardfoldError
 from shardfold.testing import Ranks
@@ -427,6 +429,27 @@ def _finally(seconds: float) -> tuple[str, bool]:
         met = dist.is_initialized()
     engine.close()
     return said, met
+
+
+def _gives_up(folder: str) -> tuple[bool, bytes]:
+    """What rank 0 leaves for a launcher when it gives up: whether another is to blame, and which."""
+    os.environ[launcher_notes.FILE] = str(Path(folder, f"note{dist.get_rank()}"))
+    Path(os.environ[launcher_notes.FILE]).touch()
+    try:
+        _closes(folder)
+        left = Path(os.environ[launcher_notes.FILE]).read_bytes()
+        return launcher_notes.has_followed(), left[launcher_notes.GIVEN_UP :].partition(b"\0")[0]
+    finally:
+        faulthandler.unregister(launcher_notes.STACK)
+        for notes in (launcher_notes._file, launcher_notes._stacks):
+            while notes:
+                os.close(notes.pop())
+        del os.environ[launcher_notes.FILE]
+
+
+def test_a_rank_that_gives_up_leaves_for_whom_it_waited(ranks: Ranks, tmp_path: Path) -> None:
+    """The launcher is to end and to name that one; it is the one that has heard of it only who names nobody."""
+    assert ranks.run(_gives_up, str(tmp_path), world_size=2, timeout=60) == [(True, b"1"), (True, b"")]
 
 
 def test_a_barrier_in_a_finally_is_met_and_hides_no_error(ranks: Ranks) -> None:

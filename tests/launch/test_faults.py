@@ -22,6 +22,7 @@ from shardfold.errors import ConfigError
 from shardfold.launch import _rendezvous as rendezvous
 from shardfold.launch import process, workers
 from shardfold.launch._agent import Notice, SignalException, signals
+from shardfold.launch.death import OomWatch
 from shardfold.launch.leftovers import MARK, Leftovers, has_group
 from shardfold.launch.namespaces import Namespaces, why_not
 from shardfold.launch.options import Options
@@ -106,6 +107,9 @@ def hangs():
     elif sys.argv[1] == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)  # it had done all of its work
+    elif sys.argv[1] == "loops":
+        while True:
+            pass
     else:
         signal.pthread_sigmask(signal.SIG_BLOCK, [notes.STACK])
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -117,6 +121,11 @@ def hangs():
 if os.environ["RANK"] == "1":
     hangs()
 notes.note_awaited([1])
+if sys.argv[1] == "loops":  # as an engine that has waited as long as it does
+    time.sleep(1)
+    notes.tell_launcher("rank 1 did not come.", follows=True)
+    notes.note_given_up([1])
+    sys.exit(1)
 time.sleep(30)  # not for ever, should nobody end it
 """
 
@@ -139,6 +148,26 @@ def test_a_rank_without_a_sign_of_life_is_ended_and_its_stack_told(
     error, said = capfd.readouterr().err, {"holds": "gave no sign of life for ", "stops": "stopped"}[how]
     assert said in error and "; so rank 1 o" in error
     assert ", at lives.py:" in error and " in hangs, called at lives.py:" in error and " in <module>, and was" in error
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_rank_that_computes_for_ever_is_ended_when_others_give_up(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, train: bool
+) -> None:
+    """It gives signs of life, and those that waited for it fail first: it is the cause, and where it was is told."""
+    monkeypatch.setattr(workers, "ANSWER", 30.0)  # on a busy machine
+    monkeypatch.setattr(OomWatch, "witness", lambda *_: "of another process")
+    script = write("lives.py", LIVES)
+    if train:
+        monkeypatch.setenv(PATIENCE, "60")
+        status = launch.launch([sys.executable, script, "loops"], 2)
+    else:
+        status = run("--nproc-per-node=2", "--patience=60", script, "loops")
+    assert status == 128 + signal.SIGKILL
+    error = capfd.readouterr().err
+    assert "its process did not come to where others waited for it until they gave up (state " in error
+    assert ", at lives.py:" in error and " in hangs, called at lives.py:" in error and "; so rank 1 o" in error
+    assert "rank 0 o" not in error and "kernel OOM" not in error
 
 
 def test_a_stopped_rank_that_is_deaf_writes_nothing_more(capfd: pytest.CaptureFixture[str]) -> None:
@@ -395,6 +424,47 @@ time.sleep(600)
         assert all(rank.why == "it hangs, and was ended" and not rank.follows for rank in ranks)
     finally:
         workers.end_all(ranks, signal.SIGKILL, 0.0)
+
+
+def test_who_is_stopped_is_said_to_be_stopped_though_it_was_silent_before() -> None:
+    """Its last sign of life is older than that it stands: it is ended for that, when it has stood for long enough."""
+    begins = f"""
+import os, signal, time
+os.pwrite(os.open(os.environ[{FILE!r}], os.O_RDWR), b"%020d" % 5, {workers.BEAT})
+time.sleep(0.6)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    rank = workers.Worker(0, [sys.executable, "-c", begins], dict(os.environ), (Outlet(), Outlet()))
+    workers.watch([rank])
+    try:
+        while rank.ended is None:
+            rank.look(1.0)
+            workers.end_hung({0: rank}, {0}, (), 1.0)
+            time.sleep(0.02)
+        assert rank.why.startswith("its process was stopped (SIGSTOP, state T) for ")
+    finally:
+        workers.end_all([rank], signal.SIGKILL, 0.0)
+
+
+def test_who_runs_on_when_others_have_ended_is_told(tmp_path: Path) -> None:
+    """It is not ended, as it may do what is its own: here it waits for that to be told."""
+    script = write(
+        "lingers.py",
+        """
+        import os, sys, time
+        deadline = time.monotonic() + 60
+        while os.environ["RANK"] == "1" and "still runs" not in open("err").read():
+            if time.monotonic() > deadline:
+                sys.exit(3)
+            time.sleep(0.05)
+        time.sleep(1)  # in which it could be said again
+        """,
+    )
+    with open("err", "w") as err:
+        ended = subprocess.run(command("--nproc-per-node=2", "--patience=1", script), stderr=err, check=False)
+    said = Path("err").read_text()
+    assert ended.returncode == 0 and said.count("still runs, 1 s after the other ranks here have ended well") == 1
+    assert " of local rank 1 (state " in said and "of local rank 0" not in said
 
 
 # -- what runs say of themselves
@@ -718,14 +788,26 @@ HANGS = TRAINS.replace(
 ).replace("import os,", "import ctypes, os,")
 
 
+LOOPS = HANGS.replace("ctypes.PyDLL(None).sleep(600)", "while True: pass").replace(
+    'layout="zero2"', 'layout="zero2", runtime=sf.Runtime(timeout=4.0)'
+)
+
+
 @pytest.mark.soak
-def test_a_hang_on_another_host_is_named(two: Namespaces) -> None:
-    """The rank that waits is on one host, the one that holds its interpreter on the other, whose launcher ends it."""
-    launchers = agents(two, write("hangs.py", HANGS))
+@pytest.mark.parametrize(
+    ("script", "said_of_it"),
+    [(HANGS, "gave no sign of life"), (LOOPS, "did not come to where others waited for it until they gave up")],
+    ids=["hangs", "loops"],
+)
+def test_a_hang_on_another_host_is_named(two: Namespaces, script: str, said_of_it: str) -> None:
+    """The rank that waits is on one host, the one that holds its interpreter, or computes for ever, on the other, whose
+    launcher ends it."""
+    launchers = agents(two, write("hangs.py", script))
     try:
         said = "".join(each.communicate(timeout=200)[1] for each in launchers)
         errors = [line for line in said.splitlines() if line.startswith("Error")]
-        assert any("gave no sign of life" in line and "rank 1 on host" in line for line in errors), said
+        assert any(said_of_it in line and "rank 1 on host" in line for line in errors), said
+        assert not any("rank 0 on host" in line for line in errors), said
         assert any(", at hangs.py:" in line for line in errors), said
         assert all(each.returncode for each in launchers)
     finally:

@@ -434,6 +434,18 @@ def test_a_host_that_was_ended_from_here_is_not_lost(tmp_path: Path):
     assert not remote.is_lost(ours) and remote.is_lost(others)
 
 
+def test_agents_tell_each_other_for_whom_their_ranks_wait_and_for_whom_in_vain():
+    """As often as they give signs of life."""
+    nodes = met(30.0)
+    for rank in range(3):
+        nodes[0].store.set(f"shardfold/awaits/{rank}", "[[], []]")
+    for node in nodes:
+        node.beat()
+    assert nodes[1].awaited({0}, {4}) == ({0}, {4})
+    assert nodes[2].awaited({1}, ()) == ({0, 1}, {4})
+    assert nodes[1].awaited((), ()) == ({0}, {4})  # not asked again yet
+
+
 def test_steps_of_one_job_are_runs_of_their_own():
     """What two of them hold of a folder are no attempts of one."""
     job = {"SLURM_JOB_ID": "7"}

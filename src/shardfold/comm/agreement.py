@@ -47,7 +47,7 @@ from shardfold import accelerator
 from shardfold.comm._watchdog import Watchdog, Whereabouts
 from shardfold.comm.answered import Answered
 from shardfold.comm.expected import Coming, Expectation, Place, Sequel, Started
-from shardfold.comm.launcher_notes import is_given_notice, tell_launcher
+from shardfold.comm.launcher_notes import is_given_notice, note_given_up, tell_launcher
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
@@ -916,7 +916,10 @@ class Agreement:
                 f"{self.timeout:.0f} s: {self._describe(others, now - begun)}."
             )
             self._tell_abort(message)
-            self._give_up(message)
+            # Who waits as well, in whatever, is not to blame; nor who has said nothing yet, where another is known.
+            late = sorted({rank for rank, entry in others.items() if entry.kind == "busy"} or unheard)
+            self._give_up(message, follows=bool(late))
+            note_given_up(late)
             raise CollectiveError(f"{message}{self._here()}")
         return True
 

@@ -28,6 +28,7 @@ __all__ = [
     "DIGITS",
     "FILE",
     "FOLDER",
+    "GIVEN_UP",
     "LEASE",
     "MOST",
     "NOTICE",
@@ -41,6 +42,7 @@ __all__ = [
     "is_given_notice",
     "note_awaited",
     "note_folder",
+    "note_given_up",
     "note_step",
     "offer_stack",
     "refuse_without_lease",
@@ -49,9 +51,10 @@ __all__ = [
 
 FILE = "SHARDFOLD_FOLLOWS"
 MOST, DIGITS = 4000, 20
-STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, STACKS = 4096, 5000, 5008, 5032, 5056, 10240, 16384
+STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, GIVEN_UP, STACKS = 4096, 5000, 5008, 5032, 5056, 10240, 14336, 18432
 """Where in the file the number of steps is, and what says that the rank shall leave; when it last gave a sign of life,
-until when it may write, for which ranks it waits, the run folder, and its stack; the reason stands in front."""
+until when it may write, for which ranks it waits, the run folder, for which ranks it has waited in vain, and its stack;
+the reason stands in front."""
 NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
 """The signal by which a rank writes its stack and ends; one that programs have no other use for."""
@@ -93,6 +96,7 @@ def note_step(steps: int) -> None:
         _told.clear()
         _follows.clear()
         _write(b"0\0", 0)
+        note_given_up(())
     _write(b"%020d" % steps, STEP)
 
 
@@ -126,10 +130,13 @@ def beat_no_more() -> None:
 
 def note_awaited(ranks: Iterable[int]) -> None:
     """Leaves which ranks, that say nothing, this one waits for; none: it does not wait."""
-    text = ",".join(map(str, ranks))
-    if len(text) >= MOST:  # no part of a number: it would be another rank's
-        text = text[:MOST].rpartition(",")[0]
-    _write(text.encode() + b"\0", AWAITED)
+    _write(_listed(ranks), AWAITED)
+
+
+def note_given_up(ranks: Iterable[int]) -> None:
+    """Leaves for which ranks this one has waited until it gave up: should it fail, the launcher ends those that still
+    run, and names them."""
+    _write(_listed(ranks), GIVEN_UP)
 
 
 def refuse_without_lease(what: str) -> None:
@@ -154,6 +161,13 @@ def _lease() -> int | None:
         if _opened() is not None and (text := os.pread(_file[0], DIGITS, LEASE)).isdigit():
             return int(text)
     return None
+
+
+def _listed(ranks: Iterable[int]) -> bytes:
+    text = ",".join(map(str, ranks))
+    if len(text) >= MOST:  # no part of a number: it would be another rank's
+        text = text[:MOST].rpartition(",")[0]
+    return text.encode() + b"\0"
 
 
 def _write(text: bytes, at: int) -> None:

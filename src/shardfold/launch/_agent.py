@@ -35,7 +35,7 @@ from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.options import Options, streams
 from shardfold.launch.process import SAID, exit_status, interface_towards, leads_home, num_cores
 from shardfold.launch.scheduler import find_task, scheduler_step
-from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, watch
+from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, lingering, watch
 from shardfold.plan.patience import PATIENCE, Patience
 from shardfold.tiers.limit import memory_limit
 
@@ -97,6 +97,7 @@ class Agent(SimpleElasticAgent):
         self.host = node.name or host_name()
         self.labelled = node.name is not None
         self.workers: list[Worker] = []
+        self._lingers = ""  # who was said to run on alone
         self.death: Death | None = None  # the first of this attempt
         self.mine = False  # whether it is this node's to tell of
         self.oom = OomWatch()
@@ -110,7 +111,7 @@ class Agent(SimpleElasticAgent):
     # What torch's agent asks for.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.death, self.mine, self.oom, self.workers = None, False, OomWatch(), []
+        self.death, self.mine, self.oom, self.workers, self._lingers = None, False, OomWatch(), [], ""
         self._interface = ""
         several = (worker_group.group_world_size or 1) > 1
         if several and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
@@ -149,7 +150,9 @@ class Agent(SimpleElasticAgent):
             worker.look(self.patience.lost)
         by_rank = {place.global_rank: self.workers[place.local_rank] for place in worker_group.workers}
         awaited = set[int]().union(*(worker.awaits for worker in self.workers))
-        end_hung(by_rank, awaited | self.meeting.awaited(awaited), self.patience.lost)
+        given_up = set[int]().union(*(worker.gave_up for worker in self.workers))
+        theirs = self.meeting.awaited(awaited, given_up)
+        end_hung(by_rank, awaited | theirs[0], given_up | theirs[1], self.patience.lost)
         failed = [worker for worker in self.workers if worker.returncode]
         failed.sort(key=lambda worker: worker.ended or 0.0)
         running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in self.workers)
@@ -162,6 +165,9 @@ class Agent(SimpleElasticAgent):
         self._ours_until = asked + max(self.patience.lease, 2 * self.options.monitor_interval)
         for worker in self.workers:  # the run was this node's when it was asked
             worker.lease(self._ours_until - time.monotonic())
+        if not self._lingers and (lingers := lingering(self.workers, self.patience.lost)):
+            self._lingers = lingers
+            say(f"shardfold run: {lingers}.")
         if all(worker.returncode == 0 for worker in self.workers):
             for worker in self.workers:
                 worker.drain()
@@ -258,7 +264,7 @@ class Agent(SimpleElasticAgent):
         """This node's first failure, which the other agents are told of."""
         returncode = worker.returncode or 0
         place = group.workers[worker.local_rank]
-        killed = returncode == -signal.SIGKILL
+        killed = returncode == -signal.SIGKILL and not worker.is_ended_here
         death = Death(
             place.global_rank,
             place.world_size,

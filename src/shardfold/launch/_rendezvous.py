@@ -43,7 +43,13 @@ ALREADY = 5.0
 """Seconds that a store has to answer whose port is in use on this host."""
 LEAVES = 1.0
 """Seconds for the others to be told that this node meets them no more."""
+AGAIN = 2.0
+"""Seconds that the store where nodes meet has to answer in front of another attempt: whoever lost it has waited for the
+patience already, and is to end no more than three seconds behind that."""
 CONNECT = timedelta(seconds=60)
+Awaited = tuple[frozenset[int], frozenset[int]]
+"""Ranks that say nothing and are waited for, and those that were waited for in vain."""
+NOBODY: Awaited = frozenset(), frozenset()
 GONE = (DistError, RuntimeError, OSError)  # what a store raises whose host is gone
 
 
@@ -70,7 +76,7 @@ class Attempts(RendezvousHandler):
         patience: Patience,
         meets: tuple[str, int] | None = None,
     ) -> None:
-        self.patience, self.meets, self._met = patience, meets, False
+        self.patience, self.meets, self._met, self._vain = patience, meets, False, False
         self.inner, self.host, self.address, self.port, self.timeout = inner, host, address, port, timeout
         self.store: Any = None
         self.node_rank, self.num_nodes = 0, 1
@@ -78,8 +84,8 @@ class Attempts(RendezvousHandler):
         self._beaten = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
         self._lost: set[int] = set()  # nodes that have long given none
-        self._awaits: set[int] = set()  # which ranks those of this node wait for, as others were told
-        self._awaited: tuple[float, set[int]] = 0.0, set()  # and those of others; behind which sign of life
+        self._awaits = NOBODY  # which ranks those of this node wait for, and did in vain, as others were told
+        self._awaited: tuple[float, Awaited] = 0.0, NOBODY  # and those of others; behind which sign of life
 
     def get_backend(self) -> str:
         return self.inner.get_backend()
@@ -91,7 +97,7 @@ class Attempts(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.store = None  # closes the dead attempt's
         self.finished, self._beats, self._lost = False, {}, set()
-        self._awaits, self._awaited = set(), (0.0, set())
+        self._awaits, self._awaited = NOBODY, (0.0, NOBODY)
         if self._met and self.meets is not None:  # torch's handler would wait without end for a thread of its own
             self._await_answer(*self.meets)
         self._met = True
@@ -107,7 +113,7 @@ class Attempts(RendezvousHandler):
             port = self.store.port
             for rank in range(met.world_size):
                 self.store.set(f"shardfold/beat/{rank}", f"of node {rank}:0")
-                self.store.set(f"shardfold/awaits/{rank}", "[]")
+                self.store.set(f"shardfold/awaits/{rank}", "[[], []]")
             met.store.set("shardfold/store", json.dumps([address, port]))
         else:
             asked = Answered(met.store, self.patience.lost)
@@ -122,18 +128,18 @@ class Attempts(RendezvousHandler):
         Raises:
             RendezvousTimeoutError: no store answers there; the kernel of a frozen host still takes connections.
         """
-        seconds = max(2.0, self.patience.keep_alive)
         said: list[TCPStore] = []
 
         def ask() -> None:
             with suppress(*GONE):
-                limit = timedelta(seconds=seconds)
+                limit = timedelta(seconds=AGAIN)
                 said.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(seconds)
+        asking.join(AGAIN)
         if not said:
+            self._vain = True
             raise RendezvousTimeoutError(f"nobody answers at {host}:{port}")
 
     def num_nodes_waiting(self) -> int:
@@ -152,7 +158,7 @@ class Attempts(RendezvousHandler):
         # In a thread that may be left behind: it waits for another one, which may ask a store that does not answer.
         ending = threading.Thread(target=self._shut_down, daemon=True)
         ending.start()
-        ending.join(LEAVES)
+        ending.join(0.0 if self._vain else LEAVES)
         return True
 
     def _shut_down(self) -> None:
@@ -229,18 +235,19 @@ class Attempts(RendezvousHandler):
                 return self._look_for_lost(now)
         return None
 
-    def awaited(self, ours: Collection[int]) -> set[int]:
-        """The ranks that those of all nodes wait for and that say nothing; other nodes are told of ``ours``. Asked as
-        often as signs of life are given."""
+    def awaited(self, ours: Collection[int], given_up: Collection[int]) -> Awaited:
+        """The ranks that those of all nodes wait for and that say nothing, and those for which they have waited in
+        vain; other nodes are told of ``ours`` and ``given_up``. Asked as often as signs of life are given."""
         if self.num_nodes == 1 or self._beaten == self._awaited[0]:
             return self._awaited[1]
         with suppress(*GONE):
-            if self._awaits != ours:
-                self.store.set(f"shardfold/awaits/{self.node_rank}", json.dumps(sorted(ours)))
-                self._awaits = set(ours)
+            if self._awaits != (told := (frozenset(ours), frozenset(given_up))):
+                self.store.set(f"shardfold/awaits/{self.node_rank}", json.dumps([*map(sorted, told)]))
+                self._awaits = told
             keys = [f"shardfold/awaits/{rank}" for rank in range(self.num_nodes)]
-            told = self.store.multi_get(keys)
-            self._awaited = self._beaten, {rank for text in told for rank in json.loads(text)}
+            each = [json.loads(text) for text in self.store.multi_get(keys)]
+            silent, late = (frozenset[int]().union(*kind) for kind in zip(*each, strict=True))
+            self._awaited = self._beaten, (silent, late)
         return self._awaited[1]
 
     def _look_for_lost(self, now: float) -> Death | None:

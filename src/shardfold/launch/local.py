@@ -203,7 +203,8 @@ def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: fl
         for rank in interrupts.ranks:
             rank.look(patience)
         awaited = set[int]().union(*(rank.awaits for rank in interrupts.ranks))
-        end_hung({rank.local_rank: rank for rank in interrupts.ranks}, awaited, patience)
+        given_up = set[int]().union(*(rank.gave_up for rank in interrupts.ranks))
+        end_hung({rank.local_rank: rank for rank in interrupts.ranks}, awaited, given_up, patience)
         if (
             frozen := next((r for r in interrupts.ranks if r.ended and r.process.returncode is None), None)
         ) is not None:

@@ -27,6 +27,7 @@ from shardfold.comm.launcher_notes import (
     DIGITS,
     FILE,
     FOLDER,
+    GIVEN_UP,
     LEASE,
     MOST,
     NOTICE,
@@ -41,7 +42,7 @@ from shardfold.launch.process import die_with_parent, signal_main_thread
 from shardfold.launch.run_records import note_end
 from shardfold.tiers.limit import process_state, switched
 
-__all__ = ["Outlet", "Worker", "caused", "end_all", "end_hung", "watch"]
+__all__ = ["Outlet", "Worker", "caused", "end_all", "end_hung", "lingering", "watch"]
 
 UNSEEN = 1.0
 """Seconds between two looks at a rank, from which on this process itself may have been stopped meanwhile."""
@@ -218,9 +219,15 @@ class Worker:
     @property
     def awaits(self) -> set[int]:
         """The ranks that say nothing, and for which this one waits."""
-        return (
-            set() if self.ended is not None else {int(rank) for rank in self._noted(MOST, AWAITED).split(",") if rank}
-        )
+        return set() if self.ended is not None else self._listed(AWAITED)
+
+    @property
+    def gave_up(self) -> set[int]:
+        """The ranks for which this one has waited in vain, and failed."""
+        return self._listed(GIVEN_UP) if self.returncode else set()
+
+    def _listed(self, at: int) -> set[int]:
+        return {int(rank) for rank in self._noted(MOST, at).split(",") if rank}
 
     @property
     def _told(self) -> str:
@@ -232,6 +239,16 @@ class Worker:
         """What it has left at this place."""
         noted = b"" if self._sign is None else os.pread(self._sign, length, at)
         return noted.partition(b"\0")[0].decode(errors="replace")
+
+    @property
+    def is_ended_here(self) -> bool:
+        """Whether it was ended for what it did, or did not do, by :meth:`end_for`."""
+        return bool(self._ended_for)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its process was stopped when last looked at, and the time before."""
+        return self._stopped > 0
 
     def lease(self, seconds: float) -> None:
         """Let it write for so long what outlives the run; not one that is being ended."""
@@ -377,22 +394,42 @@ def caused(failed: Sequence[_Failed], running: bool, echo: float) -> _Failed | N
     return cause or failed[0]
 
 
-def end_hung(workers: Mapping[int, Worker], awaited: Collection[int], patience: float) -> None:
-    """End those that have given no sign of life for so many seconds while others wait for them.
+def end_hung(
+    workers: Mapping[int, Worker], awaited: Collection[int], given_up: Collection[int], patience: float
+) -> None:
+    """End those that have given no sign of life for so many seconds while others wait for them, and those for which
+    others have waited as long as they wait at all.
 
     Args:
         workers: of this node, by rank.
         awaited: ranks that say nothing, and for which others wait, of this node or another.
+        given_up: ranks for which others have waited in vain, and failed.
         patience: seconds.
     """
-    for rank in awaited:
-        worker = workers.get(rank)
-        if worker is not None and worker.ended is None and worker.silent > patience:
-            state = process_state(worker.process.pid)
-            worker.end_for(
-                f"its process gave no sign of life for {worker.silent:.0f} s while others waited for it "
-                f"(state {STATES.get(state, state)})"
-            )
+    for rank, worker in workers.items():
+        if worker.ended is not None:
+            continue
+        state = process_state(worker.process.pid)
+        state = f"(state {STATES.get(state, state)})"
+        if rank in awaited and worker.silent > patience and not worker.is_stopped:
+            quiet = f"gave no sign of life for {worker.silent:.0f} s while others waited for it"
+            worker.end_for(f"its process {quiet} {state}")
+        elif rank in given_up:
+            worker.end_for(f"its process did not come to where others waited for it until they gave up {state}")
+
+
+def lingering(workers: Sequence[Worker], seconds: float) -> str:
+    """Who still runs so long after others have ended well, for a sentence; "" if nobody does.
+
+    It is not ended: it may do what is its own, as writing what came of a run. It may as well never end.
+    """
+    ended = [worker.ended or 0.0 for worker in workers if worker.returncode == 0]
+    running = [worker for worker in workers if worker.returncode is None]
+    if not ended or not running or time.monotonic() < max(ended) + seconds:
+        return ""
+    states = ((worker, process_state(worker.process.pid)) for worker in running)
+    each = (f"process {w.process.pid} of local rank {w.local_rank} (state {STATES.get(s, s)})" for w, s in states)
+    return f"{', '.join(each)} still runs, {seconds:.0f} s after the other ranks here have ended well"
 
 
 def _frames(dumped: str) -> str:
