@@ -42,7 +42,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     batch = torch.randn(given.rows, given.width)
-    for layout in ("zero1", "zero3"):
+    for layout in ("ddp", "zero1", "zero2", "zero3"):
         engines = [
             trained(given.width, given.blocks, given.rows, layout, checksums=checksums) for checksums in (False, True)
         ]
