@@ -43,7 +43,7 @@ ALREADY = 5.0
 """Seconds that a store has to answer whose port is in use on this host."""
 LEAVES = 1.0
 """Seconds for the others to be told that this node meets them no more."""
-AGAIN = 2.0
+AGAIN = 1.5
 """Seconds that the store where nodes meet has to answer in front of another attempt: whoever lost it has waited for the
 patience already, and is to end no more than three seconds behind that."""
 CONNECT = timedelta(seconds=60)
