@@ -309,6 +309,7 @@ ATTRIBUTES: tuple[Internal, ...] = (
     Internal(
         "torch.optim.Optimizer._opt_called", "no false warning of a schedule that runs ahead", "that warning comes"
     ),
+    Internal("torch.ops.mkldnn._linear_pointwise", "products of a few rows on CPUs without AVX-512", "they are slower"),
     Internal("torch._ops.OpOverload._schema", "which operations write into their arguments", "selective recomputation"),
     Internal(
         "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._worker_group",

@@ -248,12 +248,12 @@ def _late(mode: Any) -> list[float]:
     found: list[float] = []
     with mode():
         for collective in ("sum", "exchange"):
-            tensor = torch.full((60_000,), 1.0 + mesh.rank)
+            tensor = torch.full((600_000,), 1.0 + mesh.rank)
             if collective == "sum":
                 pending, out = wire.all_reduce(tensor, group), tensor
             else:
-                each = [60_000 // dist.get_world_size()] * dist.get_world_size()
-                out = torch.zeros(60_000)
+                each = [600_000 // dist.get_world_size()] * dist.get_world_size()
+                out = torch.zeros(600_000)
                 pending = wire.exchange(tensor, each, out, each, group)
             if mesh.rank == 0:
                 pending.wait(_wait)
@@ -269,14 +269,14 @@ def _late(mode: Any) -> list[float]:
 @pytest.mark.parametrize(("mode", "world_size"), [(torch.no_grad, 2), (torch.inference_mode, 3)])
 def test_a_rank_goes_on_with_what_it_began_while_it_stands_elsewhere(ranks: Ranks, mode: Any, world_size: int) -> None:
     total = world_size * (world_size + 1) / 2
-    want = [60_000 * total, 60_000 / world_size * total, 1_000 * total]
+    want = [600_000 * total, 600_000 / world_size * total, 1_000 * total]
     assert ranks.run(_late, mode, world_size=world_size) == [want] * world_size
 
 
 def _fails_once() -> bool:
     """A sum in place that fails behind its first block on rank 0, on the thread that goes on while rank 1 waits."""
     _, wire, group, mesh = _wires()
-    tensor, summed = torch.full((10,), 1.0 + mesh.rank), wire._adder.sum
+    tensor, summed = torch.full((200_000,), 1.0 + mesh.rank), wire._adder.sum
     failed = threading.Event()
 
     def fail(near: Any, number: int, full: torch.Tensor, start: int, out: torch.Tensor, add: bool) -> None:

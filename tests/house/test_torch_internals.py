@@ -99,7 +99,7 @@ def test_this_version_has_every_name() -> None:
     optimizer.step()
     objects: dict[str, Any] = {
         "Tensor": torch.ones(1), "Module": nn.Module(), "RNNBase": nn.LSTM(1, 1), "LRScheduler": schedule,
-        "Optimizer": optimizer, "OpOverload": torch.ops.aten.add.Tensor,
+        "Optimizer": optimizer, "OpOverload": torch.ops.aten.add.Tensor, "mkldnn": torch.ops.mkldnn,
     }  # fmt: skip
     for internal in ATTRIBUTES:
         *_, owner, name = internal.path.split(".")

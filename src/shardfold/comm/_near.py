@@ -55,6 +55,9 @@ __all__ = ["NearTransport"]
 BLOCK = 256 * 1024
 """Bytes that are summed at a time: with the others' they fit a core's cache."""
 
+AT_ONCE = 512 * 1024
+"""Bytes of all ranks' together that each rank sums by itself: reading them takes less than a second meeting."""
+
 PAUSE = 2e-3
 """Seconds between the deeds of the thread that carries on, where it has a core of its own."""
 
@@ -445,6 +448,8 @@ class NearTransport(Transport):
         near = self._near.get(id(group))
         if near is None:
             return self._other.all_reduce(tensor, group)
+        if tensor.nbytes * near.size <= AT_ONCE:
+            return self._reduce_at_once(tensor, near)
         chunk = -(-tensor.numel() // near.size)
         bounds = [min(i * chunk, tensor.numel()) for i in range(near.size + 1)]
         first, second, adder = near.number(), near.number(), self._adder
@@ -462,6 +467,16 @@ class NearTransport(Transport):
                 near.read(other, addresses[other] + start, tensor.data_ptr() + start, stop - start)
 
         return self._begin(_Reading(near, [(first, sum_own), (second, read_sums)], tensor))
+
+    def _reduce_at_once(self, tensor: Tensor, near: Group) -> Pending:
+        """Every rank sums all: the same sums in the same order, with one meeting less."""
+        given, number, adder = tensor.clone(), near.number(), self._adder
+        near.post(number, given.data_ptr())
+
+        def sum_all(number: int) -> None:
+            adder.sum(near, number, given, 0, tensor, False)
+
+        return self._begin(_Reading(near, [(number, sum_all)], given))
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         near = self._near.get(id(group))

@@ -81,18 +81,19 @@ class MeshGroup(AxisGroup):
         return out
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
-        moved = tensor.detach().movedim(dim, 0)
+        tensor = tensor.detach()
         if sizes is not None and len(set(sizes)) > 1:
+            moved = tensor.movedim(dim, 0)
             flat, each = moved.reshape(-1), prod(moved.shape[1:])
             received = flat.new_empty(sum(sizes) * each)
             to, by = [len(flat)] * self._size, [size * each for size in sizes]
             self._exchange("ALL_GATHER", flat.repeat(self._size), to, received, by)
             return received.view(sum(sizes), *moved.shape[1:]).movedim(0, dim).contiguous()
-        full = moved.new_empty(self._size * len(moved), *moved.shape[1:])
-        full.chunk(self._size)[self._rank].copy_(moved)
+        full = tensor.new_empty(self._size, *tensor.shape)
+        full[self._rank].copy_(tensor)
         flat = full.view(-1)
         self._do("ALL_GATHER", flat.nbytes, lambda group: self._comm.transport.all_gather(flat, group))
-        return full.movedim(0, dim).contiguous()
+        return full.flatten(0, 1) if dim == 0 else torch.cat(full.unbind(), dim)  # rows are copied as a whole
 
     def reduce_scatter(self, tensor: Tensor, dim: int, sizes: Lengths = None) -> Tensor:
         moved = tensor.detach().movedim(dim, 0)

@@ -159,6 +159,11 @@ class Forward:
         return y
 
     @property
+    def is_product(self) -> bool:
+        """Whether it computes on this rank the product with the weight that rests here, and nothing else."""
+        return self.product is None and self.stream is None and not self.rows
+
+    @property
     def in_graphs(self) -> bool:
         """Whether torch.compile can look into it."""
         return self.word in ("column", "row", "kv", "partial", "sequence", "scattered", "collected", "joined")
