@@ -339,7 +339,7 @@ class _Multiplied:
         layer: Any = self._layer
         if torch.compiler.is_compiling():
             return F.linear(input, layer.weight, layer.bias)
-        made = product(input.reshape(-1, input.shape[-1]), layer.weight).view(*input.shape[:-1], -1)
+        made = product(input.reshape(-1, input.shape[-1]), layer.weight).view(*input.shape[:-1], len(layer.weight))
         return made if layer.bias is None else made + layer.bias
 
 
