@@ -14,6 +14,7 @@ rest in pages (``page_books`` has who holds which, ``page_pool`` the tensors), w
     sampling         how the next token is chosen
     texts            a text that is being generated, and the answer that it becomes
     _decoders        how a model is asked, and how its attention comes to read pages
+    _products        how some rows are multiplied with a matrix
     _running         the loop, and what users call
 """
 
