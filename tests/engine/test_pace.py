@@ -18,6 +18,7 @@ from shardfold.engine.pace import CROWDED, Pace, Spent, _code, _seconds
 from shardfold.plan.report import Straggler
 from shardfold.testing import Ranks
 
+SEEDS = 27
 Extra = Callable[[int, int], tuple[float, float, float]]
 """Of a step and a rank: seconds of computation, data and link besides."""
 NOISES = [(noise, hangs_on) for noise in (0.03, 0.05, 0.1) for hangs_on in (0.0, 0.5, 0.97)]
@@ -81,12 +82,12 @@ def steps_until(found: list[Straggler | None], since: int) -> int:
     return next(step for step, each in enumerate(found[since:], 1) if each is not None)
 
 
-@pytest.mark.parametrize(
-    ("factor", "limit", "kind"),
-    [(1.3, 8, "computation"), (1.3, 8, "data"), (1.3, 8, "link"), (1.1, 50, "computation"), (1.1, 50, "data")],
-)
-def test_a_straggler_is_named_soon(kind: str, factor: float, limit: int) -> None:
-    """Of 8 ranks, with a noise of 3 %: from the step on in which it gets slow, so many steps until all ranks know."""
+SLOW = [(1.3, 8, "computation"), (1.3, 8, "data"), (1.3, 8, "link"), (1.1, 50, "computation"), (1.1, 50, "data")]
+"""By how much, in how many steps it is to be named, and what is slow."""
+
+
+def gets_slow(kind: str, factor: float, seed: int) -> list[Straggler | None]:
+    """Of 8 ranks, with a noise of 3 %, one from step 240 on; or the link."""
     more = 0.1 * (factor - 1) * (1.1 if kind == "link" else 1.0)
     place = ("computation", "data", "link").index(kind)
 
@@ -95,12 +96,31 @@ def test_a_straggler_is_named_soon(kind: str, factor: float, limit: int) -> None
         own[place] = more * (step >= 240) * (rank == 5 or kind == "link")
         return own[0], own[1], own[2]
 
-    for seed in range(1):
-        found = told_by(8, 300, extra, noise=0.03, seed=seed)
-        assert steps_until(found, 240) <= limit
-        last = found[-1]
-        assert last is not None and last.kind == kind and abs(last.factor - factor) < 0.05
-        assert (last.rank, last.host) == ((None, "") if kind == "link" else (5, "n5"))
+    return told_by(8, 300, extra, noise=0.03, seed=seed)
+
+
+@pytest.mark.parametrize(("factor", "limit", "kind"), SLOW)
+def test_a_straggler_is_named_soon(kind: str, factor: float, limit: int) -> None:
+    """From the step on in which it gets slow, so many steps until all ranks know."""
+    found = gets_slow(kind, factor, 0)
+    assert steps_until(found, 240) <= limit
+    last = found[-1]
+    assert last is not None and last.kind == kind and abs(last.factor - factor) < 0.05
+    assert (last.rank, last.host) == ((None, "") if kind == "link" else (5, "n5"))
+
+
+def test_who_gets_slow_does_not_hide_in_noise_that_is_its_own() -> None:
+    """Its own slow steps would widen what it is compared with: by 1.1 it would never be named, with this seed."""
+    assert steps_until(gets_slow("computation", 1.1, 2), 240) <= 50
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("factor", "limit", "kind"), SLOW)
+def test_stragglers_are_named_soon_with_most_seeds(kind: str, factor: float, limit: int) -> None:
+    """1.3 with each, 1.1 with nine of ten: noise that is measured of few medians is itself known to some parts only."""
+    found = [gets_slow(kind, factor, seed) for seed in range(SEEDS)]
+    soon = sum(any(each[240 : 240 + limit]) and not any(each[:240]) for each in found)
+    assert soon >= (SEEDS if factor > 1.2 else 0.9 * SEEDS)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak), 8])
@@ -111,6 +131,15 @@ def test_a_straggler_is_named_soon(kind: str, factor: float, limit: int) -> None
 def test_nobody_is_named_where_nobody_is_slow(ranks: int, noise: float, hangs_on: float, steps: int) -> None:
     """Whatever the noise, and be it that of tens of steps on end, with 50 ms lost now and then."""
     assert not any(told_by(ranks, steps, nothing, noise=noise, hangs_on=hangs_on, late=0.01, seed=ranks))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_nobody_is_named_in_ten_thousand_steps_of_any_seed(seed: int) -> None:
+    """Of 2, 4 and 8 ranks in turn, and each noise with each of them."""
+    noise, hangs_on = NOISES[seed // 3 % len(NOISES)]
+    ranks = (2, 4, 8)[seed % 3]
+    assert not any(told_by(ranks, 10_000, nothing, noise=noise, hangs_on=hangs_on, late=0.01, seed=1000 + seed))
 
 
 def test_where_noise_is_greater_the_same_is_named_only_if_it_is_more() -> None:
@@ -181,8 +210,8 @@ def slow(kind: str, seconds: float, since: int, steps: int) -> tuple[list[Stragg
 @pytest.mark.parametrize(
     ("kind", "seconds", "since", "steps"),
     [
-        ("computation", 0.1, 0, 24),
-        pytest.param("data", 0.1, 0, 24, marks=pytest.mark.soak),
+        ("computation", 0.1, 0, 40),
+        pytest.param("data", 0.1, 0, 40, marks=pytest.mark.soak),
     ],
 )
 def test_a_slow_rank_is_named_by_all(ranks: Ranks, kind: str, seconds: float, since: int, steps: int) -> None:
