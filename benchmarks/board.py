@@ -122,6 +122,7 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
             ("tick_all_s", every, told["cursor"]),
         ):
             took: list[float] = []
+            before = board.cpu()
             for turn in range(20):
                 for number in range(MADE):
                     with (folder / f"run-{number:03}" / "metrics.jsonl").open("a") as file:
@@ -136,6 +137,7 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
                 cursor = told["cursor"]
                 took.append(seconds)
             found[name] = statistics.median(took)
+            found[name.replace("_s", "_cpu_s")] = (board.cpu() - before) / len(took)
         return found
     finally:
         board.process.terminate()

@@ -270,12 +270,15 @@ class BoardApp:
         before = after.split("_") if after else []
         if len(before) != len(runs):
             before = []
+        names = {key: json.dumps(key) for key in keys}
         series: list[str] = []
         cursors: list[str] = []
         read = 0.0
         for number, run in enumerate(runs):
-            curves = self._of(run, self._runs.folder(run))
+            curves = self._curves.get(run) or self._of(run, self._runs.folder(run))
             curves.read_on(keys, by, until)
+            if not curves.is_there:
+                self._runs.folder(run)  # or is it gone with its file
             read += curves.share_read
             for key in keys:
                 if before and part is None:
@@ -283,8 +286,9 @@ class BoardApp:
                 else:
                     points = curves.whole(key, by, pixels, part)
                 if points is not None:
-                    head = json.dumps({"id": run, "key": key, "level": points.level, "whole": points.is_whole})
-                    series.append(f'{head[:-1]},"points":{points.points}}}')
+                    head = f'"id":"{run}","key":{names[key]},"level":{points.level}'
+                    whole = "true" if points.is_whole else "false"
+                    series.append(f'{{{head},"whole":{whole},"points":{points.points}}}')
             cursors.append(curves.cursor)
         self._forget()
         share = read / len(runs) if runs else 1.0

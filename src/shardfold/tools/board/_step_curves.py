@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import lru_cache
 from itertools import accumulate, chain
 from operator import le
 from pathlib import Path
@@ -32,9 +33,14 @@ MOST_REREAD = 64 * 2**20
 """Bytes that a look at a part of a curve reads again for it; of a longer part the blocks are shown."""
 LAST = 64
 """Bytes in front of the place up to which a file was read, by which it is known to be the same."""
+MOST_LATE = 16 * 2**10  # bytes of rows that are kept as they are
 DIGITS = 6
 
-_NUMBER = rb'"%b":\s*([^,}\s]+)'
+
+@lru_cache(maxsize=256)
+def _pattern(key: str) -> re.Pattern[bytes]:
+    """Of a key's number in a row."""
+    return re.compile(rb'"%b":\s*([^,}\s]+)' % re.escape(key.encode()))
 
 
 class CurvePoints(NamedTuple):
@@ -100,6 +106,8 @@ class StepCurves:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._path = folder / "metrics.jsonl"
+        self._place = os.fspath(self._path)
         self._events: EventRows | None = None
         self._lock = threading.Lock()
         self.used = 0.0
@@ -109,13 +117,13 @@ class StepCurves:
         self._reset(())
 
     def _opened(self) -> AbstractContextManager[int | None]:
-        path = self._folder / "metrics.jsonl"
-        if self._events is None and not os.path.lexists(path) and event_files(self._folder):
+        if self._events is None and not os.path.lexists(self._place) and event_files(self._folder):
             self._events = EventRows(self._folder)
-        return opened(path) if self._events is None else self._events.opened()
+        return opened(self._path) if self._events is None else self._events.opened()
 
     def _reset(self, keys: Iterable[str]) -> None:
         self._turns, self._last, self._late = 0, b"", b""
+        self._told: Mapping[str, Sequence[float | None]] | None = None
         self._read, self._rows, self._size, self._length = 0, 0, 1, 0
         self._begins = array("Q")
         self._columns = {key: _Column() for key in keys}
@@ -127,6 +135,11 @@ class StepCurves:
     def num_numbers(self) -> int:
         """That are in memory, about."""
         return len(self._begins) * (1 + 4 * len(self._columns))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there was a file when it was read last."""
+        return self._which is not None
 
     @property
     def share_read(self) -> float:
@@ -165,7 +178,7 @@ class StepCurves:
                 self._which, self._mark = which, secrets.token_hex(4)
             elif not wanted <= self._columns.keys():
                 self._reset({*wanted, *self._columns})
-            self._length, self._late = length, b""
+            self._length, self._late, self._told = length, b"", None
             self._seen = (found.st_ino, length, found.st_mtime_ns) if found is not None else None
             if file is None:
                 return
@@ -181,11 +194,12 @@ class StepCurves:
                 elif self._skips:
                     start = piece.find(b"\n") + 1
                     self._skips, self._read, piece, end = False, self._read + start, piece[start:end], end - start
-                if not self._skips and end:
-                    self._take(piece[:end])
+                columns = self._take(piece[:end]) if end and not self._skips else None
                 self._read += end
-                self._late = whole[: self._read - before]
-                self._last = (self._last + self._late[-LAST:])[-LAST:]
+                late = whole[: self._read - before]
+                self._last = (self._last + late[-LAST:])[-LAST:]
+                # For who looks all the time; of a long piece there would be one for each run.
+                self._late, self._told = (late, columns) if len(late) <= MOST_LATE else (b"", None)
                 if time.monotonic() > until:
                     return
 
@@ -194,11 +208,12 @@ class StepCurves:
         if self._events is not None or self._read != self._length:
             return False
         with suppress(OSError):
-            found = os.lstat(self._folder / "metrics.jsonl")
+            found = os.lstat(self._place)
             return self._seen == (found.st_ino, found.st_size, found.st_mtime_ns)
         return False
 
-    def _take(self, piece: bytes) -> None:
+    def _take(self, piece: bytes) -> Mapping[str, Sequence[float | None]]:
+        """Take the rows of whole lines, and return their numbers."""
         has_times = "tokens" in self._columns
         begins, columns = _rows_of(piece, [key for key in self._columns if key != "tokens"])
         if has_times:
@@ -228,6 +243,7 @@ class StepCurves:
                 column.extend_last(values) if inside else column.append(values)
             self._rows += until - at
             at = until
+        return columns
 
     # -- what is told
 
@@ -253,8 +269,10 @@ class StepCurves:
         if begin == self._read:
             return None
         with self._lock:
-            piece = self._between(begin)
-            rows = self._exact(piece, key, by, total=self._totals.now(by))
+            if self._told is not None and self._read - begin == len(self._late):  # who looks all the time
+                rows = self._pairs(self._told[by], self._told[key], key)
+            else:
+                rows = self._exact(self._between(begin), key, by, total=self._totals.now(by))
         return CurvePoints(_joined(_one(x, y) for x, y in rows), 1, False)
 
     def _between(self, begin: int) -> bytes:
@@ -322,10 +340,15 @@ class StepCurves:
             known = [each for each in x if each is not None]
             shift = 0.0 if not known else first - known[0] if first is not None else (total or 0.0) - known[-1]
             x = [None if each is None else each + shift for each in x]
-        dense = self._is_dense(key)
-        numbers = (None if y is None or not math.isfinite(y) else y for y in columns[key])
+        return self._pairs(x, columns[key], key)
+
+    def _pairs(
+        self, x: Sequence[float | None], y: Sequence[float | None], key: str
+    ) -> list[tuple[float, float | None]]:
+        dense, isfinite = self._is_dense(key), math.isfinite
+        numbers = (None if each is None or not isfinite(each) else each for each in y)
         pairs = zip(x, numbers, strict=True)
-        return [(each, y) for each, y in pairs if each is not None and math.isfinite(each) and (dense or y is not None)]
+        return [(at, each) for at, each in pairs if at is not None and isfinite(at) and (dense or each is not None)]
 
     def _is_dense(self, key: str) -> bool:
         return 2 * self._columns[key].all > self._rows
@@ -396,7 +419,7 @@ def _rows_of(piece: bytes, keys: Iterable[str]) -> _Rows:
     columns: dict[str, Sequence[float | None]] = {}
     rest: list[str] = []
     for key in keys:
-        found = re.findall(_NUMBER % re.escape(key.encode()), piece) if flat else ()
+        found = _pattern(key).findall(piece) if flat else ()
         if flat and not found:
             columns[key] = [None] * len(lines)
             continue
