@@ -219,7 +219,8 @@ class StepCurves:
         if has_times:
             columns = {**columns, **self._totals.of(columns)}
         if not self._read:  # the size that blocks would come to
-            while len(begins) * self._length / len(piece) / self._size > MOST_BLOCKS:
+            parts = self._length / len(piece) if self._length > PIECE else 1.0  # else the rest is half a line
+            while len(begins) * parts / self._size > MOST_BLOCKS:
                 self._size *= 2
         steps = _finite(columns["step"])
         self._turns += sum(map(le, steps, chain((self._step,), steps)))
