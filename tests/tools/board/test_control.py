@@ -239,6 +239,12 @@ def test_the_rest_of_a_run_is_called_after_it(runs: Path) -> None:
 def test_a_plan_that_nobody_waits_for_ends(runs: Path) -> None:
     """Where who asked goes away."""
     board, ends = AskedBoard(runs), list[str]()
+    app: Any = board.app
+
+    async def answers(*given: Any) -> None:
+        await app(*given)
+        await asyncio.sleep(0)
+        ends.append("answered")  # what goes on now ends with the loop
 
     async def plans(*_: Any, **__: Any) -> dict[str, Any]:
         try:
@@ -248,9 +254,9 @@ def test_a_plan_that_nobody_waits_for_ends(runs: Path) -> None:
             raise
         raise AssertionError
 
-    board.app._plans.ask = plans  # pyright: ignore[reportAttributeAccessIssue]
+    board.app, app._plans.ask = answers, plans  # pyright: ignore[reportAttributeAccessIssue]
     reply = board.ask("POST", "/api/plan", body={"recipe": "lm", "settings": {}}, leaves=True)
-    assert reply.status_code == 499 and ends == ["cancelled"]
+    assert reply.status_code == 499 and ends == ["cancelled", "answered"]
 
 
 @pytest.mark.soak
