@@ -1,9 +1,10 @@
 """Products of some rows with a matrix that stays where it is, as each forward of texts under way has them.
 
 MKL, by which PyTorch multiplies, reads a matrix for a few rows at less than half of the memory's rate on CPUs without
-AVX-512. The same product with the matrix in front, and that of oneDNN, which PyTorch has too, do not: of 16,384 x 448
-numbers and 8 rows MKL takes 13 ms, the matrix in front 5; of 64 rows 27 ms, oneDNN 9 (two threads of an AMD EPYC, each
-matrix read from memory). Which one it is depends on the number of rows alone, so the same forward gives the same bits.
+AVX-512. The same product with the matrix in front does not, nor, of large matrices, that of oneDNN, which PyTorch has
+too: of 16,384 x 448 numbers and 8 rows MKL takes 13 ms, the matrix in front 5; of 64 rows 27 ms, oneDNN 9 (two threads
+of an AMD EPYC, each matrix read from memory). For one row MKL is as fast as they are. Which one it is depends on the
+shapes alone, so the same forward gives the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 __all__ = ["multiplies", "product"]
 
 FEW = 16
-"""Rows from which on oneDNN is as fast as the product with the matrix in front, whose result has to be turned."""
+"""Rows from which on the result of the product with the matrix in front takes too long to be turned."""
+LARGE = 4 * 1024 * 1024
+"""Numbers of a matrix that are worth what a call of oneDNN takes."""
 PLAIN = (Tensor, nn.Parameter)
 
 
@@ -51,9 +54,9 @@ def product(rows: Tensor, weight: Tensor) -> Tensor:
         or rows.device.type != "cpu"
         or type(weight) not in PLAIN
         or torch.is_autocast_enabled("cpu")
-        or not len(rows)
+        or len(rows) < 2
     ):
         return F.linear(rows, weight)
-    if 1 < len(rows) < FEW:
+    if len(rows) < FEW:
         return torch.mm(weight, rows.t()).t().contiguous()
-    return _onednn(rows, weight, None, "none", [], "")
+    return _onednn(rows, weight, None, "none", [], "") if weight.numel() >= LARGE else F.linear(rows, weight)
