@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardfold.checkpoint.rng import rng_state, set_rng_state
     from shardfold.comm.runtime import Runtime
     from shardfold.data import Loader, Sampler
+    from shardfold.engine.elastic import ElasticRun
     from shardfold.engine.engine import Engine, engine_of
     from shardfold.engine.stats import Stats
     from shardfold.generation import generate
@@ -75,6 +76,7 @@ __all__ = [
     "Cell",
     "Checkpoint",
     "Clip",
+    "ElasticRun",
     "Engine",
     "Init",
     "Layout",
@@ -124,6 +126,7 @@ _LAZY = {
     "Checkpoint": "shardfold.checkpoint",
     "Average": "shardfold.optim.average",
     "Stats": "shardfold.engine.stats",
+    "ElasticRun": "shardfold.engine.elastic",
     "Engine": "shardfold.engine.engine",
     "Clip": "shardfold.numerics.clipping",
     "LossScale": "shardfold.numerics.scaling",

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
 from functools import reduce, wraps
 from inspect import signature
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ __all__ = [
     "callback_handler",
     "check",
     "copies_shallowly",
+    "count_groups_anew",
     "counted_together",
     "cuda_lazy_call",
     "default_store",
@@ -99,6 +101,7 @@ __all__ = [
     "replace_backward",
     "replace_data_check",
     "scaled_mm",
+    "set_group_timeout",
     "set_versions",
     "spare_compiler",
     "step_pre_hooks",
@@ -236,6 +239,11 @@ INTERNALS: tuple[Internal, ...] = (
     ),
     Internal(
         "torch.distributed.distributed_c10d._get_default_store", "the one store that every rank shares", "several ranks"
+    ),
+    Internal(
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+        "groups that are made in less time than their collectives may take",
+        "going on without a rank that died",
     ),
     Internal("torch.distributed.distributed_c10d._world", "waking ranks that wait in groups of the user's", "that"),
     Internal(
@@ -654,6 +662,17 @@ def when_groups_end(do: Callable[[], object]) -> Callable[[], None]:
 
 class _Sentinel:
     """What is let go of at a certain moment."""
+
+
+def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
+    """From now on collectives of a group, None: the default one, may take so long."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)  # pyright: ignore[reportPrivateUsage]
+
+
+def count_groups_anew() -> None:
+    """The next group is the first: ranks find each other by its number, and one that could not be made has one too."""
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
 
 
 def abort_groups(device: torch.device) -> None:

@@ -8,6 +8,7 @@ draft            the folder in which a checkpoint is written, on each host, unti
 elsewhere        files that lie on other hosts, read over the network
 files            safetensors files, written and read a few MiB at a time
 folders          folders of checkpoints: what may be named in them, which are complete, which are removed
+held             what ranks that have stopped hold of a run, together
 imports          others' files as a checkpoint
 index           what the index says, as values: pieces and where their elements are; what its text may say
 inspect          what is in a checkpoint, by its index alone; no torch

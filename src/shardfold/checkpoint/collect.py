@@ -163,11 +163,13 @@ def collect(
     run_tensors: Mapping[str, Tensor],
     left_out: Mapping[str, str],
     lost: Mapping[int, Tensor],
+    *,
+    every: bool = False,
 ) -> tuple[list[UnwrittenPiece], Index]:
     """This rank's parts, and what it alone knows: numbers kept once, its own tree.
 
-    Where a state is whole on several ranks, each writes an equal share of it. ``left_out``: see
-    :meth:`FrozenBase.left_out`; ``lost``: see :func:`sums_of_lost`.
+    Where a state is whole on several ranks, each writes an equal share of it; with ``every`` each writes all that it
+    has, as any other may be gone. ``left_out``: see :meth:`FrozenBase.left_out`; ``lost``: see :func:`sums_of_lost`.
     """
     parts: list[UnwrittenPiece] = []
     once, described, group = dict[str, Any](), dict[str, Any](), _group_here(model)
@@ -175,7 +177,7 @@ def collect(
         for segment in unit.segments:
             for slot, place in enumerate(segment.spec.slots):
                 if place.name not in left_out and model.counts(segment) and (segment.spec.trainable or not group):
-                    _of_parameter(model, segment, slot, parts, once, lost.get(id(segment)))
+                    _of_parameter(model, segment, slot, parts, once, lost.get(id(segment)), every=every)
     parts = _of_group(parts, group)
     if group:
         once.clear()
@@ -186,10 +188,10 @@ def collect(
     tree["state"] = encode(plain(rank_state), "rank_state.state", tensors, "rank_state")
     for name, tensor in tensors.items():
         parts.append(UnwrittenPiece.whole("rank", "", name, tensor, rank=model.rank))
-    if model.leads and not group:
+    if (model.leads or every) and not group:
         for name, (buffer, _) in _buffers(model):
             parts.append(UnwrittenPiece.whole("buffer", "", name, buffer))
-        if model.rank:  # of another stage than rank 0's, which the header tells of
+        if model.rank and not every:  # of another stage than rank 0's, which the header tells of
             described = _described(model, left_out, {})
             run_tensors = dict[str, Tensor]()
             described["run"] = {"extra": _extra(model, run_tensors)}
@@ -319,10 +321,12 @@ def _of_parameter(
     parts: list[UnwrittenPiece],
     once: dict[str, dict[str, Any]],
     lost: Tensor | None,
+    *,
+    every: bool,
 ) -> None:
     place = segment.spec.slots[slot]
     weights, bounds, over = most_precise(model, segment)
-    low, high = _share(model, bounds, over, segment, place)
+    low, high = bounds if every else _share(model, bounds, over, segment, place)
     a, b = max(low, place.offset), min(high, place.offset + place.numel)
     first = place.offset in range(low, high) or (not place.numel and model.rank == 0)
     if a < b and segment.form is not None:
@@ -343,7 +347,7 @@ def _of_parameter(
             parts.append(_range(place, average_state(number), a - place.offset, values))
         if lost is not None:
             parts.append(_range(place, LOST, a - place.offset, lost[a - bounds[0] : b - bounds[0]]))
-    if not _replica(model, segment.table.master.over, segment, place)[0]:
+    if every or not _replica(model, segment.table.master.over, segment, place)[0]:
         for name, value in update.owned(segment, slot).items():
             parts.append(UnwrittenPiece.whole("once", name, place.name, value))
     if first and not any(place.starts):  # of boxes the one that begins the parameter: what is kept once is equal in all

@@ -15,10 +15,11 @@ from typing import Any
 
 from shardfold.errors import CheckpointError, ShardfoldError
 
-__all__ = ["SILENCE_AT_EXIT", "Messages", "ask", "drop", "put", "take", "words"]
+__all__ = ["SILENCE_AT_EXIT", "SILENCE_OF_DEAD", "Messages", "ask", "drop", "put", "take", "words"]
 
 BEAT = 1.0  # seconds between two signs of life of a rank
 SILENCE, SILENCE_AT_EXIT = 20.0, 8.0  # seconds without one after which it counts as dead
+SILENCE_OF_DEAD = 2.5  # the same where it is known that some rank is
 PAUSE = 0.02  # seconds between two looks
 CHUNK = 1024 * 1024  # bytes of one entry of the store, whose server has a bound for them
 

@@ -33,7 +33,7 @@ from shardfold.checkpoint.collect import collect, header, sums_of_lost
 from shardfold.checkpoint.draft import Draft, Host, find_hosts
 from shardfold.checkpoint.files import UnwrittenPiece, write_file
 from shardfold.checkpoint.index import ITEMSIZES, Index, checksum
-from shardfold.checkpoint.messages import SILENCE_AT_EXIT, Messages, ask, words
+from shardfold.checkpoint.messages import SILENCE_AT_EXIT, SILENCE_OF_DEAD, Messages, ask, words
 from shardfold.checkpoint.run_lock import RunLock
 from shardfold.comm.agreement import Claim
 from shardfold.comm.coalesced import as_bytes
@@ -479,6 +479,18 @@ class Saver:
         if self._memory in self._model.rows:
             self._model.rows.remove(self._memory)
         self._blocks = []
+
+    def leave(self) -> RunLock:
+        """Another rank is gone, so a save under way ends soon; and the folders go on as the run's, whose next engine
+        has :meth:`go_on`."""
+        if self._job is not None:
+            self._job.messages.wait_at_most(SILENCE_OF_DEAD)
+        lock, self.lock = self.lock, RunLock()
+        return lock
+
+    def go_on(self, lock: RunLock) -> None:
+        """Saves are those of the run that had these folders."""
+        self.lock = lock
 
     def raise_failure(self) -> None:
         """

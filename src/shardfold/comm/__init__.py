@@ -12,12 +12,14 @@
     hops               collectives in two hops: over nodes, and over the ranks of each
     launcher_notes     what a rank leaves for its launcher: why it fails, and how far it came
     links              seconds that collectives and formats take, measured
+    membership         who takes part in a run, in one epoch after the other
     mesh               the ranks by axis, and every process group
     mesh_group         the ranks along axes of the mesh, as layers and optimizers ask them
     meter              bytes handed to collectives and moved between tiers
     peers              the ranks of one program, and the small messages of all of them
     polling            waiting for keys of the shared store, so that it can end
     runtime            the device of a rank, how long ranks wait for each other, and checks that cost time
+    shared_folders     folders in shared memory, by the process that made them
     transport          plain collectives of ``torch.distributed``
     _block_sum         a sum of what comes from several ranks, block by block
     _boards            what ranks of one host tell each other in memory, and waiting for it

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Answered", "answered"]
+__all__ = ["Answered", "answered", "ask_another"]
 
 _open: list[threading.Event] = []  # of this process: set when an answer came after all
 
@@ -86,3 +86,8 @@ def answered(ask: Callable[[], Any], limit: float) -> Any:
     if failed:
         raise failed[0]
     return said[0]
+
+
+def ask_another() -> None:
+    """The store is another one from now on, over a connection of its own: no answer of the last one is waited for."""
+    _open.clear()

@@ -1,6 +1,7 @@
 """What a rank leaves for its launcher: why it fails, how far it came, and in which run folder, which is read when it
 has ended, however it ended; that it lives, for whom it waits, and its stack when it is asked. And what the launcher
-leaves for it: that it shall leave, and until when it may write for others.
+leaves for it: that it shall leave, until when it may write for others, and what it is behind the death of a rank that
+the others go on without.
 
 The launcher has opened a file of these parts for it. A rank that was started by another launcher has none.
 
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
+from shardfold.comm.membership import EpochPlace
 from shardfold.errors import CollectiveError
 from shardfold.plan.patience import Patience
 
@@ -26,35 +28,46 @@ __all__ = [
     "AWAITED",
     "BEAT",
     "DIGITS",
+    "ELASTIC",
     "FILE",
     "FOLDER",
     "GIVEN_UP",
     "LEASE",
     "MOST",
     "NOTICE",
+    "OVER",
+    "PLACE",
     "REVOKED",
     "STACK",
     "STACKS",
     "STEP",
+    "STOPPED",
     "beat",
     "beat_no_more",
     "has_followed",
     "is_given_notice",
+    "is_over",
     "note_awaited",
+    "note_elastic",
     "note_folder",
     "note_given_up",
     "note_step",
+    "note_stopped",
     "offer_stack",
+    "place_here",
     "refuse_without_lease",
     "tell_launcher",
 ]
 
 FILE = "SHARDFOLD_FOLLOWS"
 MOST, DIGITS = 4000, 20
-STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, GIVEN_UP, STACKS = 4096, 5000, 5008, 5032, 5056, 10240, 14336, 18432
+STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, GIVEN_UP, STACKS = 4096, 5000, 5008, 5032, 5056, 10240, 14336, 20480
 """Where in the file the number of steps is, and what says that the rank shall leave; when it last gave a sign of life,
 until when it may write, for which ranks it waits, the run folder, for which ranks it has waited in vain, and its stack;
 the reason stands in front."""
+ELASTIC, STOPPED, OVER, PLACE = 18432, 18440, 18464, 18496
+"""And there, of a run that goes on without a rank that dies: that this rank can, the epoch in which it has stopped, how
+many epochs are over, and its place in the present one."""
 NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
 """The signal by which a rank writes its stack and ends; one that programs have no other use for."""
@@ -137,6 +150,31 @@ def note_given_up(ranks: Iterable[int]) -> None:
     """Leaves for which ranks this one has waited until it gave up: should it fail, the launcher ends those that still
     run, and names them."""
     _write(_listed(ranks), GIVEN_UP)
+
+
+def note_elastic() -> None:
+    """Leaves that this rank can go on without another one that dies."""
+    _write(b"1", ELASTIC)
+
+
+def note_stopped(epoch: int) -> None:
+    """Leaves that this rank does nothing more in an epoch: neither it sends, nor are its states changed."""
+    _write(b"%020d" % (epoch + 1), STOPPED)
+
+
+def is_over(epoch: int) -> bool:
+    """Whether the launcher knows that an epoch is over: a next one comes."""
+    with suppress(OSError):
+        return _opened() is not None and int(os.pread(_file[0], DIGITS, OVER).strip(b"\0") or b"0") > epoch
+    return False
+
+
+def place_here() -> EpochPlace | None:
+    """What the launcher says that this rank is; None: it knows of no epochs."""
+    with suppress(OSError):
+        if _opened() is not None:
+            return EpochPlace.from_text(os.pread(_file[0], STACKS - PLACE, PLACE).partition(b"\0")[0].decode())
+    return None
 
 
 def refuse_without_lease(what: str) -> None:

@@ -26,18 +26,25 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardfold import accelerator
-from shardfold.comm.answered import Answered, answered
+from shardfold.comm.answered import Answered, answered, ask_another
 from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, OrderError, UsageError, did_you_mean
 from shardfold.plan.axes import ALSO, DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh, nearest_sizes
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.placement import shard_index
-from shardfold.torch_internals import abort_groups, all_groups, default_store
+from shardfold.torch_internals import (
+    abort_groups,
+    all_groups,
+    count_groups_anew,
+    default_store,
+    set_group_timeout,
+)
 
 __all__ = [
     "DataMesh",
     "Given",
+    "begin_epoch",
     "parse_device",
     "pick_device",
     "refusals_told",
@@ -441,20 +448,24 @@ class DataMesh:
         Raises:
             CollectiveError: a rank is lost, or the store does not answer.
         """
-        timeout = timeout or self._timeout
-        make = partial(dist.new_group, ranks, timeout=timeout + MARGIN, backend=backend)
+        lasting = (timeout or self._timeout) + MARGIN
+        timeout = min(timeout or self._timeout, _PROCESS.within or timedelta.max)
+        make = partial(dist.new_group, ranks, timeout=_PROCESS.within or lasting, backend=backend)
         mine = ranks is None or self.rank in ranks
 
         def connected() -> Any:
             group = make()
             if mine:  # who gives it back at once would cut off those that still connect
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+                if _PROCESS.within is not None:
+                    set_group_timeout(lasting, group)
             return group
 
         try:
             # Ranks look for each other in the store; what is on streams, later and on a device of this thread's.
             waits = backend == GLOO or not self.on_streams
-            group = answered(connected, timeout.total_seconds()) if waits else make()
+            limit = timeout.total_seconds() * (1 if _PROCESS.within is None else 2)  # then the group gives up first
+            group = answered(connected, limit) if waits else make()
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank}: a process group of rank {', '.join(map(str, ranks or range(self.world)))} was not "
@@ -622,6 +633,19 @@ class DataMesh:
         with suppress(RuntimeError):  # what failed is told elsewhere: here it is over
             accelerator.synchronize(self.device)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the process groups there are were all made for this mesh."""
+        return not self.distributed or (self._default is not None and self._default.meshes == {self})
+
+    def break_off(self) -> None:
+        """Ends the connections of all groups of this process: whoever waits in one raises, here and on other ranks.
+        What others may read of this rank's memory stays as it is."""
+        self.give_up()
+        if dist.is_initialized():
+            for group in all_groups():
+                _disconnect(group)
+
     def abandon(self) -> None:
         """Leaves all groups but those of meshes, so that ranks stuck in collectives of the user's own wake up.
 
@@ -662,12 +686,14 @@ class _Process:
         default: the default group, if it was a mesh that initialized ``torch.distributed``.
         starts: how often one did, so far.
         comings: how often this rank came to make a mesh with the others, or told them that it does not.
+        within: how long it may take to make a group; None: as long as its collectives.
     """
 
     def __init__(self) -> None:
         self.open: set[DataMesh] = set()
         self.default: _Default | None = None
         self.starts = self.comings = 0
+        self.within: timedelta | None = None
         self._pid = os.getpid()
 
     def started(self) -> None:
@@ -675,6 +701,10 @@ class _Process:
         self._forget_another()
         self.starts += 1
         self.default = _Default()
+
+    def begin_anew(self, within: timedelta) -> None:
+        """Nobody has started any at the store that comes."""
+        self.starts, self.within = 0, within
 
     def come(self) -> None:
         """This rank comes to make a mesh, or tells the others that it does not."""
@@ -725,6 +755,15 @@ class _Process:
 
 
 _PROCESS = _Process()
+
+
+def begin_epoch(within: timedelta) -> None:
+    """Ends what is left of the process groups of an epoch: those of the next one are made at a store of its own, where
+    nothing has been said yet, and each ``within`` so long, as any rank may be gone meanwhile."""
+    _PROCESS.close()
+    _PROCESS.begin_anew(within)
+    count_groups_anew()
+    ask_another()
 
 
 @contextmanager
@@ -807,5 +846,7 @@ def _start(device: torch.device, timeout: timedelta) -> None:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store = dist.distributed_c10d.PrefixStore(f"shardfold/start/{_PROCESS.starts}", store)
         where = {"store": store, "rank": rank, "world_size": size}
-    start_group(device, timeout, **where)
+    start_group(device, _PROCESS.within or timeout, **where)
+    if _PROCESS.within is not None:
+        set_group_timeout(timeout)
     _PROCESS.started()

@@ -6,6 +6,7 @@
     consistency   arguments and settings that every rank has to have alike
     cursor        a thread that goes through a section of the program beside the first
     damage        updates that failed on some rank
+    elastic       going on without a rank that dies
     engine        what users call
     fitting       ``layout="auto"``, with and without a micro-batch; a warning where states do not fit
     freeze        when ranks sum gradients, and when they send signs of momentum

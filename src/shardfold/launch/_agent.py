@@ -28,7 +28,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.launch import hosts
-from shardfold.launch._rendezvous import Attempts, meeting_of
+from shardfold.launch._members import Members
+from shardfold.launch._rendezvous import Attempts, address_towards, meeting_of, open_store
 from shardfold.launch.death import Death, OomWatch, host_name
 from shardfold.launch.decision import Node, script_command
 from shardfold.launch.leftovers import Leftovers
@@ -106,13 +107,15 @@ class Agent(SimpleElasticAgent):
         self.notice = Notice(options.notice, options.notice_file)
         self._interface = ""  # that ranks find each other by, where this host's name is of no use for it
         self._ours_until = 0.0  # by the monotonic clock: so long the run is this node's, as was last heard
+        self.members: Members | None = None  # of this attempt
+        self._without: set[int] = set()  # local ranks of which it was said that the others go on
         self.alike: list[tuple[Any, ...]] = []  # how attempts failed, those of the same kind at the end
 
     # What torch's agent asks for.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.death, self.mine, self.oom, self.workers, self._lingers = None, False, OomWatch(), [], ""
-        self._interface = ""
+        self._interface, self._without = "", set()
         several = (worker_group.group_world_size or 1) > 1
         if several and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
             self._interface = interface_towards(str(worker_group.master_addr))
@@ -120,11 +123,29 @@ class Agent(SimpleElasticAgent):
             for place in worker_group.workers:
                 self.workers.append(self._start(worker_group, place))
         finally:
-            watch(self.workers)
+            watch(self.workers, self._ended)
+        self.members = self._members_of(worker_group)
         return {worker.local_rank: worker.process.pid for worker in self.workers}
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown()
+
+    def _ended(self, worker: Worker) -> None:
+        if self.members is not None:
+            self.members.ended(worker)
+
+    def _members_of(self, group: WorkerGroup) -> Members:
+        """Who is in, in one epoch after the other."""
+        uids = [place.global_rank for place in sorted(group.workers, key=lambda place: place.local_rank)]
+        first, port = str(group.master_addr), 0
+
+        def opened() -> tuple[str, int, Any]:
+            address = first if self.meeting.node_rank == 0 else address_towards(first) or host_name()
+            store = open_store(address, port)
+            return address, store.port, store
+
+        meeting = self.meeting
+        return Members(meeting.node_rank, uids, self.workers, meeting.store, meeting.num_nodes, opened)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         given = self.options.shutdown_timeout
@@ -136,6 +157,8 @@ class Agent(SimpleElasticAgent):
         if self.death is None and any(worker.returncode is None for worker in self.workers):
             self._note_end("stopped", 0, f"it was asked to end by {death_sig.name}")
         end_all(self.workers, death_sig, grace)
+        if self.members is not None:
+            self.members.close()
         self.leftovers.end(LEAVE if given is None else min(LEAVE, given))
 
     def _exit_barrier(self) -> None:
@@ -148,18 +171,20 @@ class Agent(SimpleElasticAgent):
         self.leftovers.reap()
         for worker in self.workers:
             worker.look(self.patience.lost)
-        by_rank = {place.global_rank: self.workers[place.local_rank] for place in worker_group.workers}
+        assert self.members is not None
+        by_rank = self.members.by_rank()
         awaited = set[int]().union(*(worker.awaits for worker in self.workers))
         given_up = set[int]().union(*(worker.gave_up for worker in self.workers))
         theirs = self.meeting.awaited(awaited, given_up)
         end_hung(by_rank, awaited | theirs[0], given_up | theirs[1], self.patience.lost)
-        failed = [worker for worker in self.workers if worker.returncode]
+        failed = [worker for worker in self.workers if worker.returncode and not self.members.takes(worker)]
         failed.sort(key=lambda worker: worker.ended or 0.0)
+        self._tell_without(worker_group)
         running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in self.workers)
         if failed and (first := caused(failed, running, self.patience.echo)) is not None:
             self.death = self._own(worker_group, first)
         else:
-            self.death = self._heard() or self.meeting.beat()
+            self.death = self._heard() or self._lost_node()
         if self.death is not None:
             return self._failed(worker_group, failed)
         self._ours_until = asked + max(self.patience.lease, 2 * self.options.monitor_interval)
@@ -168,7 +193,7 @@ class Agent(SimpleElasticAgent):
         if not self._lingers and (lingers := lingering(self.workers, self.patience.lost)):
             self._lingers = lingers
             say(f"shardfold run: {lingers}.")
-        if all(worker.returncode == 0 for worker in self.workers):
+        if all(worker.returncode == 0 for worker in self.workers if worker.local_rank not in self._without):
             for worker in self.workers:
                 worker.drain()
             if self.meeting.finish():
@@ -260,12 +285,37 @@ class Agent(SimpleElasticAgent):
         except RendezvousError:
             return Death(-1, 0, "of node 0", 0)
 
+    def _lost_node(self) -> Death | None:
+        """The loss of a node that the others do not go on without."""
+        members = self.members
+        assert members is not None
+        death = self.meeting.beat(members.lose)
+        for node in self.meeting.without():
+            members.lose(node)
+        return Death(-1, 0, self.host, 0, at=time.time(), why=members.failed) if members.failed else death
+
+    def _tell_without(self, group: WorkerGroup) -> None:
+        """Say which ranks the others have just gone on without."""
+        assert self.members is not None
+        for worker in self.workers:
+            if worker.local_rank in self.members.without and worker.local_rank not in self._without:
+                self._without.add(worker.local_rank)
+                left = sum(each.returncode is None for each in self.workers)
+                there = " on this host" if self.meeting.num_nodes > 1 else ""
+                others = f"{left} other ranks{there} go" if left != 1 else f"other rank{there} goes"
+                say(self._death_of(group, worker).sentence(f"; the {others} on without it"))
+
     def _own(self, group: WorkerGroup, worker: Worker) -> Death:
         """This node's first failure, which the other agents are told of."""
+        death = self._death_of(group, worker)
+        self.meeting.tell(death)
+        return death
+
+    def _death_of(self, group: WorkerGroup, worker: Worker) -> Death:
         returncode = worker.returncode or 0
         place = group.workers[worker.local_rank]
         killed = returncode == -signal.SIGKILL and not worker.is_ended_here
-        death = Death(
+        return Death(
             place.global_rank,
             place.world_size,
             self.host,
@@ -278,8 +328,6 @@ class Agent(SimpleElasticAgent):
             worker.why,
             worker.steps,
         )
-        self.meeting.tell(death)
-        return death
 
     def _restarts_in_vain(self, death: Death) -> str:
         """Ranks that fail alike behind the same step, attempt after attempt, are not started again: each rank knows the

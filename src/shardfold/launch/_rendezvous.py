@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from math import ceil
@@ -36,7 +36,7 @@ from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
 from shardfold.plan.patience import Patience
 
-__all__ = ["Attempts", "FixedRendezvous", "meeting_of"]
+__all__ = ["Attempts", "FixedRendezvous", "address_towards", "meeting_of", "open_store"]
 
 POLL = 0.05
 ALREADY = 5.0
@@ -84,6 +84,7 @@ class Attempts(RendezvousHandler):
         self._beaten = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
         self._lost: set[int] = set()  # nodes that have long given none
+        self._without: set[int] = set()  # those of them that the others go on without
         self._awaits = NOBODY  # which ranks those of this node wait for, and did in vain, as others were told
         self._awaited: tuple[float, Awaited] = 0.0, NOBODY  # and those of others; behind which sign of life
 
@@ -96,7 +97,7 @@ class Attempts(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.store = None  # closes the dead attempt's
-        self.finished, self._beats, self._lost = False, {}, set()
+        self.finished, self._beats, self._lost, self._without = False, {}, set(), set()
         self._awaits, self._awaited = NOBODY, (0.0, NOBODY)
         if self._met and self.meets is not None:  # torch's handler would wait without end for a thread of its own
             self._await_answer(*self.meets)
@@ -223,8 +224,16 @@ class Attempts(RendezvousHandler):
             raise RendezvousError("the launcher on node 0 does not answer any more") from error
         return None
 
-    def beat(self) -> Death | None:
-        """Give a sign of life; on node 0, also return the loss of a node that has long given none."""
+    def without(self) -> set[int]:
+        """The nodes that the others go on without, as node 0 has found."""
+        with suppress(*GONE):
+            if self.num_nodes > 1 and self.store.check(["shardfold/without"]):
+                self._without = set(json.loads(self.store.get("shardfold/without")))
+        return self._without
+
+    def beat(self, goes_on: Callable[[int], bool]) -> Death | None:
+        """Give a sign of life; on node 0, also return the loss of a node that has long given none, unless the run
+        ``goes_on`` without it."""
         now = time.monotonic()
         if self.num_nodes == 1 or now - self._beaten < self.patience.beat:
             return None
@@ -232,7 +241,7 @@ class Attempts(RendezvousHandler):
         with suppress(*GONE):
             self.store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
             if self.node_rank == 0:
-                return self._look_for_lost(now)
+                return self._look_for_lost(now, goes_on)
         return None
 
     def awaited(self, ours: Collection[int], given_up: Collection[int]) -> Awaited:
@@ -250,8 +259,9 @@ class Attempts(RendezvousHandler):
             self._awaited = self._beaten, (silent, late)
         return self._awaited[1]
 
-    def _look_for_lost(self, now: float) -> Death | None:
-        """The loss of a node whose last sign of life is too old, of which the others are told in its place.
+    def _look_for_lost(self, now: float, goes_on: Callable[[int], bool] = lambda node: False) -> Death | None:
+        """The loss of a node whose last sign of life is too old, of which the others are told in its place; of one that
+        they go on without, they are told that.
 
         The clock of this node alone is asked.
         """
@@ -262,8 +272,12 @@ class Attempts(RendezvousHandler):
             if self._beats.get(rank, (b"", now))[0] != value:
                 self._beats[rank] = (value, now)
             elif now - self._beats[rank][1] > self.patience.lost and not self.store.check([f"shardfold/told/{rank}"]):
-                lost = Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
                 self._lost.add(rank)
+                if goes_on(rank):
+                    self._without.add(rank)
+                    self.store.set("shardfold/without", json.dumps(sorted(self._without)))
+                    continue
+                lost = Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
                 self._tell(rank, lost)
                 self._tell_no_more(rank)
         return lost
@@ -272,7 +286,7 @@ class Attempts(RendezvousHandler):
         """Note that this node's ranks have ended well, and return whether all nodes' have."""
         done = self.store.add("shardfold/done", 0 if self.finished else 1)
         self.finished = True
-        return done >= self.num_nodes
+        return done >= self.num_nodes - len(self._without)
 
     def leave(self) -> None:
         """Note that this node asks nothing more of the attempt's store."""
@@ -441,7 +455,7 @@ def _handler(node: Node, name: str, words: dict[str, str], timeout: float) -> Re
     """torch's, once the store that it needs answers: its host may begin late, and be busy; on one machine another
     launcher may have it."""
     deadline, endpoint = time.monotonic() + timeout, f"{node.host}:{node.port}"
-    address = node.address or _towards(node.host)
+    address = node.address or address_towards(node.host)
     while True:
         holds = words.get("is_host") == "True"
         try:
@@ -475,7 +489,7 @@ def _at_home(node: Node) -> dict[str, str]:
     return {"is_host": str(any(map(_is_local, addresses)))}
 
 
-def _towards(host: str) -> str | None:
+def address_towards(host: str) -> str | None:
     """This host's address on the way to another one: its name, which torch would take, is known to others only where
     somebody has seen to that. None: there is no way."""
     with suppress(OSError):

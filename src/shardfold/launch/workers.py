@@ -25,17 +25,22 @@ from shardfold.comm.launcher_notes import (
     AWAITED,
     BEAT,
     DIGITS,
+    ELASTIC,
     FILE,
     FOLDER,
     GIVEN_UP,
     LEASE,
     MOST,
     NOTICE,
+    OVER,
+    PLACE,
     REVOKED,
     STACK,
     STACKS,
     STEP,
+    STOPPED,
 )
+from shardfold.comm.membership import EpochPlace
 from shardfold.launch.death import resident
 from shardfold.launch.leftovers import MARK
 from shardfold.launch.process import die_with_parent, signal_main_thread
@@ -215,6 +220,26 @@ class Worker:
         noted = b"" if self._sign is None else os.pread(self._sign, MOST, FOLDER).partition(b"\0")[0]
         if noted:
             note_end(Path(os.fsdecode(noted)), phase, rank, words)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it can go on without another rank that dies."""
+        return self._noted(1, ELASTIC) == "1"
+
+    def has_stopped(self, epoch: int) -> bool:
+        """Whether it does nothing more in an epoch."""
+        noted = self._noted(DIGITS, STOPPED)
+        return noted.isdigit() and int(noted) > epoch
+
+    def end_epoch(self, epoch: int) -> None:
+        """Tell it that an epoch is over, and a next one comes."""
+        if self._sign is not None:
+            os.pwrite(self._sign, b"%020d" % (epoch + 1), OVER)
+
+    def take_place(self, place: EpochPlace) -> None:
+        """Tell it what it is from now on."""
+        if self._sign is not None:
+            os.pwrite(self._sign, place.to_text().encode() + b"\0", PLACE)
 
     @property
     def awaits(self) -> set[int]:

@@ -1,0 +1,120 @@
+"""Who takes part in a run, in one epoch after the other: values only, which ranks and launchers read alike.
+
+A member is a rank that the launchers have started, by the number that it had then, which stays its name for good: what
+it is among those that are left follows from the record of its epoch. A rank needs of that record its own place only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from zlib import crc32
+
+__all__ = ["EpochPlace", "Member", "Membership"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank that lives.
+
+    Attributes:
+        uid: its rank in epoch 0.
+        agent: the node whose launcher has started it.
+        local_rank: there, which stays its device's.
+    """
+
+    uid: int
+    agent: int
+    local_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The record of an epoch, of which there is one.
+
+    Attributes:
+        epoch: 0 is what the launchers have started; each record takes the place of the one before.
+        members: in the order of their ranks.
+        address, port: of the store at which they meet.
+    """
+
+    epoch: int
+    members: tuple[Member, ...]
+    address: str = ""
+    port: int = 0
+
+    @property
+    def agents(self) -> tuple[int, ...]:
+        """The nodes that have members, in rising order: they decide who is in the next epoch."""
+        return tuple(sorted({member.agent for member in self.members}))
+
+    @property
+    def majority(self) -> int:
+        """How many of these it takes."""
+        return len(self.agents) // 2 + 1
+
+    def place(self, uid: int) -> EpochPlace:
+        """Of a member."""
+        rank = next(rank for rank, member in enumerate(self.members) if member.uid == uid)
+        local = sum(member.agent == self.members[rank].agent for member in self.members)
+        return EpochPlace(self.epoch, rank, len(self.members), local, self.address, self.port)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Membership:
+        said = json.loads(text)
+        return cls(said["epoch"], cls.members_of(said["members"]), said["address"], said["port"])
+
+    @staticmethod
+    def members_of(said: Sequence[dict[str, Any]]) -> tuple[Member, ...]:
+        """Members as JSON has them."""
+        return tuple(Member(**each) for each in said)
+
+
+@dataclass(frozen=True)
+class EpochPlace:
+    """What a rank is in an epoch.
+
+    Attributes:
+        epoch: as above.
+        rank, world: among how many it is which.
+        local_world: how many of them are on its node.
+        address, port: where they meet.
+    """
+
+    epoch: int
+    rank: int
+    world: int
+    local_world: int
+    address: str
+    port: int
+
+    def to_text(self) -> str:
+        """One line, which its reader can tell from a part of it."""
+        text = " ".join(map(str, vars(self).values()))
+        return f"{text} {crc32(text.encode()):08x}"
+
+    @classmethod
+    def from_text(cls, text: str) -> EpochPlace | None:
+        """None: it is none, or not all of one."""
+        said, _, code = text.rpartition(" ")
+        if not said or code != f"{crc32(said.encode()):08x}":
+            return None
+        epoch, rank, world, local, address, port = said.split(" ")
+        return cls(int(epoch), int(rank), int(world), int(local), address, int(port))
+
+    def enter(self) -> None:
+        """From now on this process is that rank, as if a launcher had started it so: ``DataMesh`` and whatever else
+        reads torchrun's variables finds the ranks and the store of this epoch."""
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world),
+            LOCAL_WORLD_SIZE=str(self.local_world),
+            MASTER_ADDR=self.address,
+            MASTER_PORT=str(self.port),
+        )

@@ -1,0 +1,299 @@
+"""Going on without a rank that dies: no process is started again, and nothing comes from a disk.
+
+    break    whatever this rank has under way is ended, so that the others' waits end too        (``comm/mesh``)
+    agree    the launchers make one record of who is in the next epoch                           (``launch/_members``)
+    hold     each rank puts what it has of the states aside; the engine and its groups end       (``checkpoint/held``)
+    meet     the ranks of the record make process groups and an engine
+    go on    from the newest step that they hold whole
+
+``[Note: what is whole]`` Where every element of a state is on two ranks, what one of them had is with another, as it
+was: before its update of a step a rank is rolled back, by dropping gradients, and behind it the others are rolled
+forward. Under the layouts that are taken nothing is sent between the first update of a step and the last, so a rank
+that raises there raises for another reason, and says that its states are of no step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from logging import getLogger
+from time import monotonic, perf_counter, sleep
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shardfold.checkpoint.held import Held
+from shardfold.checkpoint.rng import rng_state, set_rng_state
+from shardfold.checkpoint.run_lock import RunLock
+from shardfold.comm.launcher_notes import FILE, is_over, note_elastic, note_stopped, place_here, tell_launcher
+from shardfold.comm.membership import EpochPlace
+from shardfold.comm.mesh import begin_epoch
+from shardfold.engine.engine import Engine
+from shardfold.errors import CheckpointError, CollectiveError, ConfigError, OrderError, ShardfoldError
+from shardfold.plan.checks import described, known_arguments
+from shardfold.plan.layout import Tier
+from shardfold.plan.patience import Patience
+from shardfold.sharding.model import ShardedModel
+
+__all__ = ["ElasticRun", "Recovery", "once_only"]
+
+LOG = getLogger("shardfold")
+LOST = (CollectiveError, OrderError, CheckpointError, dist.DistError)
+"""What a rank raises when another one is gone, among other reasons."""
+LOOK = 0.001
+
+
+class Recovery(NamedTuple):
+    """How a run went on without a rank.
+
+    Attributes:
+        epoch: that began.
+        ranks: that are left.
+        step: updates that they had done, all of them.
+        repeated: whether this rank takes the step once more that it was in.
+        agreed: seconds from when this rank stopped until it knew who is in.
+        met: then, until there was an engine.
+        moved: then, until it had the states.
+    """
+
+    epoch: int
+    ranks: int
+    step: int
+    repeated: bool
+    agreed: float
+    met: float
+    moved: float
+
+
+@known_arguments
+class ElasticRun:
+    """A training that goes on with the ranks that are left when one is killed.
+
+    Args:
+        make: ``make(ranks)`` builds a model and gives an engine of it, on a mesh of so many ranks; called once more
+            whenever these are others. What the engine had comes from the memory of the ranks that are left, so the
+            values that ``make`` gives do not matter then. Every element of every state has to be on two ranks: the
+            layouts ``ddp``, and ``hsdp`` with two ranks or more along ``inter``.
+
+    Attributes:
+        engine: the present one; another one behind a recovery.
+        recoveries: what this rank went through so far.
+
+    Raises:
+        ConfigError: the ranks were not started by ``shardfold run``, or the engine is one that cannot go on so.
+
+    Examples:
+        >>> run = sf.ElasticRun(lambda ranks: sf.Engine(nn.Linear(8, 1), optimizer=adam, layout="ddp"))
+        >>> while run.engine.steps < 3:
+        ...     with run.attempt() as trained:
+        ...         trained.backward(trained(x).square().mean())
+        ...         report = trained.step()
+        >>> run.engine.steps
+        3
+        >>> run.close()
+    """
+
+    def __init__(self, make: Callable[[int], Engine]) -> None:
+        if not callable(make):
+            raise ConfigError(f"ElasticRun(make={described(make)}): make(ranks) builds a model and gives its engine.")
+        world, self._place = int(os.environ.get("WORLD_SIZE", "1")), _first_place()
+        if self._place is None and world > 1:
+            raise ConfigError(
+                "ElasticRun: these ranks were not started by `shardfold run`, which keeps the others alive when one "
+                "dies: start them with it."
+            )
+        self._within = timedelta(seconds=Patience.of_environment().lost)
+        self._uid = self._place.rank if self._place is not None else 0
+        self._make = make
+        self._held: Held | None = None  # what this rank had when it stopped, until all have gone on
+        self._lock: RunLock | None = None
+        self.recoveries: list[Recovery] = []
+        self.engine = self._made(world)
+        if world > 1 and (what := once_only(self.engine.sharded)):
+            where = "the mesh has one rank along inter" if set(what) <= {"intra"} else "ranks share it out"
+            self.engine.close()
+            raise ConfigError(
+                f"ElasticRun with states of which each element is on one rank only, as {where}: what a rank has would "
+                "be lost with it. Take layout='ddp', or layout='hsdp' with two ranks or more along inter."
+            )
+        note_elastic()
+
+    @contextmanager
+    def attempt(self) -> Iterator[Engine]:
+        """One optimizer step, with all that is sent for it: forward, backward, :meth:`Engine.step`.
+
+        If another rank dies it ends without an exception, when the ranks that are left can go on; the engine then is
+        another one, and its ``steps`` tell whether the step was taken. So a loop that chooses its samples by
+        ``engine.steps``, ``engine.data_rank`` and ``engine.data_ranks`` takes it once more if it has to. Generators of
+        random numbers are then as they were when the attempt began.
+
+        Yields:
+            :attr:`engine`.
+
+        Raises:
+            CollectiveError, OrderError, CheckpointError: as without it, where no rank has died; or the others do not
+                stop within the timeout of collectives.
+            StepError: no step is whole on the ranks that are left.
+        """
+        steps, random = self.engine.steps, rng_state()
+        try:
+            yield self.engine
+        except LOST as error:
+            self._go_on(error)
+            if self.engine.steps == steps:
+                set_rng_state(random)
+
+    def close(self) -> None:
+        """As :meth:`Engine.close`."""
+        self.engine.close()
+
+    # -- a recovery
+
+    def _go_on(self, error: BaseException) -> None:
+        """
+        Raises:
+            CollectiveError, OrderError, CheckpointError, StepError: see :meth:`attempt`.
+        """
+        random, engine = rng_state(), self.engine
+        while True:
+            begun = perf_counter()
+            steps = self._stop(engine)
+            self._place = place = self._next_place(error)
+            agreed = perf_counter()
+            self._leave(engine)
+            place.enter()
+            engine = None
+            try:
+                engine = self._made(place.world)
+                met = perf_counter()
+                self._move(engine)
+                break
+            except RuntimeError as again:  # another one may be gone meanwhile
+                if isinstance(again, ShardfoldError) and not isinstance(again, LOST):
+                    raise
+                error = again
+        set_rng_state(random)
+        moved = perf_counter()
+        self.engine = engine
+        repeated = engine.steps == steps
+        times = (agreed - begun, met - agreed, moved - met)
+        self.recoveries.append(Recovery(place.epoch, place.world, engine.steps, repeated, *times))
+        if place.rank == 0:
+            last = "; from here on a death ends the run" if once_only(engine.sharded) else ""
+            many = f"{place.world} ranks go" if place.world > 1 else "1 rank goes"
+            took = "{:.2f} s to agree, {:.2f} to meet, {:.2f} for the states".format(*times)
+            LOG.warning("epoch %d: %s on from step %d (%s)%s", place.epoch, many, engine.steps, took, last)
+
+    def _stop(self, engine: Engine | None) -> int:
+        """This rank does nothing more in its epoch; how many updates it had."""
+        assert self._place is not None
+        if engine is None:  # it could not be made, and others may wait for this rank in it
+            begin_epoch(self._within)
+            note_stopped(self._place.epoch)
+            return -1
+        comm = engine.sharded.comm
+        comm.job.give_up(f"rank {comm.mesh.rank} has stopped, as another rank is gone")
+        comm.mesh.break_off()
+        comm.transport.close()
+        note_stopped(self._place.epoch)
+        if self._held is None:
+            self._held = Held(engine.sharded, self._uid)
+        return engine.steps
+
+    def _next_place(self, error: BaseException) -> EpochPlace:
+        """What this rank is in the next epoch, once the launchers have agreed.
+
+        Raises:
+            BaseException: ``error``: no rank is gone, as far as the launcher knows.
+            CollectiveError: it took too long.
+        """
+        assert self._place is not None
+        epoch, begun = self._place.epoch, monotonic()
+        patience = 2 * Patience.of_environment().lost  # that a launcher is gone is known behind one
+        while (place := place_here()) is None or place.epoch <= epoch:
+            waited, over = monotonic() - begun, is_over(epoch)
+            if not over and waited > patience:
+                tell_launcher(str(error), follows=True)
+                raise error
+            if waited > self._timeout:
+                raise CollectiveError(
+                    f"rank {self._place.rank} has stopped, as another rank is gone, but not all others have within "
+                    f"{self._timeout:.0f} s: look at their output."
+                ) from error
+            sleep(LOOK)
+        return place
+
+    def _leave(self, engine: Engine | None) -> None:
+        """The engine and all process groups of the epoch end."""
+        if engine is not None:
+            self._lock = self._lock or engine.saver.leave()
+            with suppress(RuntimeError):  # what it would tell others, who are gone or have left
+                engine.close()
+        begin_epoch(self._within)
+
+    def _move(self, engine: Engine) -> None:
+        """What the ranks hold together comes into a new engine."""
+        held, lock = self._held, self._lock
+        assert held is not None
+        with held.together(engine.sharded.comm.job.exchange, engine.rank) as folder:
+            engine.load(folder)
+        if lock is not None:
+            engine.saver.go_on(lock)
+        held.drop()
+        self._held = self._lock = None
+
+    def _made(self, ranks: int) -> Engine:
+        """
+        Raises:
+            ConfigError: it is no engine, or one that cannot go on without a rank.
+        """
+        engine = self._make(ranks)
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"ElasticRun: make({ranks}) gave {described(engine)}: it has to give an Engine.")
+        if what := unfit(engine.sharded):
+            engine.close()
+            raise ConfigError(f"ElasticRun cannot go on without a rank where {what}.")
+        self._timeout = engine.sharded.comm.job.timeout
+        return engine
+
+
+def _first_place() -> EpochPlace | None:
+    """What the launcher says that this rank is; it says so when all launchers have met."""
+    deadline = monotonic() + Patience.of_environment().lost
+    while (place := place_here()) is None and FILE in os.environ and monotonic() < deadline:
+        sleep(LOOK)
+    return place
+
+
+def once_only(model: ShardedModel) -> list[str]:
+    """The axes over which some state is split so that each element is on one rank; none: each is on two or more."""
+    mesh = model.comm.mesh
+    for segment in model.segments():
+        over = set(segment.table.master.over if segment.spec.trainable else segment.table.rest.over)
+        if mesh.parts(axis for axis in mesh.data if axis not in over) < 2:
+            return sorted(over) or list(mesh.data)
+    return []
+
+
+def unfit(model: ShardedModel) -> str:
+    """What stands against it; empty: nothing does."""
+    mesh, layouts = model.comm.mesh, model.rules.layouts
+    tables = [segment.table for segment in model.segments()]
+    cells = [cell for table in tables for cell in (table.params, table.grads, table.master, table.moments) if cell]
+    reasons = {
+        "ranks share a model along other axes than inter and intra": any(
+            size > 1 and axis not in mesh.data for axis, size in mesh.sizes.items()
+        ),
+        "ranks come together every so many steps (Outer), or send signs": bool(mesh.sizes.rare)
+        or any(layout.outer is not None or layout.signs is not None for layout in layouts),
+        "states rest in host memory or on disk": any(cell.tier is not Tier.DEVICE for cell in cells),
+        "reductions keep what their format has lost": any(s.format_state is not None for s in model.segments()),
+        "devices have streams of their own (it was tried on CPUs over Gloo only)": mesh.on_streams,
+        "torch.distributed was started by others, or another engine is open": mesh.world > 1 and not mesh.is_alone,
+        "the optimizer is not one of those whose update goes element by element (AdamW, Adam, SGD)": (
+            model.updater is None or not model.updater.fused
+        ),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")

@@ -1,0 +1,241 @@
+"""One node's part in a run that goes on without a rank that dies.
+
+    a rank is killed      its launcher knows at once, and tells its own ranks that the epoch is over
+    ranks stop            each breaks what it has under way, so that whoever waits for it fails and stops too
+    launchers agree       who is in the next epoch (``_voter``), when all ranks that live have stopped
+    ranks meet            at a store of that epoch, which the launcher of the first node in it serves
+
+Launchers talk through the store of their attempt, a queue for each. The store of an epoch that is over is closed where
+ranks do not stop by themselves: who waits there for a rank that is gone, as in the middle of a recovery, fails then.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from shardfold.comm.membership import Member, Membership
+from shardfold.comm.shared_folders import remove_folders
+from shardfold.launch._voter import Message, Sent, Voter
+from shardfold.launch.workers import Worker
+
+__all__ = ["Members"]
+
+QUEUE = "shardfold/epochs"
+LOOK, AWAKE = 0.05, 0.002
+"""Seconds between two looks: at what other launchers say, and at ranks that are about to stop."""
+STUCK = 0.5
+"""Seconds that ranks have to stop by themselves: most fail at once in what they send."""
+MOST = 3
+"""Epochs in a row that begin although no rank has died."""
+AGAIN = 0.3
+"""Seconds without a decision, behind which a launcher that is to propose does it once more."""
+
+
+class Members:
+    """Which ranks are in, on one node in one attempt.
+
+    Args:
+        agent: this node.
+        uids: the ranks of this node, by local rank.
+        workers: the same, as processes.
+        store: of all launchers; asked by a thread of its own.
+        num_nodes: how many there are.
+        open_store: makes a store for an epoch: its address, its port, and what it lives as long as.
+
+    Attributes:
+        without: local ranks that the others go on without.
+        failed: why the run cannot go on; empty: it can.
+    """
+
+    def __init__(
+        self,
+        agent: int,
+        uids: Sequence[int],
+        workers: Sequence[Worker],
+        store: Any,
+        num_nodes: int,
+        open_store: Callable[[], tuple[str, int, Any]],
+    ) -> None:
+        self._agent, self._workers, self._store, self._num_nodes = agent, workers, store, num_nodes
+        self._open_store = open_store
+        self._mine = {uid: worker for uid, worker in zip(uids, workers, strict=True)}
+        self.without: set[int] = set()
+        self.failed = ""
+        self._voter: Voter | None = None
+        self._lock = threading.RLock()
+        self._wake, self._over = threading.Event(), False
+        self._heard, self._tried = 0, 0.0
+        self._offered: tuple[str, int, Any] | None = None  # a store that the next epoch may take
+        self._served: list[
+            Any
+        ] = []  # that of the present one, and behind it of the one before, which ranks still leave
+        self._vain = 0  # epochs in a row that nobody's death has begun
+        self._lost = 0.0  # since when the present epoch is over
+        self._thread = threading.Thread(target=self._run, name="shardfold-members", daemon=True)
+        self._thread.start()
+
+    def ended(self, worker: Worker) -> None:
+        """A rank of this node has ended; on any thread."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """The attempt is over, and ranks have ended."""
+        self._over = True
+        self._wake.set()
+        self._thread.join(LOOK)
+        self._offered, self._served = None, []
+        remove_folders(worker.process.pid for worker in self._workers if worker.returncode is not None)
+
+    def by_rank(self) -> dict[int, Worker]:
+        """The ranks of this node by what they are in the present epoch."""
+        members = () if self._voter is None else self._voter.record.members
+        return {rank: self._mine[each.uid] for rank, each in enumerate(members) if each.agent == self._agent}
+
+    def takes(self, worker: Worker) -> bool:
+        """Whether the others go on without this rank, which has ended."""
+        with self._lock, suppress(RuntimeError):  # the store is gone, which is told elsewhere
+            self._look()
+        return worker.local_rank in self.without and not self.failed
+
+    def lose(self, node: int) -> bool:
+        """A node is not heard of any more; whether the others go on without it."""
+        with self._lock:
+            if self._voter is None or node not in self._voter.record.agents or not self._are_elastic():
+                return False
+            if node not in self._voter.suspects:
+                self._take(self._voter.suspect(node))
+            return not self.failed
+
+    # -- the thread
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+            while not self._over:
+                with self._lock:
+                    self._look()
+                    busy = self._voter is not None and self._voter.needed
+                looks = self._num_nodes > 1 or bool(self._served)
+                self._wake.wait(AWAKE if busy else LOOK if looks else None)
+                self._wake.clear()
+        except RuntimeError:  # the store is gone, and with it the first node
+            self.failed = self.failed or "the launcher on node 0 does not answer any more"
+        except Exception as error:  # ranks that wait for a place are not to wait without end
+            self.failed = self.failed or f"no next epoch could be made ({error})"
+
+    def _begin(self) -> None:
+        """Every rank learns its place in epoch 0, which is what the launchers have started."""
+        mine = [[uid, worker.local_rank] for uid, worker in self._mine.items()]
+        members: list[Member] = []
+        if self._num_nodes > 1:
+            self._store.set(f"{QUEUE}/ranks/{self._agent}", json.dumps(mine))
+        for node in range(self._num_nodes):
+            said = json.loads(self._store.get(f"{QUEUE}/ranks/{node}")) if self._num_nodes > 1 else mine
+            members += [Member(uid, node, local) for uid, local in said]
+        record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)))
+        with self._lock:
+            self._voter = Voter(self._agent, record)
+            self._publish(record)
+
+    def _look(self) -> None:
+        """Goes as far as it is known what is to be done."""
+        if self._voter is None:
+            return
+        for uid in self._dead(self._voter):
+            worker = self._mine[uid]
+            known = worker.local_rank in self.without
+            if (worker.returncode or 0) < 0 and self._are_elastic() and not (known and self._voter.needed):
+                self.without.add(worker.local_rank)
+                self._vain = 0
+                self._take(self._voter.lose())
+        if self._num_nodes > 1:
+            self._read()
+        if self._voter.record.epoch and not self._voter.needed and self._in_vain():
+            self._take(self._voter.lose())
+        if self._voter.needed:
+            self._stop()
+        if self._voter.waits and time.monotonic() - self._tried > AGAIN:
+            self._take(self._voter.retry())
+
+    def _in_vain(self) -> bool:
+        """Whether ranks that were about to go on have all stopped again although none is gone: what they made took too
+        long, or a link failed. Then they may try once more, a few times."""
+        assert self._voter is not None
+        here, epoch = self._here(self._voter), self._voter.record.epoch
+        if not here or self._vain >= MOST or not all(self._mine[each.uid].has_stopped(epoch) for each in here):
+            return False
+        self._vain += 1
+        return True
+
+    def _here(self, voter: Voter) -> list[Member]:
+        return [member for member in voter.record.members if member.agent == self._agent]
+
+    def _dead(self, voter: Voter) -> list[int]:
+        """Members of this node that have ended."""
+        return [member.uid for member in self._here(voter) if self._mine[member.uid].returncode is not None]
+
+    def _are_elastic(self) -> bool:
+        """Whether all ranks of this node that live can go on without another."""
+        left = [worker for worker in self._workers if worker.returncode is None]
+        return all(worker.is_elastic for worker in left) and bool(left or self._num_nodes > 1)
+
+    def _read(self) -> None:
+        """Hears what other launchers have said."""
+        assert self._voter is not None
+        said = self._store.add(f"{QUEUE}/to/{self._agent}", 0)
+        while self._heard < said:
+            self._heard += 1
+            message = Message.from_json(self._store.get(f"{QUEUE}/to/{self._agent}/{self._heard}"))
+            self._take(self._voter.receive(message))
+
+    def _stop(self) -> None:
+        """All ranks of this node that live have stopped: whoever decides hears of them."""
+        assert self._voter is not None
+        epoch, dead = self._voter.record.epoch, self._dead(self._voter)
+        live = [member for member in self._here(self._voter) if member.uid not in dead]
+        if self._voter.mine is not None and tuple(live) == self._voter.mine:
+            return
+        self._lost = self._lost or time.monotonic()
+        for member in live:
+            self._mine[member.uid].end_epoch(epoch)
+        if all(self._mine[member.uid].has_stopped(epoch) for member in live):
+            self._offered = self._offered or self._open_store()
+            self._take(self._voter.stop(live, *self._offered[:2]))
+        elif time.monotonic() - self._lost > STUCK:
+            self._served.clear()
+
+    def _take(self, done: tuple[Voter, Sent]) -> None:
+        """What this node knows now, and what it says; what it says to itself is heard at once."""
+        before, (voter, said) = self._voter, done
+        self._tried = time.monotonic()
+        queue = deque(said)
+        while queue:
+            message = queue.popleft()
+            if message.target == self._agent:
+                voter, more = voter.receive(message)
+                queue.extend(more)
+            else:
+                number = self._store.add(f"{QUEUE}/to/{message.target}", 1)
+                self._store.set(f"{QUEUE}/to/{message.target}/{number}", message.to_json())
+        self._voter = voter
+        if before is not None and voter.record.epoch > before.record.epoch:
+            self._publish(voter.record)
+        if voter.in_minority:
+            self.failed = "fewer than half of the hosts are left, and the others may go on"
+        elif not voter.is_member and self._dead(before or voter) != [each.uid for each in self._here(before or voter)]:
+            self.failed = "the others have gone on without this host"
+
+    def _publish(self, record: Membership) -> None:
+        """The ranks of this node go on in an epoch."""
+        if record.epoch:
+            self._served, self._offered = [self._offered, *self._served[:1]], None
+        self._lost = 0.0
+        for member in record.members:
+            if member.agent == self._agent:
+                self._mine[member.uid].take_place(record.place(member.uid))

@@ -1,0 +1,326 @@
+"""Trainings whose ranks are killed from outside while they run, and what they came to.
+
+python -m tests.launch.survivors ddp 3 50        # 50 kills under a layout on so many ranks: how long until a next step
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+import shardfold as sf
+from shardfold.launch import free_port
+from shardfold.launch.options import Options
+from shardfold.launch.run_script import run as run_script
+from tests.chaos.judge import ask_where, read_log
+from tests.chaos.warm import begin
+
+ROWS = 24
+"""Of a global batch: they divide by 1 to 4."""
+LIMIT = 60.0
+"""Seconds that a run may take at all, on a busy machine."""
+TOLERANCE = 1e-9
+"""Between losses and weights in fp64, over some tens of steps: sums in another order differ by 1e-15 of their terms,
+and an update is a gradient over at least 1e-4."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Attributes:
+        layout: a preset's name.
+        ranks: how many begin.
+        steps: updates of the run.
+        kills: whom, behind which of its steps, and how many milliseconds later; -n: the launcher of node n, behind
+            that of rank 0.
+        dropout: whether the model draws random numbers.
+        rest: seconds between two steps.
+        hosts: launchers, among which the ranks are shared out.
+        patience: of the launchers.
+    """
+
+    layout: str = "ddp"
+    ranks: int = 3
+    steps: int = 12
+    kills: tuple[tuple[int, int, float], ...] = ((1, 4, 0.0),)
+    dropout: float = 0.0
+    rest: float = 0.0
+    hosts: int = 1
+    patience: float = 10.0
+    width: int = 16
+
+
+@dataclass
+class Came:
+    """What a run came to.
+
+    Attributes:
+        status: of its launchers, by host.
+        log: what ranks have said, by time.
+        err: what was written.
+        killed: when, by the clock of the log.
+    """
+
+    status: list[int]
+    log: list[dict[str, Any]]
+    err: str
+    killed: list[float] = field(default_factory=list[float])
+
+    def said(self, what: str, **more: object) -> list[dict[str, Any]]:
+        return [each for each in self.log if each["what"] == what and more.items() <= each.items()]
+
+
+def model(plan: Plan) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(plan.width, plan.width), nn.GELU(), nn.Dropout(plan.dropout)) for _ in range(3)]
+    return nn.Sequential(*parts, nn.BatchNorm1d(plan.width, affine=False, momentum=0.0)).double()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
+
+
+def batch(plan: Plan, step: int) -> torch.Tensor:
+    return torch.randn(ROWS, plan.width, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def loss_of(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    return (module(rows) - rows).square().mean()
+
+
+def made(plan: Plan, ranks: int) -> sf.Engine:
+    module = model(plan)
+    module[-1].eval()  # its statistics are no average over a batch that is cut
+    mesh = None
+    if plan.layout == "hsdp":
+        intra = 2 if ranks % 2 == 0 else 1
+        mesh = {"inter": ranks // intra, "intra": intra}
+    return sf.Engine(module, optimizer=adamw, layout=plan.layout, lr_schedule=schedule, parallel=mesh)
+
+
+def plain(plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and the weights that plain PyTorch comes to."""
+    module = model(plan)
+    module[-1].eval()
+    optimizer = adamw(module.parameters())
+    rates, losses = schedule(optimizer), list[float]()
+    for step in range(plan.steps):
+        loss = loss_of(module, batch(plan, step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rates.step()
+        losses.append(loss.item())
+    return losses, dict(module.named_parameters())
+
+
+def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
+    """Of one rank, to its end."""
+    uid, log = int(environment["RANK"]), os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def say(what: str, **more: object) -> None:
+        line = {"what": what, "rank": uid, "at": time.monotonic(), **more}
+        os.write(log, (json.dumps(line) + "\n").encode())
+
+    torch.set_num_threads(1)
+    say("pid", pid=os.getpid())
+    run = sf.ElasticRun(partial(made, plan))
+    known = 0
+    while run.engine.steps < plan.steps:
+        with run.attempt() as engine:
+            rows = batch(plan, engine.steps)[engine.data_rank :: engine.data_ranks]
+            loss = loss_of(engine, rows)
+            engine.backward(loss)
+            engine.step()
+            say("step", steps=engine.steps, ranks=engine.world_size, loss=loss.item(), drawn=torch.rand(1).item())
+        for recovery in run.recoveries[known:]:
+            say("recovery", **recovery._asdict())
+        known = len(run.recoveries)
+        time.sleep(plan.rest)
+    with run.engine.gathered(of="master"):
+        pass
+    weights = run.engine.state_dict()
+    if run.engine.rank == 0:
+        torch.save(weights, folder / "weights")
+    run.close()
+    say("done")
+
+
+def launched(plan: Plan, folder: Path, node: int) -> int:
+    os.chdir(folder)
+    given: dict[str, Any] = {
+        "nproc_per_node": f"{plan.ranks // plan.hosts}",
+        "no_python": True,
+        "patience": plan.patience,
+    }
+    if plan.hosts == 1:
+        return run_script(Options(standalone=True, **given), "survivors", [])
+    port = int((folder / "port").read_text())
+    more = {"nnodes": f"{plan.hosts}", "node_rank": node, "master_addr": "127.0.0.1", "master_port": port}
+    return run_script(Options(**given, **more), "survivors", [])
+
+
+def happened(plan: Plan, folder: Path) -> Came:
+    """Runs it; in a process that has imported all of it."""
+    if plan.hosts > 1:
+        (folder / "port").write_text(str(free_port()))
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDFOLD_RUN", "SHARDFOLD_FOLLOWS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    given = partial(work, plan, folder)
+    pids = [
+        begin(partial(launched, plan, folder, node), given, environment, folder / "out", folder / "err")
+        for node in range(plan.hosts)
+    ]
+    status, killed, deadline = dict[int, int](), list[float](), time.monotonic() + LIMIT
+    kills = list(plan.kills)
+    while len(status) < len(pids):
+        for node, pid in enumerate(pids):
+            if node not in status:
+                found, code = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    status[node] = os.waitstatus_to_exitcode(code)
+        if kills and (victim := ready(folder, *kills[0])):
+            killed.append(time.monotonic())
+            os.kill(victim if kills[0][0] >= 0 else pids[-kills[0][0]], signal.SIGKILL)
+            kills.pop(0)
+        if time.monotonic() > deadline:
+            hung = [pid for node, pid in enumerate(pids) if node not in status]
+            there = [each.pid for pid in hung for each in psutil.Process(pid).children(recursive=True)]
+            ask_where([*there, *hung])
+            for pid in (*hung, *there):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.001)
+    err = (folder / "err").read_text(errors="replace")
+    return Came([status[node] for node in range(plan.hosts)], read_log(folder), err, killed)
+
+
+def ready(folder: Path, uid: int, step: int, later: float) -> int:
+    """The process to be killed, if it is time; else 0."""
+    try:
+        said = [each for each in read_log(folder) if each["rank"] == max(uid, 0)]
+    except ValueError:  # a line is being written
+        return 0
+    there = next((each["at"] for each in said if each["what"] == "step" and each["steps"] >= step), None)
+    if there is None or time.monotonic() < there + later / 1e3:
+        return 0
+    return next(each["pid"] for each in said if each["what"] == "pid")
+
+
+def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
+    """What is not as it has to be."""
+    each = plan.ranks // plan.hosts
+    lost = {-uid for uid, _, _ in plan.kills if uid < 0}
+    killed = {uid for uid, _, _ in plan.kills} | {uid for uid in range(plan.ranks) if uid // each in lost}
+    left = [uid for uid in range(plan.ranks) if uid not in killed]
+    if {status for node, status in enumerate(came.status) if node not in lost} != {0}:
+        yield f"launchers end with {came.status}: {came.err[-6000:]}"
+        return
+    if [each["rank"] for each in sorted(came.said("done"), key=lambda each: each["rank"])] != left:
+        yield f"not all that were left came to the end: {came.said('done')}"
+    losses, weights = plain(plan)
+    weights = {name: value.detach() for name, value in weights.items()}
+    for uid in left:
+        steps = [each["steps"] for each in came.said("step", rank=uid)]
+        if sorted(steps) != steps or len(set(steps)) < len(steps):
+            yield f"rank {uid} took its steps in this order: {steps}"
+    for step, loss in enumerate(losses, 1):
+        said = [each for each in came.said("step", steps=step) if each["rank"] in left]
+        whole = [each for each in said if each["ranks"] == said[0]["ranks"]]
+        if len(whole) == said[0]["ranks"] and not plan.dropout:
+            mean = statistics.fmean(each["loss"] for each in whole)
+            if abs(mean - loss) > TOLERANCE:
+                yield f"the loss of step {step} is {mean} and not {loss}"
+    found = torch.load(folder / "weights")
+    if not plan.dropout:
+        far = max(float((found[name] - value).abs().max()) for name, value in weights.items())
+        if far > TOLERANCE:
+            yield f"weights are {far} from plain PyTorch's"
+    pids = [each["pid"] for each in came.said("pid")]
+    if kept := [each.name for pid in pids for each in Path("/dev/shm").glob(f"shardfold-{pid}-*")]:
+        yield f"left in shared memory: {kept}"
+
+
+def judged(plan: Plan, place: str) -> tuple[Came, list[str]]:
+    """Runs a plan in a folder of its own."""
+    folder = Path(tempfile.mkdtemp(dir=place))
+    came = happened(plan, folder)
+    return came, [*wrong(plan, came, folder)]
+
+
+def figures(layout: str, ranks: int, count: int, place: str) -> None:
+    """Kills one rank after the other until one is left, again and again; how long each time until a next step."""
+    drawn, took = random.Random(7), list[tuple[float, ...]]()
+    while len(took) < count:
+        order = drawn.sample(range(ranks), ranks - 1 if layout == "ddp" else 1)
+        kills = tuple((uid, 6 * (n + 1), drawn.uniform(0.0, 30.0)) for n, uid in enumerate(order))
+        plan = Plan(layout, ranks, 6 * (len(kills) + 2), kills, rest=0.005, width=256)
+        came, bad = judged(plan, place)
+        for each in bad:
+            print("WRONG", plan, each, flush=True)
+        for epoch, at in enumerate(came.killed, 1):
+            recovered = came.said("recovery", epoch=epoch)
+            if not recovered:
+                continue
+            step = min(each["at"] for each in came.said("step") if each["at"] > min(r["at"] for r in recovered))
+            first = recovered[0]
+            stopped = first["at"] - first["agreed"] - first["met"] - first["moved"]
+            took.append((step - at, stopped - at, first["agreed"], first["met"], first["moved"], step - first["at"]))
+    print(f"{layout}, {ranks} ranks, {len(took)} kills; seconds: p50, p95, max")
+    names = ("kill to next step", "until it stops", "to agree", "to meet", "states", "first step")
+    for name, values in zip(names, zip(*took, strict=True), strict=True):
+        ordered = sorted(values)
+        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        print(f"  {name:<20}{statistics.median(ordered):>8.3f}{p95:>8.3f}{ordered[-1]:>8.3f}", flush=True)
+
+
+def warm() -> None:
+    """What a rank imports and what a first step makes is there before ranks are forked."""
+    import shardfold.engine.elastic
+    import shardfold.launch._agent  # noqa: F401
+
+    torch.set_num_threads(1)
+    plain(Plan(steps=1))
+    made(Plan(), 1).close()
+
+
+def held(text: str, place: str) -> list[str]:
+    """What is not as it has to be, of plans as JSON."""
+    found: list[str] = []
+    for each in json.loads(text):
+        plan = Plan(**{**each, "kills": tuple(map(tuple, each["kills"]))})
+        came, bad = judged(plan, place)
+        found += [f"{plan}: {words}" for words in bad]
+        if not bad and len(came.said("recovery")) < 1:
+            found.append(f"{plan}: it was not killed amid its work: {came.log[-3:]}")
+    return found
+
+
+if __name__ == "__main__":
+    warm()
+    with tempfile.TemporaryDirectory() as place:
+        if sys.argv[1] == "hold":
+            sys.exit("\n".join(held(sys.argv[2], place)) or 0)
+        figures(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), place)

@@ -1,0 +1,222 @@
+"""A rank is killed, and the others go on as if they had been that many from the step that it was in."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardfold as sf
+from shardfold.checkpoint.held import Held, covering
+from shardfold.checkpoint.index import Index, Parameter, Piece
+from shardfold.comm.membership import EpochPlace, Member, Membership
+from shardfold.engine.elastic import once_only
+from shardfold.errors import ConfigError, StepError
+from shardfold.launch._voter import Ballot, Message, Sent, Voter
+from shardfold.testing import Ranks
+from tests.launch.epochs import Violation, Walk
+from tests.launch.survivors import Plan
+
+ROOT = Path(__file__).parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="launchers leave notes for ranks in a memfd")
+
+# -- who is in
+
+
+def test_every_order_of_three_launchers_and_a_fault_gives_one_record_of_an_epoch() -> None:
+    found = Walk(3, 1).run()
+    assert found["records"] == 1 and found["states"] > 1000
+
+
+def test_every_order_of_two_launchers_and_two_faults() -> None:
+    assert Walk(2, 2).run()["records"] == 2
+
+
+@pytest.mark.soak
+def test_every_order_of_three_launchers_and_two_faults() -> None:
+    assert Walk(3, 2).run()["records"] == 2
+
+
+def of_any_epoch(voter: Voter, message: Message) -> tuple[Voter, Sent]:
+    """Hears ballots of an epoch that is decided."""
+    if message.kind in ("PREPARE", "ACCEPT") and message.epoch <= voter.record.epoch:
+        message = replace(message, epoch=voter.record.epoch + 1)
+    return RECEIVE(voter, message)
+
+
+def forgets(voter: Voter, message: Message) -> tuple[Voter, Sent]:
+    """Proposes its own record, whatever was taken."""
+    return HEAR_PROMISE(voter, replace(message, taken=None, record=None))
+
+
+RECEIVE, HEAR_PROMISE = Voter.receive, Voter._hear_promise
+FAULTS: dict[str, tuple[type, str, Any, int]] = {
+    "fewer than a majority decide": (Membership, "majority", property(lambda _: 1), 2),
+    "ballots of other epochs are heard": (Voter, "receive", of_any_epoch, 2),
+    "what was taken is not proposed again": (Voter, "_hear_promise", forgets, 2),
+    "who suspects tells nobody": (Voter, "_share", lambda voter, _: replace(voter, needed=True), 1),
+    "nobody tries again": (Voter, "waits", property(lambda _: False), 1),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.soak] * (each[3] > 1)) for name, each in FAULTS.items()]
+)
+def test_faults_of_the_protocol_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, name, broken, faults = FAULTS[fault]
+    monkeypatch.setattr(kind, name, broken)
+    with pytest.raises(Violation):
+        Walk(3, faults).run()
+
+
+def test_records_and_places_are_read_as_they_were_written() -> None:
+    members = tuple(Member(uid, uid // 2, uid % 2) for uid in (0, 2, 3, 5))
+    record = Membership(3, members, "10.0.0.1", 29501)
+    message = Message("PROMISE", 1, 0, 4, Ballot(2, 0), members, record, Ballot(1, 1), "h", 7, frozenset({2}))
+    assert Message.from_json(message.to_json()) == message
+    place = record.place(3)
+    assert (place.rank, place.world, place.local_world) == (2, 4, 2)
+    assert EpochPlace.from_text(place.to_text()) == place
+    assert EpochPlace.from_text(place.to_text()[:-1]) is None and EpochPlace.from_text("") is None
+
+
+# -- what is left
+
+
+def index_of(step: int, *ranges: tuple[int, int]) -> Index:
+    """Of a rank that has these elements of a parameter of 8."""
+    pieces = [Piece("w", state, "element", "F32", (b - a,), a, b) for a, b in ranges for state in ("weight", "exp_avg")]
+    return Index(step=step, parameters=[Parameter("w", (8,), "F32")], pieces=pieces)
+
+
+def test_the_newest_step_that_is_whole_is_taken() -> None:
+    whole, left, right = (0, 8), (0, 4), (4, 8)
+    assert covering([index_of(3, whole), index_of(4, whole), index_of(4, whole)]) == [1]
+    assert covering([index_of(3, left), index_of(3, right), index_of(4, left)]) == [0, 1]
+    assert covering([index_of(4, right), index_of(3, whole), index_of(4, left)]) == [0, 2]
+    assert covering([index_of(4, (0, 5)), index_of(4, right)]) == [0, 1]
+    assert covering([index_of(4, left), index_of(3, left)]) == [] == covering([index_of(4)])
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def test_states_amid_an_update_are_not_taken() -> None:
+    with closing(sf.Engine(nn.Linear(4, 4), optimizer=adam, layout="ddp")) as engine:
+        engine.sharded.run.spoil("step 1 ended half-way")
+        held = Held(engine.sharded, 0)
+        try:
+            with pytest.raises(StepError, match="is not whole"), held.together(lambda _, text: [text], 0):
+                pass
+        finally:
+            held.drop()
+
+
+def test_what_is_held_is_what_an_engine_had() -> None:
+    with closing(sf.Engine(nn.Linear(4, 4), optimizer=adam, layout="ddp")) as engine:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        held, weights = Held(engine.sharded, 0), engine.state_dict()
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        with held.together(lambda _, text: [text], 0) as folder:
+            engine.load(folder)
+        held.drop()
+        assert engine.steps == 1
+        assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
+
+
+def refused(ranks: int) -> str:
+    with pytest.raises(ConfigError) as told:
+        sf.ElasticRun(lambda _: sf.Engine(nn.Linear(4, 4), optimizer=adam, layout="zero3"))
+    return str(told.value)
+
+
+def test_what_would_be_lost_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "shardfold run" in ranks.run(refused, 2, world_size=2)[0]  # another launcher
+    for layout, alone in (("zero3", True), ("zero1", True), ("ddp", False), ("hsdp", True)):
+        assert all(ranks.run(is_once_only, layout, world_size=2)) is alone
+
+
+def is_once_only(layout: str) -> bool:
+    with closing(sf.Engine(nn.Linear(4, 4), optimizer=adam, layout=layout)) as engine:
+        return bool(once_only(engine.sharded))
+
+
+def test_what_cannot_go_on_is_refused_on_one_rank() -> None:
+    galore = partial(torch.optim.Adagrad, lr=0.1)
+    for options, words in (
+        ({"optimizer": galore}, "element by element"),
+        ({"optimizer": adam, "offload": "host"}, "host memory"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            sf.ElasticRun(lambda _, options=options: sf.Engine(nn.Linear(4, 4), layout="zero2", **options))
+    with pytest.raises(ConfigError, match="it has to give an Engine"):
+        sf.ElasticRun(lambda ranks: ranks)  # pyright: ignore
+    with pytest.raises(ConfigError, match="builds a model"):
+        sf.ElasticRun(3)  # pyright: ignore
+
+
+# -- ranks that are killed
+
+
+def hold(plans: list[Plan]) -> None:
+    """In a process of its own, whose launchers and ranks are forks of it."""
+    text = json.dumps([asdict(plan) for plan in plans])
+    command = [sys.executable, "-m", "tests.launch.survivors", "hold", text]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60.0 * len(plans) + 120, check=False
+    )
+    assert run.returncode == 0, run.stderr[-6000:]
+
+
+@linux
+def test_survivors_go_on_as_plain_pytorch_does() -> None:
+    hold([Plan(), Plan("hsdp", 4, kills=((2, 4, 1.0),))])
+
+
+def drawn(seed: int, layout: str, ranks: int) -> Plan:
+    """One rank after the other is killed at any moment; under hsdp one, as two may have the same part."""
+    dice = random.Random(seed)
+    order = dice.sample(range(ranks), ranks - 1 if layout == "ddp" else 1)
+    kills = tuple((uid, 3 * (n + 1), dice.uniform(0.0, 20.0)) for n, uid in enumerate(order))
+    return Plan(layout, ranks, 3 * (ranks + 2), kills, rest=0.002)
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_killed_at_drawn_moments(first: int) -> None:
+    plans = [drawn(n, "hsdp" if n % 2 else "ddp", 4 if n % 2 else 3) for n in range(first, first + 10)]
+    hold(plans)
+
+
+@linux
+@pytest.mark.soak
+def test_a_second_death_amid_a_recovery() -> None:
+    plans = [Plan("ddp", 4, 12, ((1, 4, 0.0), (2, 4, later))) for later in (5.0, 20.0, 60.0, 120.0, 200.0)]
+    hold(plans)
+
+
+@linux
+@pytest.mark.soak
+def test_ranks_of_several_launchers() -> None:
+    plans = [Plan("ddp", 4, 12, ((3, 4, 0.0),), hosts=2), Plan("ddp", 3, 12, ((2, 4, 0.0),), hosts=3)]
+    hold(plans)
+
+
+@linux
+@pytest.mark.soak
+def test_a_majority_of_launchers_goes_on_without_one() -> None:
+    hold([Plan("ddp", 3, 12, ((-1, 4, 0.0),), hosts=3, patience=3.0)])
