@@ -440,7 +440,7 @@ def test_agents_tell_each_other_for_whom_their_ranks_wait_and_for_whom_in_vain()
     for rank in range(3):
         nodes[0].store.set(f"shardfold/awaits/{rank}", "[[], []]")
     for node in nodes:
-        node.beat()
+        node.beat(lambda _: False)
     assert nodes[1].awaited({0}, {4}) == ({0}, {4})
     assert nodes[2].awaited({1}, ()) == ({0, 1}, {4})
     assert nodes[1].awaited((), ()) == ({0}, {4})  # not asked again yet
