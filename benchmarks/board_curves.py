@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.board import MADE, MeasuredBoard, make_runs
-from benchmarks.board_peers import held
+from benchmarks.board_peers import held, silent_server
 
 STARTS = 150.0  # seconds for what is asked to be there
 LOSSES = """
@@ -144,13 +144,7 @@ def peer(name: str, python: str, folder: Path, place: Path, runs: int, steps: in
     words = [each.replace("{place}", str(place)).replace("{port}", str(port)) for each in SHOW[name]]
     names = {"TRACKIO_DIR": str(place), "GRADIO_ANALYTICS_ENABLED": "False"}
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [python, *words],
-        env={**os.environ, **names},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = silent_server([python, *words], names)
     try:
         page, found = Page(name, place, port, runs), dict[str, float]()
 

@@ -83,6 +83,12 @@ def answers(port: int) -> bool:
         return False
 
 
+def silent_server(command: list[str], names: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A server in a session of its own that says nothing here."""
+    silent = subprocess.DEVNULL
+    return subprocess.Popen(command, env={**os.environ, **names}, stdout=silent, stderr=silent, start_new_session=True)
+
+
 def held(leader: int) -> tuple[int, float]:
     """Bytes that the processes of a session hold, and seconds of processors that they have taken."""
     total, ticks = 0, 0
@@ -110,13 +116,7 @@ def started(name: str, python: str, folder: Path) -> tuple[float, float, int]:
         "TRACKIO_DIR": str(folder / "trackio"),
     }
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [python, *words],
-        env={**os.environ, **names},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = silent_server([python, *words], names)
     try:
         while not answers(port):
             if process.poll() is not None or time.perf_counter() - began > STARTS:

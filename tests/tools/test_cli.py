@@ -105,7 +105,7 @@ BAD = [
 ]
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(each) for each, _ in BAD])
 def test_bad_input_is_one_sentence(
     arguments: list[str], says: str, launched: list[list[str]], capsys: pytest.CaptureFixture[str]

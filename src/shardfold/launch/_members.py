@@ -72,9 +72,7 @@ class Members:
         self._wake, self._over = threading.Event(), False
         self._heard, self._tried = 0, 0.0
         self._offered: tuple[str, int, Any] | None = None  # a store that the next epoch may take
-        self._served: list[
-            Any
-        ] = []  # that of the present one, and behind it of the one before, which ranks still leave
+        self._served: list[Any] = []  # that of the present one, then of the one before, which ranks still leave
         self._vain = 0  # epochs in a row that nobody's death has begun
         self._lost = 0.0  # since when the present epoch is over
         self._thread = threading.Thread(target=self._run, name="shardfold-members", daemon=True)

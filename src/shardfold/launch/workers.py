@@ -434,13 +434,14 @@ def end_hung(
     for rank, worker in workers.items():
         if worker.ended is not None:
             continue
-        state = process_state(worker.process.pid)
-        state = f"(state {STATES.get(state, state)})"
         if rank in awaited and worker.silent > patience and not worker.is_stopped:
-            quiet = f"gave no sign of life for {worker.silent:.0f} s while others waited for it"
-            worker.end_for(f"its process {quiet} {state}")
+            why = f"gave no sign of life for {worker.silent:.0f} s while others waited for it"
         elif rank in given_up:
-            worker.end_for(f"its process did not come to where others waited for it until they gave up {state}")
+            why = "did not come to where others waited for it until they gave up"
+        else:
+            continue
+        state = process_state(worker.process.pid)
+        worker.end_for(f"its process {why} (state {STATES.get(state, state)})")
 
 
 def lingering(workers: Sequence[Worker], seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ MASKS = "_trace_wrapped_higher_order_op"
 RULES = "torch._meta_registrations"
 """Module of PyTorch: what operations without memory give that are no part of its library, a quarter of its import."""
 COMPILERS = "torch._dynamo", "torch._inductor", "torch.utils._content_store"
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""Asks PyTorch's allocator for large pages: with them a model's weights are there sooner, and are found sooner."""
 UNUSED = ("is_accelerate_available", "is_vision_available", "is_scipy_available", "is_torch_distributed_available")
 """Questions of transformers, whose answer decides what it imports besides."""
 
@@ -57,7 +54,6 @@ class QuickStart:
         memory: a model that is made without it needs those of no more than a few, which the library has."""
         if not cls.only_answers or "torch" in sys.modules:
             return
-        os.environ.setdefault(HUGE_PAGES, "1")
         sys.modules[RULES] = ModuleType(RULES)
         try:
             torch = importlib.import_module("torch")
