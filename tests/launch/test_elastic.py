@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -14,15 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardfold as sf
 from shardfold.checkpoint.held import Held, covering
 from shardfold.checkpoint.index import Index, Parameter, Piece
+from shardfold.comm.launcher_notes import ELASTIC, FILE
 from shardfold.comm.membership import EpochPlace, Member, Membership
 from shardfold.engine.elastic import once_only
 from shardfold.errors import ConfigError, StepError
+from shardfold.launch._members import QUEUE, Members
 from shardfold.launch._voter import Ballot, Message, Sent, Voter
+from shardfold.launch.workers import Outlet, Worker, watch
 from shardfold.testing import Ranks
 from tests.launch.epochs import Violation, Walk
 from tests.launch.survivors import Plan
@@ -77,6 +82,26 @@ def test_faults_of_the_protocol_are_found(fault: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kind, name, broken)
     with pytest.raises(Violation):
         Walk(3, faults).run()
+
+
+@linux
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_host_whose_only_rank_is_killed_goes_on_if_that_rank_could_have(elastic: bool) -> None:
+    """In a run of another kind it is a rank's death as any, which the launcher tells the others of."""
+    code = f"import os, signal; os.pwrite(os.open(os.environ[{FILE!r}], os.O_RDWR), b'{elastic:d}', {ELASTIC})"
+    command = [sys.executable, "-c", f"{code}; os.kill(os.getpid(), signal.SIGKILL)"]
+    store = dist.HashStore()
+    store.set(f"{QUEUE}/ranks/0", "[[0, 0]]")
+    rank = Worker(0, command, dict(os.environ), (Outlet(), Outlet()))
+    watch([rank])
+    members = Members(1, [1], [rank], store, 2, lambda: ("127.0.0.1", 1, None))
+    try:
+        rank._over.wait()
+        while members._voter is None:
+            members._thread.join(0.01)
+        assert members.takes(rank) is elastic
+    finally:
+        members.close()
 
 
 def test_records_and_places_are_read_as_they_were_written() -> None:

@@ -179,9 +179,12 @@ class Members:
         return [member.uid for member in self._here(voter) if self._mine[member.uid].returncode is not None]
 
     def _are_elastic(self) -> bool:
-        """Whether all ranks of this node that live can go on without another."""
+        """Whether all ranks of this node that live can go on without another; where none lives, those that lived could
+        have, and others may on another node."""
         left = [worker for worker in self._workers if worker.returncode is None]
-        return all(worker.is_elastic for worker in left) and bool(left or self._num_nodes > 1)
+        if not left and self._num_nodes == 1:
+            return False
+        return all(worker.is_elastic for worker in left or self._workers)
 
     def _read(self) -> None:
         """Hears what other launchers have said."""
