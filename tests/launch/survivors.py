@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import shardfold as sf
+from shardfold.comm.shared_folders import NAMED, SHARED
 from shardfold.launch import free_port
 from shardfold.launch.options import Options
 from shardfold.launch.run_script import run as run_script
@@ -259,7 +260,7 @@ def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
         if far > TOLERANCE:
             yield f"weights are {far} from plain PyTorch's"
     pids = [each["pid"] for each in came.said("pid")]
-    if kept := [each.name for pid in pids for each in Path("/dev/shm").glob(f"shardfold-{pid}-*")]:
+    if kept := [each.name for pid in pids for each in SHARED.glob(f"{NAMED}*-{pid}-*")]:
         yield f"left in shared memory: {kept}"
 
 
@@ -306,11 +307,10 @@ def warm() -> None:
     made(Plan(), 1).close()
 
 
-def held(text: str, place: str) -> list[str]:
-    """What is not as it has to be, of plans as JSON."""
+def held(plans: Sequence[Plan], place: str) -> list[str]:
+    """What is not as it has to be."""
     found: list[str] = []
-    for each in json.loads(text):
-        plan = Plan(**{**each, "kills": tuple(map(tuple, each["kills"]))})
+    for plan in plans:
         came, bad = judged(plan, place)
         found += [f"{plan}: {words}" for words in bad]
         if not bad and len(came.said("recovery")) < 1:
@@ -321,6 +321,4 @@ def held(text: str, place: str) -> list[str]:
 if __name__ == "__main__":
     warm()
     with tempfile.TemporaryDirectory() as place:
-        if sys.argv[1] == "hold":
-            sys.exit("\n".join(held(sys.argv[2], place)) or 0)
         figures(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), place)

@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from shardfold import launch
-from shardfold.comm.launcher_notes import FILE
+from shardfold.comm.launcher_notes import FILE, MARK
 from shardfold.errors import ConfigError
 from shardfold.launch import _rendezvous as rendezvous
 from shardfold.launch import process, workers
 from shardfold.launch._agent import Notice, SignalException, signals
 from shardfold.launch.death import OomWatch
-from shardfold.launch.leftovers import MARK, Leftovers, has_group
+from shardfold.launch.leftovers import Leftovers, has_group
 from shardfold.launch.namespaces import Namespaces, why_not
 from shardfold.launch.options import Options
 from shardfold.launch.run_records import OwnRecord, read_records

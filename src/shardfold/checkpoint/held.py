@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from shardfold.checkpoint.files import write_file
 from shardfold.checkpoint.folders import INDEX
 from shardfold.checkpoint.index import Index
 from shardfold.comm.cores import machine
-from shardfold.comm.shared_folders import shared_folder
+from shardfold.comm.shared_folders import SharedFolder
 from shardfold.errors import CheckpointError, StepError
 from shardfold.sharding.model import ShardedModel
 
@@ -76,7 +75,8 @@ class Held:
     def __init__(self, model: ShardedModel, uid: int) -> None:
         self.steps = model.run.steps
         held = (region.nbytes for segment in model.segments() for region in segment.regions.values())
-        self._folder = shared_folder(2 * sum(held))
+        self._shared = SharedFolder.with_room(2 * sum(held))
+        self._folder = self._shared.path
         name = f"held-{uid:05d}.safetensors"
         try:
             self._index, tensors = header(model, {}, {})
@@ -97,7 +97,7 @@ class Held:
 
     def drop(self) -> None:
         """It is not needed any more."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._shared.drop()
 
     def _show(self, folder: Path) -> None:
         """It stays where it is: another rank may die before all have it."""
@@ -131,6 +131,7 @@ class Held:
         there = [number for number, each in enumerate(every) if each.place == told.place]
         mine = [number for number in there if number in taken]
         leads = bool(mine) and rank == mine[0]
+        made: list[SharedFolder] = []
 
         def each(key: str, do: Callable[[], object], *, here: bool) -> None:
             problem = ""
@@ -143,15 +144,15 @@ class Held:
                 raise CheckpointError(f"what ranks hold cannot be put together: {problems[0]}.")
 
         try:
-            each("held/made", lambda: folder.mkdir(mode=0o700), here=leads)
+            each("held/made", lambda: made.append(SharedFolder(folder)), here=leads)
             each("held/shown", lambda: self._show(folder), here=rank in mine)
             index = _joined(every, taken, folder.name) if leads else self._index
             each("held/there", lambda: (folder / INDEX).write_bytes(index.to_bytes()), here=leads)
             yield folder
             exchange("held/read", "")
         finally:
-            if leads:
-                shutil.rmtree(folder, ignore_errors=True)
+            for shared in made:
+                shared.drop()
 
 
 def covering(indexes: Sequence[Index]) -> list[int]:

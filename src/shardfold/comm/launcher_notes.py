@@ -33,6 +33,7 @@ __all__ = [
     "FOLDER",
     "GIVEN_UP",
     "LEASE",
+    "MARK",
     "MOST",
     "NOTICE",
     "OVER",
@@ -59,7 +60,8 @@ __all__ = [
     "tell_launcher",
 ]
 
-FILE = "SHARDFOLD_FOLLOWS"
+FILE, MARK = "SHARDFOLD_FOLLOWS", "SHARDFOLD_RUN"
+"""The variables with its name, and with those of the launchers around this process, the outermost first."""
 MOST, DIGITS = 4000, 20
 STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, GIVEN_UP, STACKS = 4096, 5000, 5008, 5032, 5056, 10240, 14336, 20480
 """Where in the file the number of steps is, and what says that the rank shall leave; when it last gave a sign of life,

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardfold.comm.membership import Member, Membership
-from shardfold.comm.shared_folders import remove_folders
+from shardfold.comm.shared_folders import remove_left
 from shardfold.launch._voter import Message, Sent, Voter
 from shardfold.launch.workers import Worker
 
@@ -88,7 +88,7 @@ class Members:
         self._wake.set()
         self._thread.join(LOOK)
         self._offered, self._served = None, []
-        remove_folders(worker.process.pid for worker in self._workers if worker.returncode is not None)
+        remove_left()
 
     def by_rank(self) -> dict[int, Worker]:
         """The ranks of this node by what they are in the present epoch."""
@@ -129,6 +129,7 @@ class Members:
 
     def _begin(self) -> None:
         """Every rank learns its place in epoch 0, which is what the launchers have started."""
+        remove_left()  # of a run that was killed with all of its processes
         mine = [[uid, worker.local_rank] for uid, worker in self._mine.items()]
         members: list[Member] = []
         if self._num_nodes > 1:

@@ -7,8 +7,9 @@ signal would reach, and if its rank is killed nobody knows it. It is found in th
     its parent        is the launcher, once those that have started it have ended: on Linux orphans come to it
     a control group   of version 2, where the system lets the launcher make one: whatever starts in it stays in it
 
-Should the launcher itself be killed, a small process that waits for its end looks for the first and the last. What
-shall outlive a run has an empty variable ``SHARDFOLD_RUN``. On systems without ``/proc`` nothing is found.
+Should the launcher itself be killed, a small process that waits for its end looks for the first and the last, and
+removes what ranks had in shared memory. What shall outlive a run has an empty variable ``SHARDFOLD_RUN``. On systems
+without ``/proc`` nothing is found.
 
 Orphans become zombies when they end, and the launcher waits for them: as process 1 of a container it would else run out
 of numbers for processes.
@@ -26,16 +27,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from shardfold.comm.launcher_notes import MARK
+from shardfold.comm.shared_folders import NAMED, folders_around
 from shardfold.launch.process import adopt_orphans
 from shardfold.tiers.limit import is_doomed
 
-__all__ = ["MARK", "Leftovers", "has_group"]
+__all__ = ["Leftovers", "has_group"]
 
-MARK = "SHARDFOLD_RUN"
 LOOK = 0.05
 SWEEP = """
-import os, signal, sys
-mark, begins, group = (each.encode() for each in sys.argv[1:])
+import fcntl, glob, os, shutil, signal, sys
+mark, begins, group = (each.encode() for each in sys.argv[1:4])
 if sys.stdin.buffer.read():
     sys.exit()
 def inside():
@@ -70,6 +72,13 @@ for pid in inside():
 for folder, _, _ in os.walk(group, topdown=False) if group else ():
     try:
         os.rmdir(folder)
+    except OSError:
+        pass
+for folder in (each for begin in sys.argv[4:] for each in glob.glob(begin + "*")):
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until what was killed is gone
+        shutil.rmtree(folder)
     except OSError:
         pass
 """
@@ -145,8 +154,10 @@ class Leftovers:
         self._own = set(_children())  # that are no orphans, ranks of all attempts among them
         if Path("/proc/self/environ").exists():
             with suppress(OSError):
+                held = [f"{base}/{NAMED}{self._name}-" for base in folders_around()]
+                given = [self._name, f"{MARK}=", str(self._group.folder or ""), *held]
                 self._watcher = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", SWEEP, self._name, f"{MARK}=", str(self._group.folder or "")],
+                    [sys.executable, "-I", "-S", "-c", SWEEP, *given],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

@@ -30,6 +30,7 @@ from shardfold.comm.launcher_notes import (
     FOLDER,
     GIVEN_UP,
     LEASE,
+    MARK,
     MOST,
     NOTICE,
     OVER,
@@ -42,7 +43,6 @@ from shardfold.comm.launcher_notes import (
 )
 from shardfold.comm.membership import EpochPlace
 from shardfold.launch.death import resident
-from shardfold.launch.leftovers import MARK
 from shardfold.launch.process import die_with_parent, signal_main_thread
 from shardfold.launch.run_records import note_end
 from shardfold.tiers.limit import process_state, switched
