@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -249,8 +250,9 @@ class Hosts:
 
     def _send(self, number: int) -> None:
         """To all processes of the host that is struck."""
-        for pid in _tree(self.pids[self.case.host]):
-            os.kill(pid, number)
+        for pid in [*_tree(self.pids[self.case.host])]:  # who is dead has no children
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _wakes(self) -> bool:
         """A host that stood still goes on, long after it was given up, and ends; whether it acts before."""

@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -141,13 +142,24 @@ def _enter(host: str) -> None:
     socket.sethostname(host)
 
 
+def _let_go() -> None:
+    """Of all files but the first three. Their numbers stay taken: what the parent had may still be closed here when it
+    is collected (a map of memory, a socket), and would else close whatever has its number by then."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for each in os.listdir("/proc/self/fd"):
+        if int(each) > 2:
+            with suppress(OSError):  # that of the list itself
+                os.fstat(int(each))
+                os.dup2(nowhere, int(each), inheritable=False)
+
+
 def _become(environment: Mapping[str, str], streams: Sequence[int], work: Callable[[], int | None]) -> None:
     """In a child: forgets its parent, does the work, and ends as Python ends."""
     status, interrupted = 1, False
     try:
         os.dup2(streams[0], 1)
         os.dup2(streams[1], 2)
-        os.closerange(3, 4096)
+        _let_go()
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         atexit._clear()
         for number in signal.valid_signals():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
 import sys
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,8 @@ from shardfold.launch._voter import Ballot, Message, Sent, Voter
 from shardfold.launch.workers import Outlet, Worker, watch
 from shardfold.testing import Ranks
 from tests.launch.epochs import Violation, Walk
-from tests.launch.survivors import Plan
+from tests.launch.survivors import Plan, held
 
-ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="launchers leave notes for ranks in a memfd")
 
 # -- who is in
@@ -196,19 +193,15 @@ def test_what_cannot_go_on_is_refused_on_one_rank() -> None:
 # -- ranks that are killed
 
 
-def hold(plans: list[Plan]) -> None:
-    """In a process of its own, whose launchers and ranks are forks of it."""
-    text = json.dumps([asdict(plan) for plan in plans])
-    command = [sys.executable, "-m", "tests.launch.survivors", "hold", text]
-    run = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60.0 * len(plans) + 120, check=False
-    )
-    assert run.returncode == 0, run.stderr[-6000:]
+def hold(ranks: Ranks, plans: list[Plan], place: Path) -> None:
+    """On a warm process, whose launchers and ranks are forks of it."""
+    (wrong,) = ranks.run(held, plans, str(place), world_size=1, distributed=False, timeout=60.0 * len(plans) + 120)
+    assert not wrong, "\n".join(wrong)
 
 
 @linux
-def test_survivors_go_on_as_plain_pytorch_does() -> None:
-    hold([Plan(), Plan("hsdp", 4, kills=((2, 4, 1.0),))])
+def test_survivors_go_on_as_plain_pytorch_does(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [Plan(), Plan("hsdp", 4, kills=((2, 4, 1.0),))], tmp_path)
 
 
 def drawn(seed: int, layout: str, ranks: int) -> Plan:
@@ -222,26 +215,26 @@ def drawn(seed: int, layout: str, ranks: int) -> Plan:
 @linux
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_killed_at_drawn_moments(first: int) -> None:
+def test_killed_at_drawn_moments(ranks: Ranks, tmp_path: Path, first: int) -> None:
     plans = [drawn(n, "hsdp" if n % 2 else "ddp", 4 if n % 2 else 3) for n in range(first, first + 10)]
-    hold(plans)
+    hold(ranks, plans, tmp_path)
 
 
 @linux
 @pytest.mark.soak
-def test_a_second_death_amid_a_recovery() -> None:
+def test_a_second_death_amid_a_recovery(ranks: Ranks, tmp_path: Path) -> None:
     plans = [Plan("ddp", 4, 12, ((1, 4, 0.0), (2, 4, later))) for later in (5.0, 20.0, 60.0, 120.0, 200.0)]
-    hold(plans)
+    hold(ranks, plans, tmp_path)
 
 
 @linux
 @pytest.mark.soak
-def test_ranks_of_several_launchers() -> None:
+def test_ranks_of_several_launchers(ranks: Ranks, tmp_path: Path) -> None:
     plans = [Plan("ddp", 4, 12, ((3, 4, 0.0),), hosts=2), Plan("ddp", 3, 12, ((2, 4, 0.0),), hosts=3)]
-    hold(plans)
+    hold(ranks, plans, tmp_path)
 
 
 @linux
 @pytest.mark.soak
-def test_a_majority_of_launchers_goes_on_without_one() -> None:
-    hold([Plan("ddp", 3, 12, ((-1, 4, 0.0),), hosts=3, patience=3.0)])
+def test_a_majority_of_launchers_goes_on_without_one(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [Plan("ddp", 3, 12, ((-1, 4, 0.0),), hosts=3, patience=3.0)], tmp_path)
