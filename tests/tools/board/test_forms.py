@@ -122,6 +122,69 @@ def _flat(made: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+BESIDE: dict[str, dict[str, str]] = {
+    "adapter.prefix_projection": {"adapter.kind": "prefix", "adapter.pre_seq_len": "4"},
+    "attention": {"sequence": "2"},
+    "base.bits": {"adapter.rank": "8"},
+    "base.format": {"adapter.rank": "8"},
+    "d_model": {"heads": "1"},
+    "eval_every": {"eval_data": "held-out.jsonl"},
+    "expert": {"experts": "80", "expert": "2"},
+    "galore_every": {"optimizer": "galore"},
+    "galore_rank": {"optimizer": "galore"},
+    "galore_scale": {"optimizer": "galore"},
+    "heads": {"heads": "8"},
+    "keep": {"save_every": "2"},
+    "matrix_lr": {"optimizer": "muon"},
+    "memory": {"micro_batch": "max"},
+    "order": {"pipeline": "2"},
+    "peak_flops": {"peak_flops": "12500000.5"},
+    "sequence_parallel": {"tensor": "2"},
+    "tensor": {"tensor": "2"},
+    "width": {"width": "128"},
+}
+"""What a setting has an effect with, or the value that it is given where one that is drawn does not fit."""
+OF_RECIPE: dict[str, dict[str, str]] = {
+    "lm": {},
+    "face": {},
+    "distill": {"teacher": "large"},
+    "grpo": {"reward": "rewards.py:has_word"},
+    "ppo": {"reward": "rewards.py:has_word", "reference": "copy"},
+}
+NEVER = {"sequence", "attention", "pipeline", "order", "adapter.pre_seq_len", "adapter.prefix_projection"}
+"""Of recipes that draw answers, which refuse them."""
+
+
+@pytest.mark.parametrize("recipe", RecipeForm.names())
+def test_each_setting_is_in_the_form_that_a_run_makes(recipe: str) -> None:
+    """A run that takes it, as its config.json says what it was given."""
+    form, rng = RecipeForm(recipe), random.Random(recipe)
+    files = {} if recipe in ("lm", "face") else {"model": "base", "data": "a.jsonl"}
+    for field in form.told():
+        name, value = field["name"], drawn(field, rng, form)
+        if str(value) == str(field["default"]):
+            continue
+        beside = {**files, **OF_RECIPE.get(recipe, {}), name: value, **OF_KIND.get(name, {}), **BESIDE.get(name, {})}
+        if name == "eval_every" and not files:
+            del beside["eval_data"]
+        if name == "top_k" and recipe == "lm":
+            beside["experts"] = "80"
+        if name == "beta" and recipe == "grpo":
+            beside["reference"] = "copy"
+        if name in NEVER and recipe in ("grpo", "ppo"):
+            continue
+        shown = form.form_values(_config(form, beside))
+        if "adapter.kind" not in beside:
+            shown.pop("adapter.kind", None)  # which a config.json says
+        assert {each: str(it) for each, it in shown.items()} == {each: str(_plain(it)) for each, it in beside.items()}
+
+
+def _config(form: RecipeForm, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings as a run writes them."""
+    settings = form.settings.load(form.nested(given))
+    return settings.plain() if isinstance(settings, TuneConfig) else settings.model_dump(mode="json")
+
+
 CASES: dict[str, dict[str, Any]] = {
     "lm": {"size": "tiny", "steps": "3", "procs": "1", "lr": "1e-3", "eval_every": "0", "save_every": "2", "keep": "3"},
     "face": {"identities": "20", "steps": "3", "procs": "1", "channels": "3", "augment": False, "size": "48x32"},
@@ -144,8 +207,7 @@ def test_what_a_run_writes_is_the_form_that_started_it(recipe: str, tmp_path: Pa
     if recipe not in ("lm", "face"):
         given |= {"model": "base", "data": "a.jsonl,b.jsonl"}
     settings = form.settings.load(form.nested(given))
-    config = settings.plain() if isinstance(settings, TuneConfig) else settings.model_dump(mode="json")
-    shown = form.form_values(config)
+    shown = form.form_values(_config(form, given))
     if given.get("adapter.kind") is None and "adapter.rank" in given:
         assert shown.pop("adapter.kind") == "lora"  # which a config.json says
     assert {name: str(value) for name, value in shown.items()} == {

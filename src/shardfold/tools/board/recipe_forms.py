@@ -75,7 +75,8 @@ class RecipeForm:
 
     @property
     def help(self) -> str:
-        return (self.settings.__doc__ or "").strip()
+        """What it trains, in a sentence."""
+        return " ".join((self.settings.__doc__ or "").partition("\n\n")[0].split())
 
     def fields(self) -> Iterator[tuple[str, FieldInfo]]:
         """By dotted names, those of sections too."""

@@ -289,7 +289,10 @@ TRAIN_EFFECTS = (
 
 
 class TrainConfig(RecipeSettings):
-    """Everything that decides a run. Field descriptions are the command line's help."""
+    """A language model of bytes, trained from its beginning on text.
+
+    Everything that decides a run; field descriptions are the command line's help.
+    """
 
     effects: ClassVar[tuple[Effect, ...]] = TRAIN_EFFECTS
 

@@ -36,7 +36,10 @@ FACE_EFFECTS = (
 
 
 class FaceConfig(RecipeSettings):
-    """Everything that decides a run. Field descriptions are the command line's help."""
+    """A model of faces whose head has a class for each identity, divided over the ranks.
+
+    Everything that decides a run; field descriptions are the command line's help.
+    """
 
     effects: ClassVar[tuple[Effect, ...]] = FACE_EFFECTS
 
