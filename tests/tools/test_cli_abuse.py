@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from shardfold.plan.layout import Tier
 from shardfold.tools import cli
 from shardfold.tools.observe import pictures, tables
 from shardfold.tools.observe.console import Lenient
+from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.pictures import loss_picture
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.planning.known_models import planned_model
@@ -306,6 +308,23 @@ def test_notes_are_shown_as_they_are():
     console = Console(file=io.StringIO(), width=80)
     Progress(1, console=console).note("from [/b] to [red]")
     assert console.file.getvalue() == "from [/b] to [red]\n"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_is_left_of_a_resumed_run_counts_its_own_steps(is_terminal: bool, monkeypatch: pytest.MonkeyPatch):
+    """900 of 1,000 steps were done before: nine in 18 s leave 91 of two seconds."""
+    now = [0.0]
+    monkeypatch.setattr("shardfold.tools.observe.progress.PLAIN_EVERY", 0.0)
+    monkeypatch.setattr("shardfold.tools.observe.progress.DRAW_EVERY", 0.0)
+    console = Console(file=io.StringIO(), width=200, force_terminal=is_terminal)
+    console.get_time = lambda: now[0]
+    with Progress(1000, console=console) as progress:
+        for step in range(901, 910):
+            known: dict[str, Any] = {"loss": 1.0, "lr": 0.1, "grad_norm": None, "tokens_per_s": 1.0, "memory_bytes": 1}
+            now[0] += 2.0
+            progress.update(StepMetrics(step=step, seconds=2.0 * (step - 900), **known))
+    said = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert ("0:03:02" if is_terminal else "3:02 left") in said
 
 
 def test_no_figure_of_a_table_is_cut():

@@ -49,6 +49,7 @@ class Progress:
         self.console = console or Console()
         self.enabled = enabled
         self._total = total
+        self._before: int | None = None  # steps of an earlier run that this one goes on with
         self._losses: list[float] = []  # of every step
         self._held_out: float | None = None
         self._tokens_per_s: float | None = None  # smoothed over some ten steps, as single ones jitter
@@ -89,6 +90,10 @@ class Progress:
         """Show one finished step."""
         if not self.enabled:
             return
+        if self._before is None:
+            self._before = step.step - 1
+            if self._live:
+                self._live.reset(self._live.steps, completed=self._before)
         value, _ = said_of(step)
         if math.isfinite(value):  # of a skipped step it need not be
             self._losses.append(value)
@@ -111,7 +116,8 @@ class Progress:
             self.console.print(self._line(step), highlight=False, soft_wrap=True)
 
     def _eta(self, step: StepMetrics) -> str:
-        return format_duration(step.seconds / step.step * (self._total - step.step))
+        done = step.step - (self._before or 0)
+        return format_duration(step.seconds / done * (self._total - step.step))
 
     @staticmethod
     def _scale(step: StepMetrics) -> str:
