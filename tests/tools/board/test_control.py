@@ -27,6 +27,7 @@ from shardfold.tools.board._run_control import RunControl
 from shardfold.tools.board.known_runs import KnownRuns
 from shardfold.tools.observe.run_status import RunStatus
 from shardfold.tools.recipes.train_config import TrainConfig
+from shardfold.tools.serve.api_refusal import ApiRefusal
 from tests.support.clusters import Sshd, lacks
 from tests.tools.board.support import SAID, AskedBoard, Client, board_process, made_run, rows
 
@@ -234,6 +235,16 @@ def test_the_rest_of_a_run_is_called_after_it(runs: Path) -> None:
         assert control.rest_name(runs / "one") == control.rest_name(runs / name) != name
     assert control.rest_name(runs / "one-rest") == "one-rest-3"
     assert len(str(control.rest_name(runs / ("x" * 200)))) < 100 and control.rest_name(runs / "a b") is None
+
+
+@pytest.mark.parametrize(("is_there", "words"), [(True, "called 'a' already"), (False, "too short")])
+def test_who_starts_another_run_of_a_name_at_the_same_time_is_told_so(is_there: bool, words: str, runs: Path) -> None:
+    """Not in the words of the command, which names an option that a page lacks."""
+    if is_there:  # by now, as the name was free when it was asked for
+        (runs / "a").mkdir()
+    command = [sys.executable, "-c", "raise SystemExit('Error: too short')"]
+    with pytest.raises(ApiRefusal, match=words):
+        RunControl(runs)._begin(runs / "a", command, b"", is_here=True)
 
 
 def test_a_plan_that_nobody_waits_for_ends(runs: Path) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -138,7 +138,7 @@ class RunControl:
                 "invalid_value",
             )
         if os.path.lexists(self._root / name):
-            raise ApiRefusal(f"there is something called {name!r} already: give another name.", "name", "name_taken")
+            raise _taken(name)
         return self._root / name
 
     def _begin(self, folder: Path, command: Sequence[str], stdin: bytes, *, is_here: bool) -> Path:
@@ -160,18 +160,34 @@ class RunControl:
             """Also in the eyes of who has just started another one of the same name."""
             return any(each.rank == LAUNCHER and (each.pid == process.pid or not is_here) for each in _records(folder))
 
+        try:
+            self._wait_for(process, has_begun, folder, printed)
+        except ApiRefusal:
+            printed.close()
+            raise
+        self._reap()
+        self._started[folder] = process, printed
+        return folder
+
+    @staticmethod
+    def _wait_for(
+        process: subprocess.Popen[bytes], has_begun: Callable[[], bool], folder: Path, printed: IO[bytes]
+    ) -> None:
+        """
+        Raises:
+            ApiRefusal: the process ended, or does not claim its folder.
+        """
         until = time.monotonic() + BEGINS
         while not has_begun():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK)
                 if not has_begun():
+                    if folder.exists():  # of a run that was started at the same time
+                        raise _taken(folder.name)
                     raise ApiRefusal(_last_words(printed), "settings", "refused")
             if time.monotonic() > until:
                 process.send_signal(signal.SIGINT)
                 raise ApiRefusal(f"the run did not begin within {BEGINS:g} s.", code="refused", status=500)
-        self._reap()
-        self._started[folder] = process, printed
-        return folder
 
     def _reap(self) -> None:
         for folder, (process, printed) in list(self._started.items()):
@@ -335,6 +351,10 @@ def chat_of(folder: Path) -> dict[str, str] | None:
                 url = found[1].decode()
                 return {"url": url, "key": key, "page": f"{url}/#key={quote(key)}"}
     return None
+
+
+def _taken(name: str) -> ApiRefusal:
+    return ApiRefusal(f"there is something called {name!r} already: give another name.", "name", "name_taken")
 
 
 def _nth(name: str, number: int) -> str:
