@@ -2,8 +2,8 @@
 
 PYTHONPATH=. python benchmarks/board_curves.py [--runs 40] [--steps 100000] tensorboard=X mlflow=Y trackio=Z
 
-X, Y, Z are environments, as of `benchmarks/board_peers.py`. Each page has a store that is filled before, by its writer
-or in its tables. Then its server is started and asked, as its page asks, for the losses of one run, of all, and of
+X, Y, Z are environments, as of `benchmarks/board_peers.py`. Each page has a store that is filled before, by its own
+writer. Then its server is started and asked, as its page asks, for the losses of one run, of all, and of
 all again when each has a step more; the clock runs from the start of the server until the first curve. Memory is that
 of all its processes at the end.
 """
@@ -65,19 +65,15 @@ for run in range(runs):
     SQLiteStorage.bulk_log("board", f"run-{run:03}", [{"loss": loss} for _, loss in rows], [step for step, _ in rows])
 """,
     "mlflow": """
-import sqlite3
+from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 client = MlflowClient(f"sqlite:///{place}/mlflow.db")
 ids = sorted(each.info.run_id for each in client.search_runs(["0"], max_results=1000))
 ids = ids or sorted(client.create_run("0", run_name=f"run-{run:03}").info.run_id for run in range(runs))
-with sqlite3.connect(f"{place}/mlflow.db") as store:
-    for run, name in enumerate(ids):
-        rows = list(losses(run))
-        store.executemany(
-            "insert into metrics (key, value, timestamp, step, is_nan, run_uuid) values ('loss', ?, ?, ?, 0, ?)",
-            ((loss, 10**12 + step, step, name) for step, loss in rows))
-        store.execute("insert or replace into latest_metrics (key, value, timestamp, step, is_nan, run_uuid) "
-            "values ('loss', ?, ?, ?, 0, ?)", (rows[-1][1], 10**12 + rows[-1][0], rows[-1][0], name))
+for run, name in enumerate(ids):
+    found = [Metric("loss", loss, 10**12 + step, step) for step, loss in losses(run)]
+    for at in range(0, len(found), 1000):  # of one call, at most
+        client.log_batch(name, found[at : at + 1000], synchronous=True)
 json.dump(ids, open(f"{place}/ids.json", "w"))
 """,
 }

@@ -117,7 +117,8 @@ class StepCurves:
         self._reset(())
 
     def _opened(self) -> AbstractContextManager[int | None]:
-        if self._events is None and not os.path.lexists(self._place) and event_files(self._folder):
+        looks = self._events is None and not self.is_there  # else each look would cost another call of the system
+        if looks and not os.path.lexists(self._place) and event_files(self._folder):
             self._events = EventRows(self._folder)
         return opened(self._path) if self._events is None else self._events.opened()
 
