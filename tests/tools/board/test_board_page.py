@@ -76,7 +76,8 @@ def write_run(folder: Path, number: int = 0, **config: Any) -> Path:
             value = math.nan if number == 1 and 200 < step <= 210 else loss(number, step)
             run.write({"step": step, "loss": value, "lr": 0.1, "tokens_per_s": 1000.0, "seconds": 0.5 * step})
     memory = [{"state": "params", "tier": "device", "held": 2**20 * (number + 1)}]
-    (folder / "summary.json").write_text(json.dumps({"steps": STEPS, "memory": memory, "held_out_loss": 1.0 + number}))
+    whole = {"steps": STEPS, "resumed_at": 100, "seconds": 100.0, "tokens": 75_000 * (number + 1)}
+    (folder / "summary.json").write_text(json.dumps({**whole, "memory": memory, "held_out_loss": 1.0 + number}))
     rows = [{"step": step, "prompt": "Once", "answer": f"run {number} at {step}", "reward": 0.5} for step in (100, 200)]
     write_rows(folder / "samples.jsonl", rows)
     return folder
@@ -188,6 +189,52 @@ def test_what_a_chart_says_does_not_depend_on_the_window(chromium: Any, tmp_path
         guest.expect_no_faults()
 
 
+TEXTS = """
+window.texts = new Map();
+const fill = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const side = this.textAlign === "right" ? "up" : "across";
+  const key = this.canvas.closest(".chart").querySelector("h2").textContent + " " + side;
+  if (!texts.has(key)) texts.set(key, []);
+  texts.get(key).push([text, side === "up" ? x - this.measureText(text).width : y]);
+  fill.call(this, text, x, y);
+};
+"""
+
+
+@pytest.mark.soak
+def test_marks_of_a_chart_differ_and_fit(chromium: Any, tmp_path: Path) -> None:
+    """Also where values differ by little, and where a zoom shows few steps of many: steps are whole."""
+    with sf.observe.Run(tmp_path / "a", config={}, steps=20_000) as run:
+        for step in range(12_340, 12_344):
+            rows = {
+                "loss": 5.586 - step % 7 / 1e3,
+                "lr": 2e-5 - step % 5 * 1e-9,
+                "memory_bytes": 2**29 + 2**19 * (step % 3),
+            }
+            run.write({"step": step, **rows})
+    with board(tmp_path) as url, visitor(chromium, width=390) as guest:
+        page = guest.page
+        page.add_init_script(TEXTS)
+        page.goto(url)
+        guest.press("link", "a")
+        drawn(guest, "learning rate", "step")
+        page.wait_for_timeout(300)
+        page.evaluate("texts.clear()")
+        page.set_viewport_size({"width": 380, "height": 844})
+        page.wait_for_function("() => texts.size >= 6")
+        page.wait_for_timeout(300)
+        found = page.evaluate("() => Object.fromEntries(texts)")
+        assert {name.rpartition(" ")[0] for name in found} == {"loss", "learning rate", "memory"}
+        for name, marks in found.items():
+            words = [text for text, _ in marks]
+            words = words[: len(words) // max(1, words.count(words[0]))]  # what is painted again
+            assert len(words) > 1 and len(set(words)) == len(words), (name, words)
+            assert all(place >= 0 for _, place in marks), (name, marks)
+            if name.endswith("across"):
+                assert not [word for word in words if float(word.rstrip("k")) * 1000 % 1 > 1e-6], words
+
+
 @pytest.mark.soak
 def test_what_is_refused_leaves_what_was_typed(chromium: Any, tmp_path: Path, runs: Path) -> None:
     """A name that is none: its sentence stands beside the form until it is mended. No page is shown of a run that is
@@ -222,6 +269,25 @@ def test_what_is_refused_leaves_what_was_typed(chromium: Any, tmp_path: Path, ru
         page.goto(url.partition("#")[0] + "#/run/nothing")
         page.get_by_text("there is no such run").wait_for()
         page.get_by_role("navigation", name="Parts of the run").wait_for(state="hidden")
+
+
+@pytest.mark.soak
+def test_a_form_says_what_a_recipe_is_and_keeps_changes_in_sight(chromium: Any, runs: Path) -> None:
+    with board(runs) as url, visitor(chromium) as guest:
+        page = guest.page
+        page.goto(url)
+        guest.press("link", "New run")
+        page.get_by_text("A language model of bytes").wait_for()
+        guest.choose("Recipe", "dpo")
+        page.get_by_text("Direct preference optimization").wait_for()
+        guest.choose("Recipe", "lm")
+        for name, value in (("save every", "5"), ("lr", "0.5")):
+            guest.write("Find a setting", name)
+            guest.write(name, value)
+        guest.write("Find a setting", "eps")
+        guest.write("Find a setting", "")
+        assert page.get_by_label("lr", exact=True).is_visible() and page.get_by_label("save every").is_visible()
+        assert not page.get_by_label("precision", exact=True).is_visible()
 
 
 @pytest.mark.soak
@@ -522,8 +588,9 @@ def settings_that_differ(guest: Visitor, folder: Path) -> None:
 
 def results(guest: Visitor, folder: Path) -> None:
     table = guest.page.get_by_role("table", name="Results")
-    row = table.locator("tr", has_text="loss, held out").inner_text().split("\t")
-    assert ["".join(cell.split()) for cell in row[1:]] == ["1(best)", "2"]
+    for name, cells in (("loss, held out", ["1(best)", "2"]), ("tokens/s", ["500", "1k(best)"])):
+        row = table.locator("tr", has_text=name).inner_text().split("\t")
+        assert ["".join(cell.split()) for cell in row[1:]] == cells, row
 
 
 def bytes_by_state(guest: Visitor, folder: Path) -> None:

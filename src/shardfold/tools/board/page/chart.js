@@ -4,7 +4,7 @@
 import { get } from "./asking.js";
 import { button, bytes, count, duration, make, number, table, tell } from "./parts.js";
 
-const LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 22;
+const LEFT = 64, RIGHT = 10, TOP = 8, BOTTOM = 22;
 const COLOURS = 8;
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 const NAMED = 8; // lines whose values are shown at once
@@ -80,6 +80,13 @@ function decades(low, high) {
   return found;
 }
 
+/** Texts of marks, with as many digits as tell them apart. */
+function markTexts(marks, unit) {
+  const shown = unit === number ? count : unit;
+  const found = [3, 4, 5, 6].map((digits) => marks.map((mark) => shown(mark, digits)));
+  return found.find((texts) => new Set(texts).size === texts.length) || found[0];
+}
+
 function nearest(points, x) {
   let low = 0, high = points.length - 1;
   while (low < high) {
@@ -148,7 +155,12 @@ export class Chart {
       ? smoothed(each.points, weight, unit) : each.points.map(([x, , , mean]) => [x, mean]));
     const told = series.length === 1 ? this._last(0) : series.length <= 2
       ? series.map((each, place) => `${each.name} ${this._last(place)}`).join(", ") : `${series.length} lines`;
-    tell(this._told, told);
+    const shown = [told, ...series.map(({ slot }) => slot)].join();
+    if (shown !== this._shown) {
+      this._shown = shown;
+      this._told.replaceChildren(...(series.length === 2 ? series.flatMap((each, place) =>
+        [place ? ", " : "", swatch(each.slot), `${each.name} ${this._last(place)}`]) : [told]));
+    }
     this.plot.setAttribute("aria-label", `${this.title} by ${AXES[axis].name}, ${told}. Left and right read values, plus `
       + "and minus zoom, 0 shows all.");
     if (this._values.open) this._fillTable();
@@ -228,7 +240,8 @@ export class Chart {
     pen.lineWidth = 1;
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const mark of marks) {
+    const texts = markTexts(marks, this.unit);
+    marks.forEach((mark, place) => {
       const at = Math.round(y(mark)) + 0.5;
       pen.strokeStyle = line;
       pen.beginPath();
@@ -236,15 +249,17 @@ export class Chart {
       pen.lineTo(width - RIGHT, at);
       pen.stroke();
       pen.fillStyle = muted;
-      pen.fillText(this.unit === number ? count(mark) : this.unit(mark), LEFT - 6, at);
-    }
+      pen.fillText(texts[place], LEFT - 6, at);
+    });
     pen.textBaseline = "alphabetic";
-    const inner = ticks(left, right, width < 480 ? 4 : 6).filter((each) => each >= left && each <= right);
-    for (const mark of inner.length > 1 ? inner : [left, right]) {
-      const at = x(mark), text = AXES[this.axis].tick(mark), half = pen.measureText(text).width / 2;
+    const inner = ticks(left, right, width < 480 ? 4 : 6).filter((each) => each >= left && each <= right
+      && (this.axis !== "step" || Number.isInteger(each)));
+    const across = inner.length > 1 ? inner : [left, right];
+    markTexts(across, AXES[this.axis].tick).forEach((text, place) => {
+      const half = pen.measureText(text).width / 2;
       pen.textAlign = "center";
-      pen.fillText(text, Math.min(width - half, Math.max(half, at)), height - 6);
-    }
+      pen.fillText(text, Math.min(width - half, Math.max(half, x(across[place]))), height - 6);
+    });
   }
 
   _lines(pen) {

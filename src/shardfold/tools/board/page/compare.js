@@ -96,6 +96,10 @@ function compared(main, route, ids, trouble) {
       })];
     };
     const held = (figure) => (run) => run.held_out?.figure === figure ? run.held_out.value : null;
+    const rate = (run) => { // of all steps, where it is over: that of the last one is chance
+      const { tokens, seconds, steps, resumed_at: before = 0 } = run.summary || {};
+      return tokens > 0 && seconds > 0 && steps > before ? tokens * (steps - before) / steps / seconds : run.rate;
+    };
     const kept = (path) => (run) => path.split(".").reduce((at, part) => at?.[part], run) ?? null;
     const rows = [
       row("state", (run) => run.state, String),
@@ -107,7 +111,7 @@ function compared(main, route, ids, trouble) {
       row("held out at step", (run) => run.held_out?.step, number),
       row("tokens", kept("summary.tokens"), count),
       row("time", (run) => run.summary?.seconds ?? run.seconds ?? null, duration),
-      row("tokens/s", (run) => run.rate, count, false),
+      row("tokens/s", rate, count, false),
       row("ranks", (run) => run.ranks || null, number),
       row("layout", (run) => run.layout || "–", String),
       row("why", (run) => run.why || "–", (why) => make("span", { class: "brief" }, why)),
@@ -124,7 +128,7 @@ function compared(main, route, ids, trouble) {
         found.get(title)[place] = value;
       }
     });
-    const rows = [...found].map(([title, values]) => [title, ...values.map(bytes)]);
+    const rows = [...found].map(([title, values]) => [title, ...values.map((each) => bytes(each))]);
     section_(memory, "Bytes on rank 0, held between steps and sent in the last one", rows.length ? table("Bytes on rank 0", [{ name: "state, tier" }, ...heads()], rows)
       : empty("Written when a run ends."));
   }

@@ -46,19 +46,22 @@ export function number(value) {
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
 }
 
-export function count(value) {
+export function count(value, digits = 3) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
   for (const [size, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (Math.abs(value) >= size) return Number((value / size).toPrecision(3)) + letter;
-  return String(Number(value.toPrecision(3)));
+    if (Math.abs(value) >= size) return Number((value / size).toPrecision(digits)) + letter;
+  const short = Number(value.toPrecision(digits));
+  return short !== 0 && Math.abs(short) < 1e-3 ? short.toExponential() : String(short);
 }
 
-export function bytes(value) {
+export function bytes(value, digits = 3) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
   const names = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let power = 0;
   while (Math.abs(value) >= 1024 && power < names.length - 1) { value /= 1024; power += 1; }
-  return (power && Math.abs(value) < 100 ? value.toFixed(value < 10 ? 2 : 1) : Math.round(value)) + " " + names[power];
+  const shown = digits > 3 ? Number(value.toPrecision(digits))
+    : power && Math.abs(value) < 100 ? value.toFixed(value < 10 ? 2 : 1) : Math.round(value);
+  return shown + " " + names[power];
 }
 
 export function duration(seconds) {

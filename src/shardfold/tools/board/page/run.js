@@ -99,7 +99,8 @@ function actions(id, place, refused, again) {
       await ask("Resume", "The rest of the run goes on in a new folder.", [
         { name: "procs", label: "Ranks", value: before.ranks || 1, inputmode: "numeric" },
         { name: "layout", label: "Layout", value: before.layout || "", help: "as ddp, zero1, zero2, zero3, hsdp, infinity" },
-        { name: "steps", label: "Steps in all", value: before.steps || "", inputmode: "numeric" },
+        { name: "steps", label: "Steps in all", value: before.steps || "", inputmode: "numeric",
+          help: before.steps && before.step >= before.steps ? `all ${number(before.steps)} are done: give more` : null },
         { name: "name", label: "Name of its folder", placeholder: `as ${before.name.split("/").pop()}-rest` },
       ], "Resume", { act: async ({ name: called, ...given }, isOpen) => {
         const changed = Object.entries(given).filter(([name, value]) => name === "procs" || value.trim() !== String(before[name] || ""));

@@ -46,6 +46,8 @@ class StartForm {
       keydown: (event) => { if (event.key === "Enter") event.preventDefault(); } });
     this.unlike = empty("No setting is like that.");
     this.changed = make("p", { class: "muted", role: "status" });
+    this.about = make("p", { class: "muted about", id: "about" });
+    this.choice.setAttribute("aria-describedby", this.about.id);
     this.fields = make("div", { class: "groups" });
     this.command = copied("Command", "…");
     this.toml = copied("As a file for --config", "");
@@ -55,7 +57,7 @@ class StartForm {
     this.planner = button("Plan", () => this._plan());
     const form = make("form", { novalidate: true, submit: (event) => { event.preventDefault(); this._start(); } },
       make("div", { class: "tools" }, make("label", {}, "Recipe", this.choice), make("label", {}, "Find a setting", this.find), this.changed),
-      this.unlike, this.fields);
+      this.about, this.unlike, this.fields);
     form.id = "settings";
     this.start.setAttribute("form", form.id);
     const other = () => { this._errors([]); this._later(); };
@@ -84,6 +86,7 @@ class StartForm {
 
   _build() {
     this.inputs = new Map();
+    tell(this.about, this.recipes[this.recipe].help || "");
     const groups = new Map();
     for (const field of this.recipes[this.recipe].fields) {
       const group = field.group || "Run";
@@ -171,7 +174,10 @@ class StartForm {
       const left = [...group.querySelectorAll(".field")].filter((each) => !each.hidden).length;
       group.hidden = !left;
       if (wanted.length && left && !group.open) { group.open = true; group.dataset.found = "1"; }
-      if (!wanted.length && group.dataset.found) { group.open = false; delete group.dataset.found; }
+      if (!wanted.length && group.dataset.found) { // what was changed there stays in sight
+        group.open = Boolean(group.querySelector("[data-changed]"));
+        delete group.dataset.found;
+      }
     }
     this.unlike.hidden = [...this.inputs.values()].some(({ element }) => !element.hidden);
   }
