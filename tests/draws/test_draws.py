@@ -12,7 +12,7 @@ import pytest
 from shardfold.testing import Ranks
 from tests.draws.drawn import make_draw, try_out
 
-QUICK, PARTS = 60, 4
+QUICK, PARTS = 36, 4
 SOAK = 1000
 
 

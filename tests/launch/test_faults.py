@@ -262,7 +262,8 @@ def test_a_rank_that_goes_on_in_time_is_left_alone(capfd: pytest.CaptureFixture[
 # -- what ranks have started
 
 
-@pytest.mark.parametrize("end", ["well", "fails", "killed launcher"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("end", ["killed launcher", "well", "fails"])
 def test_nothing_that_ranks_have_started_is_left(end: str, tmp_path: Path) -> None:
     """A process in a session of its own ends with the run, however that ends; the launcher's own environment stays."""
     script = write(
@@ -337,7 +338,8 @@ if sys.argv[1] == "killed launcher":
 """A rank that leaves two processes without a parent, a session or an environment of its own."""
 
 
-@pytest.mark.parametrize("end", ["well", "killed launcher"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("end", ["killed launcher", "well"])
 def test_orphans_end_with_a_run_if_they_are_not_to_stay(end: str, tmp_path: Path) -> None:
     """Forked twice, in a session of its own and with another environment, a process still ends with the run, and the
     run's control group is gone; who has an empty variable stays. Where the launcher is killed it takes such a group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
     return {name: torch.randint(256, (rows, SHAPE.context)) for name in ("tokens", "targets")}
 
 
+@cache  # what one of them has traced is not traced again
 def _subjects(division: Division) -> list[Subject]:
     return [
         Subject(GPT(SHAPE), _batch(), division=replace(division, stage=stage)) for stage in range(division.pipeline)
@@ -74,10 +75,10 @@ def test_a_run_of_the_largest_micro_batch_stays_within_the_budget(ranks: Ranks) 
 
 
 def test_the_largest_fits_all_stages() -> None:
-    """Of which one needs more than the other: four samples of some twenty."""
-    budget = 1.001 * _planned(STAGES, 20)
+    """Of which one needs more than the other: four samples of some six."""
+    budget = 1.001 * _planned(STAGES, 6)
     most = _largest(STAGES, budget)
-    assert most >= 20 and _planned(STAGES, most) <= budget < _planned(STAGES, most + 1)
+    assert most >= 6 and _planned(STAGES, most) <= budget < _planned(STAGES, most + 1)
     assert _option(STAGES, None, budget).largest == most
 
 

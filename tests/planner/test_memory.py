@@ -138,7 +138,8 @@ def _has_one_kernel(precision: str) -> bool:
     return any(event.key == "aten::mkldnn_rnn_layer" for event in seen.key_averages())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_an_lstm_is_planned_with_the_workspace_of_its_kernel(precision: str) -> None:
     """Without memory less is held. Its products are counted: those of the gates, of all tokens, in forward once and in
     backward twice. A CPU that has no kernel for the dtype (bf16 without AVX-512) runs it step by step, as a GRU, and

@@ -66,7 +66,7 @@ def _compare_some(cases: list[tuple[str, Mapping[str, str], dict[str, Any]]], st
 def test_training_is_the_same_with_states_in_files(ranks: Ranks, world: int) -> None:
     """Losses, skipped steps, values and moments equal to the bit; bytes held are the table's, bytes moved the
     program's: optimizer, gradients and parameters in files, alone and together."""
-    assert ranks.run(_compare_some, CASES, 3, world_size=world) == [[]] * world
+    assert ranks.run(_compare_some, CASES[world % 2 :: 2], 3, world_size=world) == [[]] * world
 
 
 def _counted(accumulate: int) -> dict[str, tuple[float, float]]:

@@ -303,7 +303,8 @@ with Run(sys.argv[1], steps=10**9) as run:
 """
 
 
-@pytest.mark.parametrize("notice", [(), ("--notice", "20")], ids=["sigterm", "notice"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("notice", [("--notice", "20"), ()], ids=["notice", "sigterm"])
 def test_a_run_that_its_launcher_was_asked_to_end_is_stopped(notice: tuple[str, ...], tmp_path: Path) -> None:
     script, folder = tmp_path / "loop.py", tmp_path / "run"
     script.write_text(LEAVES)
