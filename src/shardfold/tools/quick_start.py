@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,11 @@ MASKS = "_trace_wrapped_higher_order_op"
 """Module of the compiler, of which transformers has a class in its masks."""
 RULES = "torch._meta_registrations"
 """Module of PyTorch: what operations without memory give that are no part of its library, a quarter of its import."""
-COMPILERS = "torch._dynamo", "torch._inductor", "torch.utils._content_store"
+NEEDS_RULES = (
+    *("torch._dynamo", "torch._inductor", "torch._prims", "torch._refs", "torch._decomp"),
+    "torch.utils._content_store",
+)
+"""Modules of PyTorch that are in a circle with these: the rules have to be imported first."""
 UNUSED = ("is_accelerate_available", "is_vision_available", "is_scipy_available", "is_torch_distributed_available")
 """Questions of transformers, whose answer decides what it imports besides."""
 
@@ -108,12 +113,27 @@ class QuickStart:
                 del sys.modules[name]
 
 
-class _Completing(MetaPathFinder):
-    """Before the compiler is imported PyTorch has all that it has else: there is a circle among their modules."""
+class _Completing(MetaPathFinder, Loader):
+    """Before one of :data:`NEEDS_RULES` is imported PyTorch has all that it has else."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        if fullname in COMPILERS:
-            QuickStart.complete_torch()
+    _own: ModuleSpec | None = None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname not in NEEDS_RULES:
+            return None
+        QuickStart.complete_torch()
+        made = sys.modules.get(fullname)
+        if made is None:
+            return None
+        self._own = made.__spec__  # the rules imported it: it must not be made a second time
+        made.__spec__ = ModuleSpec(fullname, self)  # the import system takes that of what is there already
+        return made.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own
 
 
 def _found(package: Any, look: Callable[..., Any], path: str, prefix: str | None = None) -> Any:

@@ -24,6 +24,7 @@ from shardfold.tools.answering.opened_model import OpenedModel
 from shardfold.tools.recipes.lm import train
 from shardfold.tools.recipes.train_config import TrainConfig
 from shardfold.tools.tune.data.templates import TEMPLATES
+from tests.tools.tune.support import model_folder
 
 PROMPTS: list[Any] = [
     "Once",
@@ -68,7 +69,8 @@ def _alone(folder: Path, row: Any, tokens: int) -> list[int]:
     """What transformers' own generate gives, greedily."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     said = row if isinstance(row, str) else row.get("messages", row.get("prompt"))
     if isinstance(said, list):
         asked = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
@@ -176,6 +178,48 @@ def test_a_model_that_needs_rules_which_were_left_out_is_opened_with_them() -> N
         [sys.executable, "-c", WITHOUT_RULES], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.splitlines() == ["opening", "opening", "meta False torch._meta_registrations"]
+
+
+FIRST = """
+from importlib import import_module
+from os import _exit, fork, waitpid
+from shardfold.tools.quick_start import NEEDS_RULES, QuickStart
+QuickStart.only_answers = True
+QuickStart.import_torch()
+import torch
+for name in (*NEEDS_RULES, "torch.distributed.tensor"):
+    child = fork()
+    if not child:
+        found = import_module(name)
+        file = found.__spec__.origin.endswith(("__init__.py", "_content_store.py"))
+        _exit(not (file and torch._meta_registrations and torch.empty(2, device="meta").sum().device.type == "meta"))
+    print(name, waitpid(child, 0)[1])
+"""
+
+
+def test_whichever_module_asks_first_for_rules_that_were_left_out_gets_them() -> None:
+    """They are in a circle with others of PyTorch: peft asks for one of these, and others may."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=240, check=True)
+    assert "torch._prims 0" in done.stdout
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"0"}, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_an_adapter_is_answered_from_by_the_command(tmp_path: Path) -> None:
+    """In a process of the command line, which begins without what only trainings use: peft needs some of it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base, adapter = model_folder(tmp_path / "base"), tmp_path / "adapter"
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    lora = LoraConfig(target_modules=["q_proj"], base_model_name_or_path=str(base))
+    get_peft_model(model, lora).save_pretrained(str(adapter))
+    words = ["generate", str(adapter), "--prompts", str(_prompts(tmp_path, ["a"])), "--max-tokens", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardfold", *words], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert json.loads(done.stdout)["tokens"] == 3
 
 
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(folder: Path, tmp_path: Path) -> None:
