@@ -50,6 +50,7 @@ COMMON = ("model", "n", "stop", "seed", "stream", "stream_options", "temperature
 COMMON = (*COMMON, "max_tokens", "repetition_penalty", "min_p")
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs")
 COMPLETION = (*COMMON, "prompt")
+PROMPTS = "a text or a list of texts, or token numbers or a list of lists of these"
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -225,7 +226,7 @@ class _Fields:
         value = self._given.get(name)
         if value is None:
             if usual is None and name in ("model", "messages", "prompt"):
-                raise ApiRefusal(f"there is no {name!r}: it is {words}.", name, "missing_required_parameter")
+                raise ApiRefusal(f"the body has no {name!r}: give {words}.", name, "missing_required_parameter")
             return usual
         if not fits(value):
             self._wrong(name, words)
@@ -278,7 +279,7 @@ def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
         return isinstance(value, list) and bool(value) and all(_is_whole(each) and each >= 0 for each in value)
 
     if given is None:
-        raise ApiRefusal("there is no 'prompt': it is a text.", "prompt", "missing_required_parameter")
+        raise ApiRefusal(f"the body has no 'prompt': give {PROMPTS}.", "prompt", "missing_required_parameter")
     if isinstance(given, str):
         return (given,)
     if is_tokens(given):
@@ -288,7 +289,7 @@ def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(given, list) and given and all(is_tokens(each) for each in given):
         return tuple(tuple(each) for each in given)
     raise ApiRefusal(
-        f"'prompt' is {_shown(given)}, but it has to be a text, a list of token numbers, or a list of such.",
+        f"'prompt' is {_shown(given)}, but it has to be {PROMPTS}.",
         "prompt",
         "invalid_value",
     )
