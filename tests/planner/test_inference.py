@@ -90,17 +90,21 @@ def test_a_forward_takes_what_one_of_as_many_texts_was_seen_to_take(
     subject: Subject, rows: int, block: float, weight: float
 ) -> None:
     """On the line between the numbers of texts that were measured, and beyond the last on that which leads there;
-    weights as codes by their own, and all others by those of fp32. A drive's reads are what it reads."""
+    weights as codes by their own, and all others but embeddings by those of fp32; keys and values by their bytes, which
+    come as fast as the memory gives them where nothing was measured. A drive's reads are what it reads."""
     seen = {"fp32": [[1.0, 1e-4, 1e-9], [9.0, 5e-4, 3e-9]], "nf4/64": [[1.0, 2e-4, 7e-9], [9.0, 6e-4, 9e-9]]}
-    device = replace(_device(), forwards=seen, reads=1e3)
+    device = replace(_device(), forwards=seen, kept=5e-10, reads=1e3)
     said = {"rows": rows, "length": LENGTH, "page": 4}
-    whole = sum(each.numel() for each in subject.hollow.parameters())
+    whole = sum(each.numel() for each in subject.hollow.parameters()) - WORDS * 4 * WIDTH
+    kept = rows * LENGTH * 4 * 2 * LAYERS * HEADS * WIDTH * 5e-10
     found = generating(subject, presets.named("ddp"), "fp32", device, **said)
-    assert found.seconds == pytest.approx(LAYERS * block + whole * weight, rel=1e-9)
+    assert found.seconds == pytest.approx(LAYERS * block + whole * weight + kept, rel=1e-9)
+    found = generating(subject, presets.named("ddp"), "fp32", replace(device, kept=0.0), **said)
+    assert found.seconds == pytest.approx(LAYERS * block + whole * weight + kept / 5, rel=1e-9)
     coded = sum(layer.weight.numel() for layer in subject.hollow.modules() if type(layer) is torch.nn.Linear)
     coded -= subject.hollow.lm_head.weight.numel()
     found = generating(subject, table_of_weights("ddp", 4, "memory"), "fp32", device, **said)
-    rest = (whole - coded) * weight + coded * (weight + 6e-9) + LAYERS * (block + 1e-4)
+    rest = (whole - coded) * weight + coded * (weight + 6e-9) + LAYERS * (block + 1e-4) + kept
     assert found.seconds == pytest.approx(rest, rel=1e-9)
     found = generating(subject, table_of_weights("ddp", None, "disk"), "fp32", device, **said)
     assert found.limit == "disk" and found.seconds == found.moved / 1e3
@@ -177,13 +181,27 @@ def test_a_plan_of_generation_is_what_a_generation_holds(
         assert found.moved == moved[0].moved / running.forwards
 
 
+def test_ranks_that_share_layers_take_what_such_were_seen_to_take(subject: Subject) -> None:
+    """Of a rank's own weights, keys and values; what one process was seen to take alone says nothing of them."""
+    part = replace(subject, division=Division(tensor=2, streams=False))
+    device = replace(_device(), forwards={"fp32": [[1.0, 1.0, 0.0], [9.0, 1.0, 0.0]]}, kept=1.0)
+    device = replace(device, cut_forwards={"fp32": [[1.0, 1e-4, 1e-9], [9.0, 1e-4, 1e-9]]}, cut_kept=5e-10)
+    found = generating(part, presets.named("ddp"), "fp32", device, rows=2, length=LENGTH, page=4)
+    own = sum(each.numel() for each in part.hollow.parameters())
+    own -= part.hollow.get_submodule("model.embed_tokens").get_parameter("weight").numel()
+    kept = 2 * LENGTH * 4 * LAYERS * HEADS * WIDTH * 5e-10
+    assert found.seconds == pytest.approx(LAYERS * 1e-4 + own * 1e-9 + kept, rel=1e-9)
+
+
 def test_the_seconds_of_a_forward_are_those_of_what_takes_longest(subject: Subject) -> None:
     """Worked out: the drive's time, where that is longer than to copy, decode and compute; else those, one after the
-    other; weights that are read once serve all rows."""
-    numel = sum(p.numel() for p in subject.hollow.parameters())
+    other; weights that are read once serve all rows, keys and values each its own."""
+    numel = sum(p.numel() for p in subject.hollow.parameters()) - WORDS * 4 * WIDTH  # rows of which are looked up
+    one = LENGTH * 2 * LAYERS * HEADS * WIDTH  # keys and values of a text
     at_rest = generating(subject, presets.ddp, "fp32", _device(), rows=1, length=LENGTH, page=16)
-    assert at_rest.limit == "memory" and at_rest.seconds == pytest.approx(4 * numel / 1e10)
-    many = generating(subject, presets.ddp, "fp32", _device(), rows=1000, length=LENGTH, page=16)
+    assert at_rest.limit == "memory" and at_rest.seconds == pytest.approx(4 * (numel + one) / 1e10)
+    wide = replace(_device(), bandwidth=1e12)
+    many = generating(subject, presets.ddp, "fp32", wide, rows=1000, length=LENGTH, page=16)
     assert many.limit == "products" and many.seconds == pytest.approx(2 * numel * 1000 / 0.5e12)
     streamed = generating(
         subject, table_of_weights("ddp", None, "disk"), "fp32", _device(), rows=8, length=LENGTH, page=16
@@ -193,4 +211,4 @@ def test_the_seconds_of_a_forward_are_those_of_what_takes_longest(subject: Subje
     fast = replace(_device(), disk=1e12)
     coded = generating(subject, table_of_weights("ddp", 8, "disk"), "fp32", fast, rows=8, length=LENGTH, page=16)
     matrices = LAYERS * (2 * 64 * 64 + 2 * 64 * HEADS * WIDTH + 3 * 64 * 96)
-    assert coded.seconds == pytest.approx(4 * numel / 1e10 + matrices * 1e-8 + 4 * coded.moved / 1e10)
+    assert coded.seconds == pytest.approx(4 * (numel + 8 * one) / 1e10 + matrices * 1e-8 + 4 * coded.moved / 1e10)

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from shardfold.planner.hardware import cluster
+from shardfold.testing import Ranks
+from shardfold.tools.doctor import _forward_rates
 from shardfold.tools.doctor._diagnoses import Check, checks
 from shardfold.tools.doctor._rates import at_least_zero
 from shardfold.tools.doctor.doctor import doctor
@@ -44,6 +47,20 @@ def test_a_package_that_lacks_is_named_with_its_extra(
     assert "PIL" in looked and "pillow" not in looked
 
 
+def _forwards_together() -> None:
+    small = {"ROWS": (1, 3), "WIDE": 128, "LAYERS": 2, "LONG": 40, "KEPT_WIDTH": 128, "KEPT_LAYERS": 2, "STEPS": 1}
+    with patch.multiple(_forward_rates, BASES={4: "nf4/64"}, **small):
+        found, kept = _forward_rates.forward_rates(2), _forward_rates.kept_rate(2)
+    assert set(found) == {"fp32", "nf4/64"} and kept >= 0
+    assert all(weight > 0 <= block for rows in found.values() for _, block, weight in rows)
+
+
+@pytest.mark.soak
+def test_forwards_are_measured_of_two_processes_that_share_layers(ranks: Ranks) -> None:
+    """Both make equally many, whatever each of them takes for one."""
+    ranks.run(_forwards_together, world_size=2)
+
+
 @pytest.mark.soak
 def test_the_machine_is_measured_into_a_profile_that_plans_read(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
@@ -56,8 +73,10 @@ def test_the_machine_is_measured_into_a_profile_that_plans_read(tmp_path: Path) 
     assert two.device.attention["bf16"] > 0 and two.device.others > 0
     assert set(two.device.codecs) >= {"int8/256", "int8/64", "nf4/64", "int2/32"}  # of wires, and of weights at rest
     assert two.device.update > 0
-    assert set(two.device.forwards) == {"fp32", "int8/64", "nf4/64", "int2/32"}
-    assert all(texts and weight > 0 <= block for rows in two.device.forwards.values() for texts, block, weight in rows)
+    for seen in (two.device.forwards, two.device.cut_forwards):
+        assert set(seen) == {"fp32", "int8/64", "nf4/64", "int2/32"}
+        assert all(texts and weight > 0 <= block for rows in seen.values() for texts, block, weight in rows)
+    assert two.device.kept > 0 < two.device.cut_kept
 
 
 @pytest.mark.soak

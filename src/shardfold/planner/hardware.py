@@ -80,6 +80,9 @@ class Device:
         reads: bytes per second that come from the disk, past the page cache; 0: ``disk``.
         forwards: of a process that has all cores, what a forward takes in which texts have one token each, by format
             of weights (``fp32``: none): rows of how many texts, seconds of a block, and of each weight.
+        kept: seconds of each byte of keys and values that such a forward reads; 0: ``bandwidth``.
+        cut_forwards: as ``forwards``, of each of two processes that share every layer and the cores.
+        cut_kept: as ``kept``, of these.
     """
 
     name: str
@@ -105,6 +108,9 @@ class Device:
     codecs: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     reads: float = 0.0
     forwards: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict[str, Sequence[Sequence[float]]])
+    kept: float = 0.0
+    cut_forwards: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict[str, Sequence[Sequence[float]]])
+    cut_kept: float = 0.0
 
     def attending(self, dtype: str) -> float:
         """Floating-point operations per second of attention between tokens of that dtype."""

@@ -107,8 +107,8 @@ class Generating(NamedTuple):
         window: the most bytes that a forward holds of weights beside those that rest in memory: units whose turn it is
             as values, and what is read for the next.
         moved: bytes of weights that a forward brings from a slower tier.
-        seconds: of a forward with a token of each text.
-        limit: what takes these: ``disk``, ``host``, ``memory`` (weights are read from it) or ``products``.
+        seconds: of a forward with a token of each text, which reads the keys and values of all its tokens.
+        limit: what takes these: ``disk``, ``host``, ``memory`` (weights, keys and values are read) or ``products``.
     """
 
     rows: int
@@ -162,24 +162,29 @@ def generating(
     resting = subject.resting(table, policy, {"intra": 1}, 0)
     width = ITEMSIZE[policy.compute]
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(policy.compute, torch.float32)
-    pages = rows * -(-length // page) * page * cache_bytes(subject, 1, kind) / length
+    kept = rows * cache_bytes(subject, 1, kind)
+    pages = kept * -(-length // page) * page / length
     rules, cuts = subject.cuts(table, policy, subject.mesh)
     segments = [segment for c in cuts if c.spec is not None for segment in c.spec.segments]
     numel: dict[str, int] = {}
     for segment in segments:
         form = segment.codes or policy.compute
         numel[form] = numel.get(form, 0) + segment.numel
+    numel[policy.compute] = numel.get(policy.compute, 0) - _looked_up(subject.hollow)
     weights = sum(numel.values())
     tier = rules.layouts[-1].rest.tier
     moved = resting.get(tier, 0.0) if tier is not Tier.DEVICE else 0.0
     rate = device.rate(policy.compute) * device.reached
-    products, read = 2 * weights * rows / rate, weights * width / device.bandwidth
+    products, read = 2 * weights * rows / rate, (weights * width + kept) / device.bandwidth
     copied = (4 if tier is Tier.DISK else 2) * moved / device.bandwidth if not device.streams else 0.0
     drive = device.reads or device.disk
     waits = moved / (drive if tier is Tier.DISK else device.host) if device.streams or tier is Tier.DISK else 0.0
-    if all(form in device.forwards for form in numel):
+    seen, byte = device.forwards, device.kept
+    if subject.division.tensor > 1:
+        seen, byte = device.cut_forwards, device.cut_kept
+    if all(form in seen for form in numel):
         blocks = sum(c.spec is not None and not c.spec.root for c in cuts)
-        computes = copied + _as_measured(numel, blocks, rows, device)
+        computes = copied + _as_measured(seen, numel, blocks, rows) + kept * (byte or 1 / device.bandwidth)
     else:
         decoded = sum(_decoding(form, count, device) for form, count in numel.items() if form != policy.compute)
         computes = max(products, read) + decoded + copied
@@ -229,11 +234,21 @@ def _frozen(subject: Subject) -> Subject:
     return found
 
 
-def _as_measured(numel: Mapping[str, int], blocks: int, rows: int, device: Device) -> float:
+def _looked_up(model: nn.Module) -> int:
+    """Weights of embeddings that are no head besides: a forward reads a row of them for each token."""
+    places = [(each, part) for part in model.modules() for each in part.parameters(recurse=False)]
+    shared = {id(each) for each, part in places if not isinstance(part, nn.Embedding)}
+    looked = {id(each): each.numel() for each, part in places if isinstance(part, nn.Embedding)}
+    return sum(count for key, count in looked.items() if key not in shared)
+
+
+def _as_measured(
+    seen: Mapping[str, Sequence[Sequence[float]]], numel: Mapping[str, int], blocks: int, rows: int
+) -> float:
     """Seconds of a forward by what forwards of blocks were seen to take, with weights in these formats."""
     most = max(numel, key=lambda form: numel[form])
-    of_block, _ = _between(device.forwards[most], rows)
-    return blocks * of_block + sum(count * _between(device.forwards[form], rows)[1] for form, count in numel.items())
+    of_block, _ = _between(seen[most], rows)
+    return blocks * of_block + sum(count * _between(seen[form], rows)[1] for form, count in numel.items())
 
 
 def _between(measured: Sequence[Sequence[float]], rows: int) -> tuple[float, float]:

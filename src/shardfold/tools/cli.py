@@ -131,7 +131,7 @@ def doctor(
     measure: Annotated[
         Path | None,
         typer.Option(
-            help="Measure this machine, in about a minute, and write its profile here, for shardfold plan --gpus."
+            help="Measure this machine, in some minutes, and write its profile here, for shardfold plan --gpus."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,

@@ -1,17 +1,19 @@
 """What a forward takes in which each of some texts has one token: as a generation has it, by one process alone that has
-all cores, with weights as they are and as codes."""
+all cores, or by two that share every layer and the cores, with weights as they are and as codes."""
 
 from __future__ import annotations
 
+import random
 from statistics import median
 from time import perf_counter
 
 from shardfold.engine.engine import Engine
 from shardfold.generation import Continuation, Generation, SamplingRule
+from shardfold.parallel.parallel import Parallel
 from shardfold.tools.answering.open_config import BASES, table_of_weights
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
-__all__ = ["forward_rates"]
+__all__ = ["forward_rates", "kept_rate"]
 
 ROWS = 1, 2, 8, 32
 """Texts."""
@@ -19,17 +21,26 @@ WIDE, NARROW, LAYERS = 768, 64, 5
 """Widths of two models: the weights of one are in no cache, the other one has next to none."""
 CONTEXT = 64
 """Tokens of a text, at most."""
+LONG, KEPT_WIDTH, KEPT_LAYERS, KEPT_HEAD, KEPT_CONTEXT = 256, 256, 8, 64, 4096
+"""Tokens of longer texts, and the shape of the model that has them: their keys and values are in no cache, either, and
+they are read in a few forwards."""
 STEPS, LEAST = 5, 0.2
-"""Forwards of which the median counts, and seconds of them at least."""
+"""Forwards of which the median counts, and seconds of them at least; of several processes thrice as many, since all of
+them have to make equally many."""
 
 
-def forward_rates() -> dict[str, list[list[float]]]:
-    """By format of weights, ``fp32`` among them: of so many texts seconds of a block, and of each of its weights."""
+def forward_rates(tensor: int = 1) -> dict[str, list[list[float]]]:
+    """By format of weights, ``fp32`` among them: of so many texts seconds of a block, of each of its weights that this
+    process has.
+
+    Args:
+        tensor: processes that share every layer; all of them call it together.
+    """
     found: dict[str, list[list[float]]] = {}
     for bits in (None, *BASES):
-        wide, narrow = (_model(width) for width in (WIDE, NARROW))
-        more, less = (sum(each.numel() for each in model.blocks.parameters()) for model in (wide, narrow))
-        took = [_forwards(model, bits) for model in (wide, narrow)]
+        wide, narrow = (_model(width, LAYERS, CONTEXT, 32) for width in (WIDE, NARROW))
+        more, less = (sum(each.numel() for each in model.blocks.parameters()) / tensor for model in (wide, narrow))
+        took = [_forwards(model, bits, tensor) for model in (wide, narrow)]
         rows: list[list[float]] = []
         for count, long, short in zip(ROWS, *took, strict=True):
             weight = max(long - short, long / 2) / (more - less)
@@ -38,27 +49,48 @@ def forward_rates() -> dict[str, list[list[float]]]:
     return found
 
 
-def _model(width: int) -> GPT:
-    shape = GPTConfig(d_model=width, layers=LAYERS, heads=width // 32, context=CONTEXT)
+def kept_rate(tensor: int = 1) -> float:
+    """Seconds of each byte of keys and values that this process reads of many texts: by long ones and short ones.
+
+    Args:
+        tensor: processes that share every layer; all of them call it together.
+    """
+    rows = ROWS[-1]
+    engine = _engine(_model(KEPT_WIDTH, KEPT_LAYERS, KEPT_CONTEXT, KEPT_HEAD), None, tensor)
+    short, long = (_forward(engine, rows, tokens, CONTEXT - 2) for tokens in (2, LONG))
+    engine.close()
+    return max(0.0, long - short) * tensor / (rows * (LONG - 2) * KEPT_LAYERS * 2 * 4 * KEPT_WIDTH)
+
+
+def _model(width: int, layers: int, context: int, head: int) -> GPT:
+    shape = GPTConfig(d_model=width, layers=layers, heads=width // head, context=context)
     return GPT(shape).requires_grad_(False)
 
 
-def _forwards(model: GPT, bits: int | None) -> list[float]:
+def _engine(model: GPT, bits: int | None, tensor: int) -> Engine:
+    parallel = Parallel(mesh={"tensor": tensor}, tensor="auto") if tensor > 1 else None
+    return Engine(model, layout=table_of_weights("ddp", bits, "memory"), parallel=parallel)
+
+
+def _forwards(model: GPT, bits: int | None, tensor: int) -> list[float]:
     """Seconds of a forward of each number of texts."""
-    engine = Engine(model, layout=table_of_weights("ddp", bits, "memory"))
-    found = [_forward(engine, rows) for rows in ROWS]
+    engine = _engine(model, bits, tensor)
+    found = [_forward(engine, rows, 2, CONTEXT - 2) for rows in ROWS]
     engine.close()
     return found
 
 
-def _forward(engine: Engine, rows: int) -> float:
-    running, most = Generation(engine), CONTEXT - 2
+def _forward(engine: Engine, rows: int, prompt: int, most: int) -> float:
+    running, draw = Generation(engine), random.Random(0)
     for text in range(rows):
-        running.add(Continuation(text, 0, [1, 2], 2, most, SamplingRule(0.0), frozenset()))
+        tokens = [draw.randrange(3, 200) for _ in range(prompt)]  # that no other text begins with
+        running.add(Continuation(text, 0, tokens, prompt, most, SamplingRule(0.0), frozenset()))
     times: list[float] = []
-    while len(times) < STEPS + 2 or (sum(times[2:]) < LEAST and len(times) < most):
-        begun = perf_counter()
+    least, until = (STEPS, LEAST) if engine.world_size == 1 else (3 * STEPS, 0.0)
+    while running.busy and (len(times) < least + 2 or sum(times[2:]) < until):
+        begun, before = perf_counter(), running.seen
         running.step()
-        times.append(perf_counter() - begun)
+        if running.seen - before == rows:  # of prompts nothing is read any more
+            times.append(perf_counter() - begun)
     running.abandon()
-    return median(times[2:])  # before, prompts were read and what is kept was made
+    return median(times[2:])  # before, what is kept was made

@@ -45,7 +45,7 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
 from shardfold.tools.answering.open_config import BASES
-from shardfold.tools.doctor._forward_rates import forward_rates
+from shardfold.tools.doctor._forward_rates import forward_rates, kept_rate
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 from shardfold.torch_internals import scaled_mm
 
@@ -71,7 +71,7 @@ class MeasuredMachine(NamedTuple):
 
 
 def measure(folder: Path, say: Callable[[str], None] = lambda what: None) -> MeasuredMachine:
-    """Takes about a minute; files of the disk's part are in ``folder``, and ``say`` is told what is measured next.
+    """Takes about two minutes; files of the disk's part are in ``folder``, and ``say`` is told what is measured next.
 
     Raises:
         ShardfoldError: the processes that measure could not be started, or failed.
@@ -88,9 +88,10 @@ def measure(folder: Path, say: Callable[[str], None] = lambda what: None) -> Mea
         update *= RANKS / max(accelerator.count(device), 1)
     link = Interconnect(*ranks["link"]) if ranks["link"] else _link(found)
     forwards: dict[str, list[list[float]]] = {}
+    kept = 0.0
     if device.type == "cpu":
         say("texts")
-        forwards = forward_rates()
+        forwards, kept = forward_rates(), kept_rate()
     say("disk")
     writes, reads = _disk(folder)
     profile = Device(
@@ -101,6 +102,9 @@ def measure(folder: Path, say: Callable[[str], None] = lambda what: None) -> Mea
         disk=writes,
         reads=reads,
         forwards=forwards,
+        kept=kept,
+        cut_forwards=ranks["cut_forwards"],
+        cut_kept=ranks["cut_kept"],
         reached=1.0,
         reserve=0.0 if device.type == "cpu" else Device.reserve,
         source="measured by shardfold doctor --measure",
@@ -290,6 +294,9 @@ def rank(folder: str, number: int, kind: str) -> None:
         for verb, call in calls.items():
             collectives[verb][size] = _seconds(call, device)
     found: dict[str, Any] = {"collectives": collectives, "computes": None, "link": None, "codecs": {}, "host": {}}
+    found["cut_forwards"], found["cut_kept"] = (
+        (forward_rates(RANKS), kept_rate(RANKS)) if here.type == "cpu" else ({}, 0.0)
+    )
     found["update"] = _updating()
     if two or not accelerator.has_streams(here):
         dist.barrier()

@@ -308,7 +308,7 @@ def generation(found: Generating, precision: str, length: int, page: int, bits: 
     takes = {
         "disk": f"the drive's {(device.reads or device.disk) / 1e9:.3g} GB/s",
         "host": f"the link's {device.host / 1e9:.3g} GB/s",
-        "memory": "reading weights from memory",
+        "memory": "reading weights, keys and values from memory",
         "products": "products",
     }[found.limit]
     moved = f", of which {human(found.moved)} are moved" if found.moved else ""
