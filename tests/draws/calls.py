@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from tests.draws.model import ONE_GROUP, Boom, Model, make_batch, make_model, make_optimizer
+from tests.support.copied import differing
 from tests.support.options import grouped
 
 Call = tuple[str, dict[str, Any]]
@@ -384,6 +385,7 @@ class Sharded:
         report = self.engine.step()
         if report.updated:
             self.count.end()
+            assert not (apart := differing(self.engine)), apart
         return report.updated, report.grad_norm
 
     def zero(self) -> Any:

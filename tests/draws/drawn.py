@@ -140,6 +140,13 @@ def some_overlap(draw: random.Random, layout: str, options: dict[str, str]) -> s
     return f"sf.Overlap({', '.join(words)})" if words else None
 
 
+def some_copies(draw: random.Random, optimizer: str, options: dict[str, str]) -> str | None:
+    """Who holds copies of the optimizer's states, where there can be such."""
+    away = "offload" in options or any(word in options["layout"] for word in ("tier=", "infinity", "offload"))
+    once = optimizer.rpartition(":")[2] in ("sgd", "adamw") and "update_thread" not in options.get("overlap", "")
+    return draw.choice(['"rank"', '"host"']) if once and not away and draw.random() < 0.6 else None
+
+
 # -- calls
 
 
@@ -288,6 +295,8 @@ def make_draw(seed: int) -> Draw:
     dtype = "float32" if draw.random() < 0.1 else "float64"
     if dtype == "float32":
         options.pop("precision", None)  # 16 bits are not what plain PyTorch has in 32
+    if size > 1 and (survive := some_copies(random.Random(f"copies of {seed}"), optimizer, options)) is not None:
+        options["survive"] = survive
     return Draw(
         blocks=blocks, calls=legal(calls.made, accumulate), size=size, head=head, dtype=dtype,
         optimizer=optimizer, given=draw.random() < 0.4,

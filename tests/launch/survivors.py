@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from torch import nn
 
 import shardfold as sf
 from shardfold.comm.shared_folders import NAMED, SHARED
+from shardfold.engine.handlers import Handlers
+from shardfold.engine.track import Section
+from shardfold.errors import CollectiveError
 from shardfold.launch import free_port
 from shardfold.launch.options import Options
 from shardfold.launch.run_script import run as run_script
@@ -54,6 +57,11 @@ class Plan:
         rest: seconds between two steps.
         hosts: launchers, among which the ranks are shared out.
         patience: of the launchers.
+        width: of the model.
+        survive: who holds copies of what the optimizer has on each rank.
+        at: an operation of the program in front of which the first of those dies by itself, in the step behind the one
+            that is given; empty: it is killed from outside.
+        doubts: a rank that does not hear what came of the vote in that step, which others do; -1: none.
     """
 
     layout: str = "ddp"
@@ -65,6 +73,9 @@ class Plan:
     hosts: int = 1
     patience: float = 10.0
     width: int = 16
+    survive: str | None = None
+    at: str = ""
+    doubts: int = -1
 
 
 @dataclass
@@ -116,7 +127,8 @@ def made(plan: Plan, ranks: int) -> sf.Engine:
     if plan.layout == "hsdp":
         intra = 2 if ranks % 2 == 0 else 1
         mesh = {"inter": ranks // intra, "intra": intra}
-    return sf.Engine(module, optimizer=adamw, layout=plan.layout, lr_schedule=schedule, parallel=mesh)
+    runtime = sf.Runtime(survive=plan.survive)
+    return sf.Engine(module, optimizer=adamw, layout=plan.layout, lr_schedule=schedule, parallel=mesh, runtime=runtime)
 
 
 def plain(plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -145,7 +157,11 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
 
     torch.set_num_threads(1)
     say("pid", pid=os.getpid())
+    if uid == plan.doubts:
+        Handlers.vote = partialmethod(unheard, Handlers.vote, plan)  # pyright: ignore
     run = sf.ElasticRun(partial(made, plan))
+    if plan.at and uid == plan.kills[0][0]:
+        Section.observer = partial(die, run, plan)
     known = 0
     while run.engine.steps < plan.steps:
         with run.attempt() as engine:
@@ -165,6 +181,19 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         torch.save(weights, folder / "weights")
     run.close()
     say("done")
+
+
+def unheard(handlers: Handlers, vote: Any, plan: Plan) -> None:
+    """A vote that all come to, of whose answer nothing is heard."""
+    vote(handlers)
+    steps = {max(segment.steps) for segment in handlers.optimizer._fused.values()}  # pyright: ignore
+    if max(steps) == plan.kills[0][1]:
+        raise CollectiveError("nothing is heard")
+
+
+def die(run: sf.ElasticRun, plan: Plan, section: Section, number: int) -> None:
+    if str(section.ops[number]) == plan.at and run.engine.steps == plan.kills[0][1]:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def launched(plan: Plan, folder: Path, node: int) -> int:
@@ -194,7 +223,7 @@ def happened(plan: Plan, folder: Path) -> Came:
         for node in range(plan.hosts)
     ]
     status, killed, deadline = dict[int, int](), list[float](), time.monotonic() + LIMIT
-    kills = list(plan.kills)
+    kills = list(plan.kills[bool(plan.at) :])
     while len(status) < len(pids):
         for node, pid in enumerate(pids):
             if node not in status:
@@ -249,8 +278,8 @@ def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
             yield f"rank {uid} took its steps in this order: {steps}"
     for step, loss in enumerate(losses, 1):
         said = [each for each in came.said("step", steps=step) if each["rank"] in left]
-        whole = [each for each in said if each["ranks"] == said[0]["ranks"]]
-        if len(whole) == said[0]["ranks"] and not plan.dropout:
+        whole = [each for each in said if each["ranks"] == said[0]["ranks"]]  # none, if all ended it without the dead
+        if whole and len(whole) == said[0]["ranks"] and not plan.dropout:
             mean = statistics.fmean(each["loss"] for each in whole)
             if abs(mean - loss) > TOLERANCE:
                 yield f"the loss of step {step} is {mean} and not {loss}"
@@ -275,9 +304,10 @@ def figures(layout: str, ranks: int, count: int, place: str) -> None:
     """Kills one rank after the other until one is left, again and again; how long each time until a next step."""
     drawn, took = random.Random(7), list[tuple[float, ...]]()
     while len(took) < count:
-        order = drawn.sample(range(ranks), ranks - 1 if layout == "ddp" else 1)
+        order = drawn.sample(range(ranks), 1 if layout == "hsdp" else ranks - 1)
         kills = tuple((uid, 6 * (n + 1), drawn.uniform(0.0, 30.0)) for n, uid in enumerate(order))
-        plan = Plan(layout, ranks, 6 * (len(kills) + 2), kills, rest=0.005, width=256)
+        survive = None if layout in ("ddp", "hsdp") else "rank"
+        plan = Plan(layout, ranks, 6 * (len(kills) + 2), kills, rest=0.005, width=256, survive=survive)
         came, bad = judged(plan, place)
         for each in bad:
             print("WRONG", plan, each, flush=True)

@@ -159,6 +159,30 @@ def test_what_is_held_is_what_an_engine_had() -> None:
         assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
 
 
+def test_of_two_steps_that_a_rank_holds_the_newer_is_taken_where_all_have_it() -> None:
+    left, right, whole = (0, 4), (4, 8), (0, 8)
+    doubts = [index_of(3, whole), index_of(4, whole)]
+    assert covering([*doubts, index_of(4, right)]) == [1]  # the other has come through the vote
+    assert covering([*doubts[:1], index_of(3, right)]) == [0]
+    assert covering([index_of(3, left), index_of(4, left), index_of(3, right)]) == [0, 2]
+
+
+def test_a_step_in_doubt_is_held_beside_the_one_before() -> None:
+    with closing(sf.Engine(nn.Linear(4, 4), optimizer=adam, layout="ddp")) as engine:
+        held = Held(engine.sharded, 0)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        held.add(engine.sharded)
+        weights = {name: value.clone() for name, value in engine.state_dict().items()}
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        with held.together(lambda _, text: [text], 0) as folder:
+            engine.load(folder)
+        held.drop()
+        assert engine.steps == 1
+        assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
+
+
 def refused(ranks: int) -> str:
     with pytest.raises(ConfigError) as told:
         sf.ElasticRun(lambda _: sf.Engine(nn.Linear(4, 4), optimizer=adam, layout="zero3"))
@@ -205,9 +229,10 @@ def test_survivors_go_on_as_plain_pytorch_does(ranks: Ranks, tmp_path: Path) -> 
 
 
 def drawn(seed: int, layout: str, ranks: int) -> Plan:
-    """One rank after the other is killed at any moment; under hsdp one, as two may have the same part."""
+    """One rank after the other is killed at any moment; under hsdp one, as two may have the same part, and each behind
+    the recovery from the one before."""
     dice = random.Random(seed)
-    order = dice.sample(range(ranks), ranks - 1 if layout == "ddp" else 1)
+    order = dice.sample(range(ranks), 1 if layout == "hsdp" else ranks - 1)
     kills = tuple((uid, 3 * (n + 1), dice.uniform(0.0, 20.0)) for n, uid in enumerate(order))
     return Plan(layout, ranks, 3 * (ranks + 2), kills, rest=0.002)
 
@@ -217,6 +242,42 @@ def drawn(seed: int, layout: str, ranks: int) -> Plan:
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_killed_at_drawn_moments(ranks: Ranks, tmp_path: Path, first: int) -> None:
     plans = [drawn(n, "hsdp" if n % 2 else "ddp", 4 if n % 2 else 3) for n in range(first, first + 10)]
+    hold(ranks, plans, tmp_path)
+
+
+@linux
+def test_a_dead_rank_s_part_comes_from_the_copy_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [Plan("zero1", 3, 9, ((0, 4, 0.0),), survive="rank", at="UPDATE 1", doubts=1)], tmp_path)
+
+
+AT = ("LOG 1 [intra] fp64", "WAIT 1 log", "VOTE", "UPDATE 0", "UPDATE 1", "MIRROR 0", "MIRROR 2")
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "fsdp2"])
+def test_killed_in_front_of_each_operation_of_a_step(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    """Another rank each time; and so that the next one, which holds its copy, does not hear what came of the vote."""
+    plans = [Plan(layout, 3, 10, ((n % 3, 4, 0.0),), survive="rank", at=at) for n, at in enumerate(AT)]
+    doubts = [replace(plan, doubts=(plan.kills[0][0] + 1) % 3) for plan in plans if plan.at in AT[3:]]
+    hold(ranks, [*plans, *doubts], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hpz"])
+def test_killed_at_drawn_moments_with_copies(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    plans = [replace(drawn(n, layout, 3 + n % 2), survive="rank") for n in range(10)]
+    hold(ranks, plans, tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_copies_on_another_host_outlive_one(ranks: Ranks, tmp_path: Path) -> None:
+    plans = [
+        Plan("zero3", 4, 12, ((3, 4, 0.0),), hosts=2, survive="host"),
+        Plan("zero2", 3, 12, ((-1, 4, 0.0),), hosts=3, patience=3.0, survive="host"),
+    ]
     hold(ranks, plans, tmp_path)
 
 

@@ -140,7 +140,8 @@ def test_a_verb_whose_moment_is_not_known_is_refused_before_a_pass_that_asks() -
     """Such a pass never does an operation at a moment that is another one's."""
     step = {"CLAMP", "NORM", "FETCH", "SHARE", "UPDATE", "STORE", "JOIN", "STASH", "RELEASE"}
     outer = {"DIFF", "PUSH", "OUTER", "PULL", "MIX", "BLEND", "SERVE", "GIVE"}
-    assert set(MOMENTS) | step | outer | {*MARKERS} == set(VERBS)
+    copies = {"LOG", "VOTE", "MIRROR"}
+    assert set(MOMENTS) | step | outer | copies | {*MARKERS} == set(VERBS)
 
     section = Section("forward", [Op("UPDATE", "block")], lambda op: lambda: None)
     with pytest.raises(ValueError, match="does not know when to do 'UPDATE'"):

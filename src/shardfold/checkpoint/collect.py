@@ -51,6 +51,7 @@ __all__ = [
     "average_state",
     "check_slices",
     "collect",
+    "copied",
     "group_read",
     "header",
     "is_moment",
@@ -359,6 +360,25 @@ def _of_parameter(
                 numbers[name] = encode(value, f"{name} of {place.name}", {})
         if numbers:
             once[place.name] = numbers
+
+
+def copied(model: ShardedModel) -> tuple[list[UnwrittenPiece], dict[str, dict[str, Any]]]:
+    """What this rank holds of another's states, as that one would write it; and what that one keeps once."""
+    parts: list[UnwrittenPiece] = []
+    once: dict[str, dict[str, Any]] = {}
+    update = model.updater
+    found = [(s, update.copied(s)) for s in model.trainable()] if update is not None else []
+    for segment, held in found:
+        if held is None:
+            continue
+        for slot, place in enumerate(segment.spec.slots):
+            piece, of = held.segment.own_piece(slot)
+            if piece.start < piece.stop:
+                parts.append(_range(place, "weight", of.start, held.segment.master[piece]))
+                parts += [_range(place, name, of.start, region.get()[piece]) for name, region in held.moments.items()]
+            if place.offset in range(*held.segment.master_range) and not any(place.starts):
+                once[place.name] = {"step": encode(held.steps[slot], f"step of {place.name}", {})}
+    return parts, once
 
 
 def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[UnwrittenPiece]) -> None:

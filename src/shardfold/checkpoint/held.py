@@ -1,10 +1,11 @@
 """What ranks that have stopped hold of a run, from which they go on without the one that is gone.
 
-Each rank puts all that it has of each state into a file in shared memory, in the form of a checkpoint: then nothing
-refers to the engine any more, which ends with its process groups. Where the ranks have met again they tell each other
-what is in these files, and take the newest step of which every element is there: one that a rank has not come to is
-rolled forward on it, and one that no rank has whole is rolled back. The files that it takes become a checkpoint of so
-many hosts, which the next engine loads, however it cuts the states.
+Each rank puts all that it has of each state into a file in shared memory, in the form of a checkpoint, and what it
+holds of another's, where there are copies: then nothing refers to the engine any more, which ends with its process
+groups. Where the ranks have met again they tell each other what is in these files, and take the newest step of which
+every element is there: one that a rank has not come to is rolled forward on it, and one that no rank has whole is
+rolled back. The files that it takes become a checkpoint of so many hosts, which the next engine loads, however it cuts
+the states.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardfold.checkpoint.collect import collect, header
+from shardfold.checkpoint.collect import collect, copied, header
 from shardfold.checkpoint.draft import Host
 from shardfold.checkpoint.files import write_file
 from shardfold.checkpoint.folders import INDEX
-from shardfold.checkpoint.index import Index
+from shardfold.checkpoint.index import Index, Piece
 from shardfold.comm.cores import machine
 from shardfold.comm.shared_folders import SharedFolder
 from shardfold.errors import CheckpointError, StepError
@@ -35,54 +36,79 @@ Exchange = Callable[[str, str], list[str]]
 
 @dataclass(frozen=True)
 class _Told:
-    """What one rank says of its file.
+    """What one rank says of its files.
 
     Attributes:
-        place: of the folder that it is in; ranks that have the same see the same files.
+        place: of the folder that they are in; ranks that have the same see the same files.
         base: the folder around it.
         host: for people.
-        index: of what is in it.
+        indexes: of what is in each.
     """
 
     place: str
     base: str
     host: str
-    index: Index
+    indexes: list[Index]
 
     def to_text(self) -> str:
-        return json.dumps([self.place, self.base, self.host, self.index.to_bytes().decode()])
+        return json.dumps([self.place, self.base, self.host, [each.to_bytes().decode() for each in self.indexes]])
 
     @classmethod
     def from_text(cls, text: str, rank: int) -> _Told:
-        place, base, host, index = json.loads(text)
-        return cls(place, base, host, Index.from_bytes(index.encode(), f"what rank {rank} holds"))
+        place, base, host, indexes = json.loads(text)
+        return cls(place, base, host, [Index.from_bytes(t.encode(), f"what rank {rank} holds") for t in indexes])
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Whose file is taken.
+
+    Attributes:
+        rank: its number.
+        told: what it says of its files.
+        index: of that one.
+    """
+
+    rank: int
+    told: _Told
+    index: Index
 
 
 class Held:
-    """What this rank has. It sends nothing, and the engine may be one whose collectives have failed.
+    """What this rank has, of itself and, where the table has copies, of another. It sends nothing, and the engine may
+    be one whose collectives have failed.
 
     Args:
         model: that of the engine.
         uid: of this rank, equal to no other's in any epoch.
-
-    Attributes:
-        steps: updates that it has had.
+        copies: whether it holds what another one has, too.
 
     Raises:
         CheckpointError: there is no room for it in memory.
     """
 
-    def __init__(self, model: ShardedModel, uid: int) -> None:
-        self.steps = model.run.steps
+    def __init__(self, model: ShardedModel, uid: int, *, copies: bool = False) -> None:
         held = (region.nbytes for segment in model.segments() for region in segment.regions.values())
-        self._shared = SharedFolder.with_room(2 * sum(held))
-        self._folder = self._shared.path
-        name = f"held-{uid:05d}.safetensors"
+        self._shared = SharedFolder.with_room((2 + 2 * copies) * sum(held))
+        self._folder, self._uid = self._shared.path, uid
+        self._indexes: list[Index] = []
+        self.add(model, copies=copies)
+
+    def add(self, model: ShardedModel, *, copies: bool = False) -> None:
+        """What this rank has now, too: of another step, where it is not known which one the others have.
+
+        Raises:
+            CheckpointError: there is no room for it in memory.
+        """
+        name = f"held-{self._uid:05d}-{model.run.steps}.safetensors"
         try:
-            self._index, tensors = header(model, {}, {})
+            index, tensors = header(model, {}, {})
             parts, own = collect(model, {}, tensors, {}, {}, every=True)
+            others, once = copied(model) if copies else ([], {})
             own.ranks.clear()  # random numbers stay what they are
-            own.add_file(name, *write_file(self._folder / name, [p for p in parts if p.piece.kind != "rank"]))
+            own.once.update(once)
+            parts = [part for part in (*parts, *others) if part.piece.kind != "rank"]
+            own.add_file(name, *write_file(self._folder / name, parts))
         except BaseException as error:
             self.drop()
             if isinstance(error, OSError):
@@ -91,17 +117,18 @@ class Held:
                     "others would go on: give it more room, or TMPDIR another folder."
                 ) from error
             raise
-        self._index.join(own)
+        index.join(own)
         if model.run.broken:  # it is of no step
-            self._index.pieces.clear()
+            index.pieces.clear()
+        self._indexes.append(index)
 
     def drop(self) -> None:
         """It is not needed any more."""
         self._shared.drop()
 
-    def _show(self, folder: Path) -> None:
+    def _show(self, folder: Path, index: Index) -> None:
         """It stays where it is: another rank may die before all have it."""
-        for file in self._index.files:
+        for file in index.files:
             os.link(self._folder / file, folder / file)
 
     @contextmanager
@@ -117,19 +144,19 @@ class Held:
             CheckpointError: on all ranks: a file cannot be shown to the others.
         """
         base = self._folder.parent
-        told = _Told(f"{machine()} {os.stat(base).st_dev} {base}", str(base), socket.gethostname(), self._index)
+        told = _Told(f"{machine()} {os.stat(base).st_dev} {base}", str(base), socket.gethostname(), self._indexes)
         said = exchange("held", json.dumps([f"{self._folder.name}-{os.urandom(4).hex()}", told.to_text()]))
         texts = [json.loads(text) for text in said]
         every = [_Told.from_text(text, number) for number, (_, text) in enumerate(texts)]
-        taken = covering([each.index for each in every])
+        offered = [_Taken(number, each, index) for number, each in enumerate(every) for index in each.indexes]
+        taken = [offered[number] for number in covering([each.index for each in offered])]
         if not taken:
             raise StepError(
-                f"what is left of step {max(each.index.step for each in every)} is not whole: ranks that had the same "
-                "part of the states are all gone, or were amid their updates; load a checkpoint."
+                f"what is left of step {max(each.index.step for each in offered)} is not whole: ranks that had the "
+                "same part of the states are all gone, or were amid their updates; load a checkpoint."
             )
         folder = base / texts[0][0]
-        there = [number for number, each in enumerate(every) if each.place == told.place]
-        mine = [number for number in there if number in taken]
+        mine = [each.rank for each in taken if each.told.place == told.place]
         leads = bool(mine) and rank == mine[0]
         made: list[SharedFolder] = []
 
@@ -145,8 +172,9 @@ class Held:
 
         try:
             each("held/made", lambda: made.append(SharedFolder(folder)), here=leads)
-            each("held/shown", lambda: self._show(folder), here=rank in mine)
-            index = _joined(every, taken, folder.name) if leads else self._index
+            own = next((each.index for each in taken if each.rank == rank), self._indexes[0])
+            each("held/shown", lambda: self._show(folder, own), here=rank in mine)
+            index = _joined(taken, folder.name, apart=len({each.place for each in every}) > 1) if leads else own
             each("held/there", lambda: (folder / INDEX).write_bytes(index.to_bytes()), here=leads)
             yield folder
             exchange("held/read", "")
@@ -186,19 +214,25 @@ def _covered(indexes: Iterator[Index]) -> dict[tuple[str, str], list[tuple[int, 
     return found
 
 
-def _joined(every: Sequence[_Told], taken: Sequence[int], folder: str) -> Index:
-    """The index of the checkpoint that the files of these ranks are."""
-    first, *others = (every[number].index for number in taken)
+def _joined(taken: Sequence[_Taken], folder: str, *, apart: bool) -> Index:
+    """The index of the checkpoint that these files are; ``apart``: ranks do not see the same folders."""
+    first, *others = (each.index for each in taken)
+    there = set(map(_place, first.pieces))
     for other in others:
         pieces = [piece for piece in other.pieces if piece.kind in ("element", "block", "once")]
+        pieces = [piece for piece in pieces if piece.kind == "once" or _place(piece) not in there]
+        there.update(map(_place, pieces))
         first.join(replace(other, parameters=[], buffers=[], optimizer=None, run={}, pieces=pieces))
-    places = dict.fromkeys(every[number].place for number in taken)
-    if len({each.place for each in every}) > 1:
+    if apart:
         hosts: list[dict[str, Any]] = []
-        for place in places:
-            ranks = [number for number in taken if every[number].place == place]
-            files = tuple(file for number in ranks for file in every[number].index.files)
-            one = every[ranks[0]]
-            hosts.append(Host(one.host, f"{one.base}/{folder}", tuple(ranks), files).to_json())
+        for place in dict.fromkeys(each.told.place for each in taken):
+            here = [each for each in taken if each.told.place == place]
+            files, ranks = tuple(file for each in here for file in each.index.files), tuple(e.rank for e in here)
+            hosts.append(Host(here[0].told.host, f"{here[0].told.base}/{folder}", ranks, files).to_json())
         first.written["hosts"] = hosts
     return first
+
+
+def _place(piece: Piece) -> tuple[object, ...]:
+    """Which elements of which state it is; a copy has those that its original has."""
+    return piece.of, piece.state, piece.start, piece.stop

@@ -20,7 +20,7 @@ from shardfold.comm.hops import gather_between, gather_within, nodes
 from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import LAYERS, Meter
 from shardfold.comm.peers import Peers
-from shardfold.comm.transport import Pending, Transport
+from shardfold.comm.transport import Pending, Transport, drain
 from shardfold.plan.cost import Sent, ring_bytes
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes
@@ -165,6 +165,9 @@ class Comm:
                 pending += self._encoded(op, flat, group, out, add=add, state=state, codes=codes)
             elif op.kind == "ALL_GATHER":
                 pending.append(self.transport.all_gather(flat, group, resident=resident))
+            elif op.kind == "LOG":
+                assert out is not None
+                pending.append(self._passed_on(flat, out, op.axes))
             elif op.kind == "REDUCE_SCATTER":
                 assert out is not None
                 pending.append(self.transport.reduce_scatter(flat, out, group, add=add))
@@ -189,6 +192,22 @@ class Comm:
         assert op.kind == "REDUCE_SCATTER" and out is not None  # tables of which others would be are not bound
         parts = nodes(self.mesh)[0] if op.target == "node" else 1
         return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state, parts=parts)
+
+    def _passed_on(self, sent: Tensor, received: Tensor, axes: Axes) -> Pending:
+        """What each rank along the axes sends to the next one, and the last to the first."""
+        here, ranks = self.mesh.coords[axes[0]], self.mesh.parts(axes)
+        to, by = [0] * ranks, [0] * ranks
+        to[(here + 1) % ranks], by[here - 1] = sent.numel(), received.numel()
+        return self.transport.exchange(sent, to, received, by, self.mesh.group(axes))
+
+    def pass_on(self, sent: Tensor, received: Tensor, axes: Axes, what: str) -> None:
+        """Each rank along the axes gets what the one before it has, at once; asked for, and of no step."""
+        agreement = self._among(axes)
+        with agreement.uninterrupted():
+            agreement.issue(what)
+            self.memory.after_compute()
+            drain([self._passed_on(sent, received, axes)], agreement.wait)
+        self.meter.ask("LOG", axes, sent.nbytes)
 
     def bundle(
         self,

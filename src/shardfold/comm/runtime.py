@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardfold.plan.checks import known_arguments
+from shardfold.plan.layout import Layout
 from shardfold.plan.patience import usual_patience
 
 __all__ = ["Runtime"]
@@ -28,6 +29,9 @@ class Runtime:
         checksums: each step looks whether bytes of states and of gathered parameters have changed that nobody wrote,
             and whether ranks that should have the same have it; it raises before anything is updated with them, and
             says which rank, unit and state. What rests in files is not looked at. See ``sharding.checksums``.
+        survive: ``"rank"``: another rank holds a copy of what the optimizer has on each, where none has the same
+            anyway, so that :class:`ElasticRun` goes on without one that dies; ``"host"``: one on another host does.
+            Short for the column ``copies`` of the layout (see ``plan.copies``). None: as the layout says.
         compile: ``"blocks"``: the forward of each unit that is more than one layer is compiled, and units of one kind
             share a graph; ``"blocks:aot_eager"`` by another backend of ``torch.compile`` than inductor. None: nothing.
 
@@ -42,4 +46,9 @@ class Runtime:
     patience: float = field(default_factory=usual_patience)
     debug: bool = False
     checksums: bool = False
+    survive: str | None = None
     compile: str | None = None
+
+    def surviving(self, table: Layout) -> Layout:
+        """The table with the copies that :attr:`survive` asks for."""
+        return table if self.survive is None else table.replace(copies=self.survive)

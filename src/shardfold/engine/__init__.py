@@ -4,6 +4,7 @@
     arguments     what an engine is given, checked first
     backward      from a loss to gradients
     consistency   arguments and settings that every rank has to have alike
+    copying       copies of other ranks' states, kept what their originals are
     cursor        a thread that goes through a section of the program beside the first
     damage        updates that failed on some rank
     elastic       going on without a rank that dies

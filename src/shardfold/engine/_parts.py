@@ -22,6 +22,7 @@ from shardfold.engine._reports import Reports
 from shardfold.engine._step import Stepper
 from shardfold.engine.announced import Announced
 from shardfold.engine.backward import Backward
+from shardfold.engine.copying import Copying
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.hooks import Hooks
@@ -106,6 +107,7 @@ class EngineParts:
     clock: Clock
     saver: Saver
     base: FrozenBase
+    copying: Copying | None
 
 
 def make_parts(
@@ -150,11 +152,12 @@ def make_parts(
     backward = Backward(sharded, runner, scaler, alarm, shares)
     replicated = Replicated(sharded, always=sharded.tiers.device.debug, losses=options.is_cut)
     checksums = _make_checksums(sharded, updater, held) if options.checksums else None
-    stepper = None
+    stepper = copying = None
     if updater is not None:
+        copying = Copying(sharded, updater) if sharded.layout.copied else None
         met = _meet_rarely(sharded, runner, changes)
         own = (scaler, alarm, shares, replaced, replicated, clock)
-        stepper = Stepper(sharded, updater, runner, changes, *own, *met, checksums)
+        stepper = Stepper(sharded, updater, runner, changes, *own, *met, checksums, copying)
     gate = PassGate(runner, hooks, changes, stepper)
     sharded.connect(gate)
     saver, base = Saver(sharded), FrozenBase(sharded)
@@ -185,6 +188,7 @@ def make_parts(
         clock=clock,
         saver=saver,
         base=base,
+        copying=copying,
     )
 
 

@@ -88,6 +88,8 @@ class Reports:
                 regions[name].append(region)
         if self._updater is not None:
             regions["moments"] += self._updater.regions()
+            for name, copied in self._updater.copied_regions().items():
+                regions[name] += copied
         return regions
 
     def _transient(self) -> list[Tensor]:

@@ -20,6 +20,7 @@ from shardfold.comm.agreement import Meeting
 from shardfold.comm.expected import Expectation
 from shardfold.engine._delayed import Delayed
 from shardfold.engine.consistency import same_settings, settings
+from shardfold.engine.copying import Copying
 from shardfold.engine.damage import StepFailure
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.replicated import Replicated
@@ -49,6 +50,10 @@ from shardfold.sharding.model import ShardedModel
 __all__ = ["Stepper"]
 
 LOG = getLogger("shardfold")
+LOST = (CollectiveError, OrderError, dist.DistError)
+"""What a rank raises when another one is gone, among other reasons."""
+ALONE = ("UPDATE", "MIRROR")
+"""What of a step sends nothing."""
 
 
 class Stepper:
@@ -68,6 +73,7 @@ class Stepper:
         rounds: of outer steps; None: there are none.
         freeze: of the variance of an optimizer that sends signs behind it; None: it sends gradients.
         checksums: of what is in memory; None: nobody asked for them.
+        copying: keeps the copies that ranks hold of each other's states; None: they hold none.
     """
 
     def __init__(
@@ -85,14 +91,16 @@ class Stepper:
         rounds: Rounds | None,
         freeze: Freeze | None,
         checksums: Checksums | None = None,
+        copying: Copying | None = None,
     ) -> None:
         self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
         self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
-        self._replicated, self._checksums = replicated, checksums
+        self._replicated, self._checksums, self._copying = replicated, checksums, copying
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
         self.rounds, self.freeze = rounds, freeze
         runner.expect_steps(self.expectation)
         runner.agreement.hear_failures(self._hear_failure)
+        self._lost: BaseException | None = None  # what says that another rank is gone, told when the step is done
         self._delayed: list[Delayed] = []  # updates of the last step that are still to arrive
 
     def step(self) -> StepReport:
@@ -118,6 +126,8 @@ class Stepper:
             self.rounds.tell(None)
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
         said = self._meet()
+        if said.flags[0] and self._copying is not None:
+            self._copying.refresh()
         if said.flags[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX, group=True))
         bits = said.bits
@@ -158,7 +168,7 @@ class Stepper:
         for call in run.after_step:
             call()
         took = self._lap()
-        if (problem := run.take_unwritten() or self._not_back(run.steps)) is not None:
+        if (problem := self._take_lost() or run.take_unwritten() or self._not_back(run.steps)) is not None:
             raise problem
         norm = self._norms.norm
         return StepReport(
@@ -171,6 +181,10 @@ class Stepper:
             tiers=took,
             straggler=self._clock.straggler,
         )
+
+    def _take_lost(self) -> BaseException | None:
+        lost, self._lost = self._lost, None
+        return lost
 
     def _verify(self) -> None:
         """
@@ -202,8 +216,8 @@ class Stepper:
 
     def _meet(self) -> Meeting:
         """All that take this step together are about to take it, with the same settings of the optimizer: flags, of
-        buffers (which have none), of modes that wait to be chosen, and of gradients that users changed. With them comes
-        what :meth:`_agree` asks, where all that take the step run one program.
+        copies that are to come anew, of modes that wait to be chosen, and of gradients that users changed. With them
+        comes what :meth:`_agree` asks, where all that take the step run one program.
 
         Raises:
             OrderError: they are about to do different things.
@@ -214,7 +228,7 @@ class Stepper:
         by_hand, refusal = self._take_visible()
         hidden, what = refusal is None, STEP
         told = settings(model.optimizer) if group.peers.size > 1 else []
-        flags = [False, self._replaced.waits, by_hand, not hidden]
+        flags = [self._copies_changed, self._replaced.waits, by_hand, not hidden]
         bits = self._told() if hidden and group is runner.agreement else ()
         why = str(refusal) if refusal is not None else "of gradients that were changed by hand" if by_hand else ""
         met = runner.meet(what, flags=flags, alike=" ".join(told), bits=bits, expected=self._is_plain, why=why)
@@ -231,6 +245,10 @@ class Stepper:
                 runner.visible.show()  # nothing is done here, either
             group.refuse("engine.step()", refusal)
         return met._replace(flags=said)
+
+    @property
+    def _copies_changed(self) -> bool:
+        return self._copying is not None and self._copying.changed
 
     def _told(self) -> list[bool]:
         """What this rank says of its gradients."""
@@ -250,7 +268,7 @@ class Stepper:
 
     def expectation(self) -> tuple[Expectation, list[bool]]:
         """What this rank says of the next step when its last backward is over, with the flags of :meth:`_meet`."""
-        asks = self._shares.any or self._alarm.raised()
+        asks = self._shares.any or self._alarm.raised() or self._copies_changed
         flags = [asks, self._replaced.waits, self._runner.visible.touched, False]
         told = tuple(self._handlers.told(False, False, False))
         return Expectation(STEP, " ".join(settings(self._model.optimizer)), told), flags
@@ -289,9 +307,12 @@ class Stepper:
         finally:
             if weighed:  # what this step's gradients were multiplied by is none of the next one's
                 handlers.set_factors()
+        written = self._copies_changed  # by hooks around the optimizer's step
         for unit in model.units:
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
+        if self._copying is not None and not written:
+            self._copying.follow()
         self._changes.updated()
         if self.freeze is not None:
             handlers.set_factors()
@@ -371,6 +392,12 @@ class Stepper:
                 track.reach("STEP")
             except NonFiniteError as error:
                 raise NonFiniteError(f"{error}\n{self._alarm.examine()}") from None
+            except LOST as error:
+                if run.in_doubt is None or track.ops[track.at].verb != "VOTE":
+                    raise
+                run.in_doubt()
+                self._lost = error
+                track.walk.move_to(track.walk.reach("STEP").stop)
             try:
                 self._updater.around(partial(self._run, track, used))
             except BaseException as error:
@@ -430,9 +457,23 @@ class Stepper:
                 self._updater.step_whole(self._model.units, used, whole, self._handlers.damage.begin)
         cursor, tracks = self._handlers.cursor, self._runner.orders.tracks
         with cursor.following(tracks["beside"]):
-            track.finish()
+            self._finish(track)
         self._model.tiers.forget_spares()
         if tracks["behind"].ops:
             self._updater.hold(self._model.units, used, self._norms.coefficient(torch.device("cpu")))
             cursor.begin(tracks["behind"])
             self._delayed = Delayed.over(cursor, self._model.units)
+
+    def _finish(self, track: Track) -> None:
+        """The updates, and what brings what they give to where it is read. Behind a vote nothing is sent that they
+        need: where another rank is gone this one does its own all the same."""
+        if self._lost is None:
+            try:
+                track.finish()
+                return
+            except LOST as error:
+                if self._copying is None:
+                    raise
+                self._lost = error
+        track.do([number for number in track.walk.rest() if track.ops[number].verb in ALONE])
+        track.walk.move_to(len(track.ops))

@@ -8,8 +8,14 @@
 
 ``[Note: what is whole]`` Where every element of a state is on two ranks, what one of them had is with another, as it
 was: before its update of a step a rank is rolled back, by dropping gradients, and behind it the others are rolled
-forward. Under the layouts that are taken nothing is sent between the first update of a step and the last, so a rank
-that raises there raises for another reason, and says that its states are of no step.
+forward. Under ``ddp`` and ``hsdp`` nothing is sent between the first update of a step and the last, so a rank that
+raises there raises for another reason, and says that its states are of no step.
+
+``[Note: in doubt]`` Where the other is a copy, both have to be of one step. No rank updates before it has come through
+the program's ``VOTE``, to which all come with what they need for their updates, and behind it each ends its step
+whatever becomes of the others. A rank that fails in the vote itself does not know whether others came through: it holds
+what it has, ends its step too, and holds what that gives. If any other came through, the newest step that all have is
+the new one, or else they may still have either.
 """
 
 from __future__ import annotations
@@ -74,8 +80,8 @@ class ElasticRun:
     Args:
         make: ``make(ranks)`` builds a model and gives an engine of it, on a mesh of so many ranks; called once more
             whenever these are others. What the engine had comes from the memory of the ranks that are left, so the
-            values that ``make`` gives do not matter then. Every element of every state has to be on two ranks: the
-            layouts ``ddp``, and ``hsdp`` with two ranks or more along ``inter``.
+            values that ``make`` gives do not matter then. Every element of every state has to be on two ranks: as in
+            the layouts ``ddp``, and ``hsdp`` with two ranks or more along ``inter``, or by ``Runtime(survive="rank")``.
 
     Attributes:
         engine: the present one; another one behind a recovery.
@@ -108,6 +114,7 @@ class ElasticRun:
         self._uid = self._place.rank if self._place is not None else 0
         self._make = make
         self._held: Held | None = None  # what this rank had when it stopped, until all have gone on
+        self._doubts = False  # whether that is of the step before
         self._lock: RunLock | None = None
         self.recoveries: list[Recovery] = []
         self.engine = self._made(world)
@@ -116,8 +123,10 @@ class ElasticRun:
             self.engine.close()
             raise ConfigError(
                 f"ElasticRun with states of which each element is on one rank only, as {where}: what a rank has would "
-                "be lost with it. Take layout='ddp', or layout='hsdp' with two ranks or more along inter."
+                "be lost with it. Let another rank hold a copy, runtime=Runtime(survive='rank'), or take layout='ddp'."
             )
+        if self.engine.copying is not None:
+            self.engine.copying.refresh()
         note_elastic()
 
     @contextmanager
@@ -141,7 +150,7 @@ class ElasticRun:
         try:
             yield self.engine
         except LOST as error:
-            self._go_on(error)
+            self._go_on(error, steps)
             if self.engine.steps == steps:
                 set_rng_state(random)
 
@@ -151,15 +160,19 @@ class ElasticRun:
 
     # -- a recovery
 
-    def _go_on(self, error: BaseException) -> None:
+    def _go_on(self, error: BaseException, steps: int) -> None:
         """
+        Args:
+            error: what this rank raised.
+            steps: that it had done when the attempt began.
+
         Raises:
             CollectiveError, OrderError, CheckpointError, StepError: see :meth:`attempt`.
         """
         random, engine = rng_state(), self.engine
         while True:
             begun = perf_counter()
-            steps = self._stop(engine)
+            self._stop(engine)
             self._place = place = self._next_place(error)
             agreed = perf_counter()
             self._leave(engine)
@@ -186,21 +199,29 @@ class ElasticRun:
             took = "{:.2f} s to agree, {:.2f} to meet, {:.2f} for the states".format(*times)
             LOG.warning("epoch %d: %s on from step %d (%s)%s", place.epoch, many, engine.steps, took, last)
 
-    def _stop(self, engine: Engine | None) -> int:
-        """This rank does nothing more in its epoch; how many updates it had."""
+    def _stop(self, engine: Engine | None) -> None:
+        """This rank does nothing more in its epoch."""
         assert self._place is not None
         if engine is None:  # it could not be made, and others may wait for this rank in it
             begin_epoch(self._within)
             note_stopped(self._place.epoch)
-            return -1
+            return
         comm = engine.sharded.comm
         comm.job.give_up(f"rank {comm.mesh.rank} has stopped, as another rank is gone")
         comm.mesh.break_off()
         comm.transport.close()
         note_stopped(self._place.epoch)
         if self._held is None:
-            self._held = Held(engine.sharded, self._uid)
-        return engine.steps
+            self._held = Held(engine.sharded, self._uid, copies=_has_copies(engine))
+        elif self._doubts:
+            self._held.add(engine.sharded, copies=_has_copies(engine))
+        self._doubts = False
+
+    def _doubt(self) -> None:
+        """Nobody knows yet whether other ranks take the step that the engine is about to take: what it has before that
+        is held, too."""
+        self._held = Held(self.engine.sharded, self._uid, copies=_has_copies(self.engine))
+        self._doubts = True
 
     def _next_place(self, error: BaseException) -> EpochPlace:
         """What this rank is in the next epoch, once the launchers have agreed.
@@ -239,6 +260,8 @@ class ElasticRun:
         assert held is not None
         with held.together(engine.sharded.comm.job.exchange, engine.rank) as folder:
             engine.load(folder)
+            if engine.copying is not None:  # before what it comes from is gone
+                engine.copying.refresh()
         if lock is not None:
             engine.saver.go_on(lock)
         held.drop()
@@ -256,6 +279,7 @@ class ElasticRun:
             engine.close()
             raise ConfigError(f"ElasticRun cannot go on without a rank where {what}.")
         self._timeout = engine.sharded.comm.job.timeout
+        engine.sharded.run.ask_in_doubt(self._doubt)
         return engine
 
 
@@ -267,10 +291,17 @@ def _first_place() -> EpochPlace | None:
     return place
 
 
+def _has_copies(engine: Engine) -> bool:
+    """Whether this rank has what another one has."""
+    return engine.copying is not None and engine.copying.whole
+
+
 def once_only(model: ShardedModel) -> list[str]:
     """The axes over which some state is split so that each element is on one rank; none: each is on two or more."""
     mesh = model.comm.mesh
     for segment in model.segments():
+        if segment.spec.trainable and segment.table.copied:
+            continue
         over = set(segment.table.master.over if segment.spec.trainable else segment.table.rest.over)
         if mesh.parts(axis for axis in mesh.data if axis not in over) < 2:
             return sorted(over) or list(mesh.data)
@@ -289,6 +320,8 @@ def unfit(model: ShardedModel) -> str:
         "ranks come together every so many steps (Outer), or send signs": bool(mesh.sizes.rare)
         or any(layout.outer is not None or layout.signs is not None for layout in layouts),
         "states rest in host memory or on disk": any(cell.tier is not Tier.DEVICE for cell in cells),
+        "averages of the weights are kept, of which there are no copies": bool(model.run.averages)
+        and model.layout.copied,
         "reductions keep what their format has lost": any(s.format_state is not None for s in model.segments()),
         "devices have streams of their own (it was tried on CPUs over Gloo only)": mesh.on_streams,
         "torch.distributed was started by others, or another engine is open": mesh.world > 1 and not mesh.is_alone,

@@ -69,6 +69,7 @@ from shardfold.engine.arguments import (
     missing,
 )
 from shardfold.engine.consistency import given
+from shardfold.engine.copying import Copying
 from shardfold.engine.fitting import sampled, table_of, warn_of_memory
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.handlers import check_supported
@@ -78,8 +79,16 @@ from shardfold.errors import ConfigError, UsageError
 from shardfold.numerics.clipping import Clip, one_clip
 from shardfold.numerics.fp8_layers import Fp8Layers
 from shardfold.numerics.scaling import LossScale, make_scaler
+from shardfold.optim.copied_shard import CopiedShard
 from shardfold.optim.fused import num_moments
-from shardfold.optim.requirements import build, check_delayed, check_rounding, check_speculation, check_tier
+from shardfold.optim.requirements import (
+    build,
+    check_copies,
+    check_delayed,
+    check_rounding,
+    check_speculation,
+    check_tier,
+)
 from shardfold.optim.shard_optimizer import shard_optimizer
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.optim.sign_exchange import SignExchange
@@ -241,6 +250,7 @@ class Engine:
                 sizes, why = data_mesh.sizes, list[str]()
                 if planned is not None:
                     table, activations, why = planned.choose(model, data_mesh, job)
+                table = runtime.surviving(table)
                 staged = open_stages(model, optimizer, data_mesh, parallel.stages, choice, job)
                 self._divide(model, parallel.tensor, data_mesh, parallel.sequence_parallel, staged, held)
                 rules = self._read_rules(model, precision, table, data_mesh, held)
@@ -390,8 +400,11 @@ class Engine:
         moments, tiers = sharded.layout.moments, sharded.tiers
         self._cores = share_of_cores(sharded.comm.agreement.exchange)
         threads = max(1, int(self._cores))
+        if sharded.layout.copied:
+            check_copies(sharded.optimizer, self.overlap)
+        copies = partial(CopiedShard, sizes=self.mesh.sizes, coords=self.mesh.coords, tiers=tiers)
         updater = shard_optimizer(
-            sharded.optimizer, sharded.units, moments, tiers, self.overlap.block, stochastic, threads,
+            sharded.optimizer, sharded.units, moments, tiers, copies, self.overlap.block, stochastic, threads,
             self.overlap.compiled_update, self.overlap.delayed_update,
         )  # fmt: skip
         held.callback(updater.close)
@@ -451,6 +464,8 @@ class Engine:
         self._replicated, self._stepper, self._pipelined = parts.replicated, parts.stepper, parts.pipelined
         self._reports, self.alarm, self._clock = parts.reports, parts.alarm, parts.clock
         self.saver, self._base, self._loads = parts.saver, parts.base, 0
+        #: Keeps the copies that ranks hold of each other's states; None: they hold none.
+        self.copying: Copying | None = parts.copying
         if self.rank == 0 and (said := self._replaced.products.described()):
             LOG.info("%s", "\n".join(said))
 

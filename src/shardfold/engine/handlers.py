@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from shardfold.comm.meter import Meter, TierTraffic
 from shardfold.comm.transport import Pending, drain
@@ -112,6 +113,7 @@ class Handlers:
         self.set_factors()
         outer = layout.outer
         weights = GlobalWeights(outer, model) if outer is not None else None
+        self._logs: dict[str, list[Pending]] = {}  # by unit: what comes of another rank's gradients
         self.rounds = weights or sign_exchange(model, self.norms.coefficient, lambda: self.used)
 
     @property
@@ -364,6 +366,35 @@ class Handlers:
             return partial(gradients.send_between, sends, self.comm.agreement.wait)
         return partial(gradients.send, sends, scatter=op.verb == "REDUCE_SCATTER")
 
+    def bind_log(self, op: Op) -> Call:
+        """Sends what this rank updates with to the rank that holds a copy of its states."""
+        unit, updater = self.units[op.unit], self.optimizer
+        assert updater is not None
+        ops, pending = op.each(len(unit.trainable)), self._logs.setdefault(op.unit, [])
+
+        def send() -> None:
+            drain(pending, self.comm.agreement.wait)  # of a step that went no further
+            for segment, each in zip(unit.trainable, ops, strict=True):
+                self.comm.collective(each, segment.master_grads, pending=pending, out=updater.log_of(segment))
+
+        return send
+
+    def vote(self) -> None:
+        """Behind it all ranks have come to it, with all that their updates need."""
+        one = torch.ones((), device=self.comm.memory.device)
+        axes = tuple(axis for axis, size in self.comm.mesh.sizes.items() if size > 1)
+        self.comm.number(one, axes, dist.ReduceOp.SUM, "VOTE")
+
+    def bind_mirror(self, op: Op) -> Call:
+        unit, updater = self.units[op.unit], self.optimizer
+        assert updater is not None
+
+        def update() -> None:
+            with torch.no_grad():
+                updater.mirror(unit, self.used[unit.name], self.norms.coefficient(self.comm.memory.device))
+
+        return partial(self.damage.attempt, op, update)
+
     def bind_share(self, op: Op) -> Call:
         segments = [segment for _, _, segment in _shared(op.among(self.units))]
 
@@ -386,6 +417,8 @@ class Handlers:
         unit = units[0]
         if op.target == "outer":
             return partial(self._rounds.arrive, units)
+        if op.target == "log":
+            return lambda: drain(self._logs[unit.name], waiter)
         if op.target == "grads":
             return partial(unit.gradients.arrive, waiter)
         return lambda: drain(unit.filling, waiter)
@@ -594,6 +627,9 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "FETCH": Handlers.bind_move,
     "ADD": Handlers.bind_add,
     "STASH": Handlers.bind_stash,
+    "LOG": Handlers.bind_log,
+    "VOTE": lambda do, op: do.vote,
+    "MIRROR": Handlers.bind_mirror,
     "UPDATE": Handlers.bind_update,
     "STORE": Handlers.bind_move,
     "JOIN": lambda do, op: partial(do.cursor.join, op.unit),

@@ -9,6 +9,7 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     average           an exponential moving average of the master shards
     class_optimizer   any class on shards: it steps by itself, and what it keeps it keeps by piece
     compiled          Adam's update of host memory as one compiled pass
+    copied_shard      what a rank holds for another of a segment: the copy of its states, and their next gradients
     fused             AdamW, Adam and SGD in one pass over a shard, block by block while a block is in cache
     galore            GaLore: AdamW whose moments are of gradients that are projected to a low rank
     global_weights    the weights that all groups of ranks share, and how outer steps change them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from shardfold.optim.compiled import compiled_adam
+from shardfold.optim.copied_shard import CopiedShard
 from shardfold.optim.fused import FusedShard, options_of, terms_of
 from shardfold.optim.requirements import check_compiled
 from shardfold.optim.sharded import ShardedOptimizer, factor_of
@@ -40,7 +41,7 @@ class _DelayedUpdate(NamedTuple):
 
 class FusedOptimizer(ShardedOptimizer):
     """See :func:`~shardfold.optim.shard_optimizer.shard_optimizer` for arguments; ``names``: of the moments, whose
-    dtype is ``dtype`` by the table.
+    dtype is ``dtype`` by the table; ``copies``: makes the copy of another rank's states that this one holds.
 
     Raises:
         ConfigError: by :meth:`add`: it cannot be compiled.
@@ -60,11 +61,13 @@ class FusedOptimizer(ShardedOptimizer):
         *,
         compiles: bool,
         delayed: bool,
+        copies: Callable[[Segment], CopiedShard],
     ) -> None:
         super().__init__(optimizer, tiers, delayed=delayed)
         self._names, self._dtype, self._block = names, dtype, block
         self._stochastic, self._threads, self._compiles = stochastic, UpdateThreads(threads), compiles
         self._fused: dict[int, FusedShard] = {}  # by segment
+        self._copies, self._copied = copies, dict[int, FusedShard]()  # by this rank's segment
         self._held: dict[int, _DelayedUpdate] = {}  # by segment
 
     @property
@@ -78,9 +81,7 @@ class FusedOptimizer(ShardedOptimizer):
     # -- segments come and go
 
     def _begin(self, segment: Segment) -> None:
-        seed = None
-        if self._stochastic is not None:
-            seed = crc32(f"{self._stochastic}/{segment.spec.slots[0].name}/{segment.master_range[0]}".encode())
+        seed = self._seed(segment, segment.master_range)
         self._fused[id(segment)] = FusedShard(
             segment,
             type(self.torch_optimizer),
@@ -89,6 +90,26 @@ class FusedOptimizer(ShardedOptimizer):
             threads=self._threads,
             empty=self._host_memory,
             compiled=self._pass_for(segment) if self._compiles else None,
+        )
+
+        if segment.table.copied:
+            self._hold_copy(segment)
+
+    def _seed(self, segment: Segment, bounds: tuple[int, int]) -> int | None:
+        """Of stochastic rounding in that range."""
+        if self._stochastic is None:
+            return None
+        return crc32(f"{self._stochastic}/{segment.spec.slots[0].name}/{bounds[0]}".encode())
+
+    def _hold_copy(self, segment: Segment) -> None:
+        copied = self._copies(segment)
+        self._copied[id(segment)] = FusedShard(
+            cast(Segment, copied),  # which is one to its update
+            type(self.torch_optimizer),
+            self._no_moments(segment),
+            stochastic=self._seed(segment, copied.master_range),
+            threads=self._threads,
+            empty=self._host_memory,
         )
 
     def _pass_for(self, segment: Segment) -> Any:
@@ -107,12 +128,16 @@ class FusedOptimizer(ShardedOptimizer):
         if (shard := self._fused.pop(id(segment), None)) is not None:
             for moment in shard.moments.values():
                 moment.drop()
+        self._copied.pop(id(segment), None)
 
     def _adapt(self, names: tuple[str, ...]) -> None:
         if names != self._names:  # momentum, in a group of an SGD that had none
             self._names = names
-            for shard in self._fused.values():
+            for key, shard in self._fused.items():
                 shard.keep_in(self._no_moments(shard.segment))
+                if (copy := self._copied.get(key)) is not None:
+                    copy.keep_in(self._no_moments(shard.segment))
+            self.written += 1
 
     def _no_moments(self, segment: Segment) -> dict[str, Region]:
         tier = self._tiers.named(self._tier_of(segment), segment.table.moments.folder)
@@ -141,6 +166,28 @@ class FusedOptimizer(ShardedOptimizer):
             shard.update(held.options, held.used, held.factor, self._block, held.aside)
         else:
             shard.update(self._group(segment), used, factor_of(segment, coefficient), self._block)
+
+    # -- copies of other ranks' states
+
+    def copied(self, segment: Segment) -> FusedShard | None:
+        return self._copied.get(id(segment))
+
+    def mirror(self, unit: Unit, used: Sequence[Sequence[bool]], coefficient: Tensor | None) -> None:
+        for segment, flags in zip(unit.trainable, used, strict=True):
+            if (copy := self.copied(segment)) is not None:
+                copy.update(self._group(segment), flags, factor_of(segment, coefficient), self._block)
+
+    def log_of(self, segment: Segment) -> Tensor:
+        return self._copied[id(segment)].segment.update_grads
+
+    def count_copy(self, segment: Segment) -> None:
+        self._copied[id(segment)].count_as(self._fused[id(segment)])
+
+    def copied_regions(self) -> dict[str, list[Region]]:
+        held = self._copied.values()
+        moments = [region for copy in held for region in copy.moments.values()]
+        found = {name: [copy.segment.regions[name] for copy in held] for name in ("copies", "log")}
+        return {**found, "copies": [*found["copies"], *moments]}
 
     def fetch(self, unit: Unit) -> None:
         for segment in unit.trainable:
@@ -245,6 +292,7 @@ class FusedOptimizer(ShardedOptimizer):
         return self._shard(segment).moments[name].get()
 
     def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool = False) -> None:
+        self.written += 1
         shard, part = self._shard(segment), segment.own_piece(slot)
         Shard(shard.moments[name], 0, segment.shard_numel).part(part[0]).write(values[part[1]])
         if changed and shard.kind is SGD:  # a first step would overwrite the momentum instead of reading it
@@ -254,6 +302,7 @@ class FusedOptimizer(ShardedOptimizer):
         return set(self._names)
 
     def forget(self, segment: Segment, slots: Collection[int]) -> None:
+        self.written += 1
         shard = self._shard(segment)
         for slot in slots:
             shard.steps[slot] = 0
@@ -273,5 +322,6 @@ class FusedOptimizer(ShardedOptimizer):
         raise NotImplementedError(f"{name} is kept in shards: it is written to what moment() gives")
 
     def take_value(self, segment: Segment, slot: int, name: str, value: Any) -> None:
+        self.written += 1
         if name == "step":
             self._shard(segment).steps[slot] = int(value)

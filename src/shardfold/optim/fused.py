@@ -128,6 +128,10 @@ class FusedShard:
         """The moments rest in these from now on."""
         self.moments = moments
 
+    def count_as(self, other: FusedShard) -> None:
+        """Its parameters have had as many updates as the other's."""
+        self.steps = [*other.steps]
+
     def leave(self) -> list[tuple[Region, Tensor]]:
         """The moments that were fetched and updated, each with the region that is to take it; they are not this shard's
         any more."""
@@ -219,9 +223,9 @@ class FusedShard:
         ``Segment.updated``, from which it goes to the device or a file, where the update is on the host and that copy
         is not, or where it goes ``aside``."""
         segment = self.segment
-        out, master = segment.compute_range, segment.master
         if not segment.keeps_copy:
             return None
+        out, master = segment.compute_range, segment.master
         assert master is not None
         near = out is not None and out.device == master.device
         if near and aside is None:

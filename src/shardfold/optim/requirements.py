@@ -14,10 +14,19 @@ from shardfold.errors import ConfigError
 from shardfold.optim.fused import fused_moments, why_not_fused
 from shardfold.optim.parts import PartOptimizer
 from shardfold.plan.layout import Layout, Tier
+from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import spare_compiler
 
-__all__ = ["build", "check_compiled", "check_delayed", "check_rounding", "check_speculation", "check_tier"]
+__all__ = [
+    "build",
+    "check_compiled",
+    "check_copies",
+    "check_delayed",
+    "check_rounding",
+    "check_speculation",
+    "check_tier",
+]
 
 #: Not element-wise: their update of one element reads others, which may lie on another rank. Some have one of ours.
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
@@ -143,6 +152,20 @@ def check_speculation(optimizer: Optimizer, layout: Layout, *, clamps: bool) -> 
     _check_on_host(call, "speculate", optimizer, layout)
     if clamps:
         raise ConfigError(f"{call}, before Clip(value=...) cuts them: clip their norm, or leave speculate out.")
+
+
+def check_copies(optimizer: Optimizer, overlap: Overlap) -> None:
+    """Whether ranks can keep copies of each other's states.
+
+    Raises:
+        ConfigError: not with this optimizer, or as updates are overlapped; the message says what would mend it.
+    """
+    call = "copies of states are updated as the states are"
+    if why := why_not_fused(optimizer):
+        raise ConfigError(f"{call}, element by element (AdamW, Adam, SGD), but {why}, or leave copies out.")
+    given = ("update_thread", "delayed_update", "compiled_update", "speculate")
+    if name := next((name for name in given if getattr(overlap, name)), ""):
+        raise ConfigError(f"{call}, in one step, on one thread and by one kernel: leave Overlap({name}=...) out.")
 
 
 def check_delayed(optimizer: Optimizer, layout: Layout, units: Sequence[Unit]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
@@ -10,12 +10,13 @@ from shardfold.errors import ConfigError
 from shardfold.optim._fused_optimizer import FusedOptimizer
 from shardfold.optim._parts_optimizer import PartsOptimizer
 from shardfold.optim.class_optimizer import ClassOptimizer
+from shardfold.optim.copied_shard import CopiedShard
 from shardfold.optim.fused import fused_moments
 from shardfold.optim.parts import PartOptimizer
 from shardfold.optim.requirements import check_compiled
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.layout import Cell
-from shardfold.sharding.segment import TORCH_DTYPES
+from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tiers import Tiers
 
@@ -27,6 +28,7 @@ def shard_optimizer(
     units: Sequence[Unit],
     moments: Cell,
     tiers: Tiers,
+    copies: Callable[[Segment], CopiedShard],
     block: int,
     stochastic: int | None = None,
     threads: int = 1,
@@ -41,6 +43,7 @@ def shard_optimizer(
         moments: the bound table's cell of the fused update's moments, for their dtype; where they rest is in the
             tables of the segments.
         tiers: what these rest in.
+        copies: makes the copy of another rank's states that this one holds of a segment.
         block: elements per fused call, 0 for the default of the device.
         stochastic: the seed, where a bf16 master is rounded stochastically; None: to the nearest.
         threads: how many update what is in host memory.
@@ -53,7 +56,7 @@ def shard_optimizer(
     made: ShardedOptimizer
     if (names := fused_moments(optimizer)) is not None:
         how = TORCH_DTYPES[moments.dtype], block, stochastic, threads
-        made = FusedOptimizer(optimizer, tiers, names, *how, compiles=compiled, delayed=delayed)
+        made = FusedOptimizer(optimizer, tiers, names, *how, compiles=compiled, delayed=delayed, copies=copies)
     elif isinstance(optimizer, PartOptimizer):
         made = PartsOptimizer(optimizer, tiers)
     else:

@@ -30,7 +30,7 @@ from shardfold.plan.cost import Sent
 from shardfold.plan.layout import Tier
 from shardfold.plan.placement import SegmentSpec
 from shardfold.plan.report import MemoryRow
-from shardfold.sharding.model import Updater
+from shardfold.sharding.model import HeldCopy, Updater
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
@@ -67,10 +67,12 @@ class ShardedOptimizer(Updater):
         fused: whether the cache-blocked update is used.
         whole: whether every rank has a piece of every parameter, which may be empty.
         delayed: whether updates go on behind their step (see :meth:`hold`).
+        written: how often something else than an update has written moments.
     """
 
     fused = False
     whole = False
+    written = 0
 
     def __init__(self, optimizer: Optimizer, tiers: Tiers, *, delayed: bool = False) -> None:
         self.torch_optimizer, self._tiers, self.delayed = optimizer, tiers, delayed
@@ -186,6 +188,26 @@ class ShardedOptimizer(Updater):
         Unused parameters have no gradient, as in PyTorch. ``coefficient``: as of :meth:`update`, on that device;
         ``begun``: called behind the hooks that users have before the step; if one raises, nothing has changed."""
         raise NotImplementedError
+
+    # -- copies of other ranks' states
+
+    def copied(self, segment: Segment) -> HeldCopy | None:
+        return None
+
+    def mirror(self, unit: Unit, used: Sequence[Sequence[bool]], coefficient: Tensor | None) -> None:
+        """The step for the copies that this rank holds of a unit, with the logs that have come; arguments are as of
+        :meth:`update`."""
+
+    def log_of(self, segment: Segment) -> Tensor:
+        """Where the log of another rank comes to, ``(length / parts,)``."""
+        raise NotImplementedError
+
+    def count_copy(self, segment: Segment) -> None:
+        """The copy is as many updates old as this rank's own part."""
+
+    def copied_regions(self) -> dict[str, list[Region]]:
+        """What the copies rest in, by state."""
+        return {}
 
     # -- pieces come and go
 

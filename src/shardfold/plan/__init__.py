@@ -5,6 +5,7 @@
     bind             the one compiler: a table, the units of a model and a mesh, bound to the program that runs
     blocks           blocks of codes: each has a scale, which lies behind its codes in the payload
     checks           what values that users give have to be, what their names are, and how messages show them
+    copies           who holds what the optimizer has on each rank once more: a column of the table
     cost             what a table holds and what a program sends, as sums
     explain          a layout in words: the table, the units, what they cost and the program that will run
     format           WHAT is on the link: how values become the bytes of a payload, and values again

@@ -46,9 +46,11 @@ __all__ = [
 
 Kind = TypeVar("Kind", "Sent", "Moved")
 OUTER = ("global", "momentum", "worker", "server")
-STATES = ("params", "held", "grads", "master", "moments", "format", *OUTER)
+COPIED = ("copies", "log")
+STATES = ("params", "held", "grads", "master", "moments", "format", *OUTER, *COPIED)
 """What rests, and ``format``: what the formats of reductions keep, ``global`` and ``momentum``: what outer steps do,
-``worker`` and ``server``: what signs have lost."""
+``worker`` and ``server``: what signs have lost, ``copies`` and ``log``: what this rank holds of another's master and
+moments, and the gradients that it updates these with."""
 
 
 class Sent(NamedTuple):
@@ -95,6 +97,10 @@ def segment_bytes(
     if layout.signs is not None and layout.signs.error and not frozen and mesh[layout.signs.axis] > 1:
         bytes_["worker"] = elements * 4 / layout.master.parts(mesh)
         bytes_["server"] = bytes_["worker"] / mesh[layout.signs.axis]
+    if layout.copied and not frozen:
+        master, moments, grads = (ITEMSIZE[segment.dtype_for(s, layout)] for s in ("master", "moments", "grads"))
+        bytes_["copies"] = elements * (master + num_moments * moments) / layout.master.parts(mesh)
+        bytes_["log"] = elements * grads / layout.master.parts(mesh)
     return bytes_
 
 
@@ -155,7 +161,7 @@ def regions_in(
             table = segment.table_or(layout)
             for state, nbytes in segment_bytes(layout, segment, mesh, num_moments, segment.length).items():
                 cell = table.cells().get(state) or table.rest
-                if state not in ("format", *OUTER) and cell.tier is tier:
+                if state not in ("format", *OUTER, *COPIED) and cell.tier is tier:
                     last = state == "moments"
                     count = num_moments if last else 1
                     if count:  # SGD without momentum has no moments
@@ -165,7 +171,7 @@ def regions_in(
 
 def tier_of(layout: Layout, state: str) -> Tier:
     """Where a state rests; what a frozen parameter keeps in place of ``params`` lies as the others' master."""
-    if state == "format":
+    if state == "format" or state in COPIED:
         return Tier.DEVICE
     if state in OUTER:
         return Tier(layout.outer.tier) if layout.outer is not None else Tier.DEVICE
@@ -254,9 +260,12 @@ def room_for(sizes: Mapping[str, int], room: int) -> dict[str, int]:
 
 
 def ring_bytes(verb: str, full: float, ranks: int) -> float:
-    """Bytes one rank sends for a collective whose whole tensor has ``full`` bytes (ZeRO, section 7)."""
+    """Bytes one rank sends for a collective whose whole tensor has ``full`` bytes (ZeRO, section 7); of a
+    log it is this rank's part."""
     if ranks == 1:
         return 0.0
+    if verb == "LOG":
+        return full
     return full * (ranks - 1) / ranks * (2 if verb == "ALL_REDUCE" else 1)
 
 

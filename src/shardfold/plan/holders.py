@@ -50,23 +50,24 @@ def holders(layout: Layout, mesh: Mesh, per_host: int, units: Iterable[UnitSpec]
     """
     segments = [SegmentSpec((), 0, "")] if units is None else [s for unit in units for s in unit.segments]
     found: dict[str, Holders] = {}
-    known: dict[tuple[Axes, tuple[Axes, ...]], Holders] = {}
+    known: dict[tuple[Axes, tuple[Axes, ...], tuple[int, ...], str], Holders] = {}
     for segment in segments:
         table = segment.table_or(layout)
         alike = (*mesh.replicas(segment.distinct), *(axis for axis in mesh.alike if axis not in segment.distinct))
-        for state, copies in _copies(table, segment).items():
-            key = alike, copies
+        for state, (copies, also) in _copies(table, segment).items():
+            to = table.copies.to if table.copies is not None and also else ""
+            key = alike, copies, also, to
             if key not in known:
-                known[key] = _fewest(mesh, alike, copies, per_host)
+                known[key] = _fewest(mesh, alike, copies, per_host, also, to)
             found[state] = found.get(state, known[key]).fewer(known[key])
     return found
 
 
-def _copies(table: Layout, segment: SegmentSpec) -> dict[str, tuple[Axes, ...]]:
-    """By state the axes over which each copy of its values is split."""
+def _copies(table: Layout, segment: SegmentSpec) -> dict[str, tuple[tuple[Axes, ...], tuple[int, ...]]]:
+    """By state the axes over which each copy of its values is split, and which of these the next rank has too."""
     rest, master = table.rest.over, table.master.over
     if not segment.trainable:
-        return {"params": (rest,)}
+        return {"params": ((rest,), ())}
     equal = table.params is not None and (segment.own or table.params.dtype == table.master.dtype)
     copies = {
         "params": (rest, master),
@@ -76,11 +77,15 @@ def _copies(table: Layout, segment: SegmentSpec) -> dict[str, tuple[Axes, ...]]:
     }
     if table.outer is not None:
         copies["momentum"] = ((*master, table.outer.axis),)
-    return copies
+    mirrored = {"params": (1,), "master": (0,), "moments": (0,)} if table.copied else {}
+    return {state: (each, mirrored.get(state, ())) for state, each in copies.items()}
 
 
-def _fewest(mesh: Mesh, alike: Axes, copies: Sequence[Axes], per_host: int) -> Holders:
-    """Over all elements: a flat has as many parts as make shards of each copy come out even."""
+def _fewest(
+    mesh: Mesh, alike: Axes, copies: Sequence[Axes], per_host: int, also: Sequence[int] = (), to: str = ""
+) -> Holders:
+    """Over all elements: a flat has as many parts as make shards of each copy come out even. ``also``: numbers of those
+    of which the next rank along ``to`` has this rank's part too."""
     parts = [mesh.parts(over) for over in copies]
     pieces = lcm(*parts)
     where: dict[tuple[tuple[int, ...], int, int], set[int]] = {}
@@ -91,6 +96,9 @@ def _fewest(mesh: Mesh, alike: Axes, copies: Sequence[Axes], per_host: int) -> H
         groups.add(group)
         for copy, over in enumerate(copies):
             where.setdefault((group, copy, shard_index(over, mesh, coords)), set()).add(rank)
+            if copy in also:
+                before = {**coords, to: (coords[to] - 1) % mesh[to]}
+                where.setdefault((group, copy, shard_index(over, mesh, before)), set()).add(rank)
     fewest: Holders | None = None
     for group in groups:
         for piece in range(pieces):

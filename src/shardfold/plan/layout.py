@@ -41,6 +41,7 @@ from shardfold.plan.checks import (
     meant,
     parse_bytes,
 )
+from shardfold.plan.copies import Copies
 from shardfold.plan.format import typed
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, Format, format_named
 from shardfold.plan.outer import Outer
@@ -490,6 +491,7 @@ class Layout:
     outer: Outer | None = None
     signs: Signs | None = None
     base: Quantized | None = None
+    copies: Copies | None = None
 
     @cached_property
     def rest(self) -> Cell:
@@ -520,6 +522,11 @@ class Layout:
     def updates_on(self) -> Tier:
         """Where the update computes: on the host where ``master`` rests there or on disk."""
         return Tier.DEVICE if self.master.tier is Tier.DEVICE else Tier.HOST
+
+    @property
+    def copied(self) -> bool:
+        """Of a bound table: whether a neighbour holds a copy of what this rank's master and moments are."""
+        return self.copies is not None and self.copies.to in self.master.over
 
     @property
     def share(self) -> float:
@@ -625,6 +632,7 @@ class Layout:
                 raise LayoutError(
                     f"base of the table is {described(self.base)}: it is a Quantized, the name of a format, or None."
                 )
+        self._check_copies()
         for names, kind, optional in ((STATES, Cell, ("params", "held")), (("gather", "reduce"), Wire, ())):
             for name in names:
                 value = getattr(self, name)
@@ -724,6 +732,29 @@ class Layout:
                 "is, so let moments rest in the host or the disk tier."
             )
 
+    def _check_copies(self) -> None:
+        """
+        Raises:
+            LayoutError: copies are none, or of states that they cannot be of.
+        """
+        object.__setattr__(self, "copies", Copies.named(self.copies))
+        if self.copies is None:
+            return
+        if not isinstance(self.copies, Copies):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"copies of the table are {described(self.copies)}: it is a Copies, a word, or None.")
+        if self.outer is not None or self.signs is not None:
+            raise LayoutError(
+                "copies are of ranks that take each step together, and the table has groups that come together every "
+                "so many steps (outer), or signs: leave one of the two out."
+            )
+        for name in ("grads", "master", "moments"):
+            cell = getattr(self, name)
+            if isinstance(cell, Cell) and cell.tier is not Tier.DEVICE:
+                raise LayoutError(
+                    f"{name} {rests(name)} in the {cell.tier} tier, and copies are of what rests on the device: let it "
+                    "rest there, or leave copies out."
+                )
+
     def bind(self, precision: Precision, mesh: Sizes) -> Layout:
         """The table with its dtype words resolved and its axes of size 1 dropped. Gradients that rest in a slower tier
         are sums, so they lie as ``master`` does.
@@ -799,6 +830,8 @@ class Layout:
             bound = replace(bound, params=Cell(dtype=precision.compute))
         if bound.held is not None and bound.held.over == bound.rest.over:
             bound = replace(bound, held=None)
+        if bound.copies is not None:
+            bound = replace(bound, copies=bound.copies.bound(bound.master.over, mesh))
         return bound
 
     def shared(self, distinct: Axes, compute: str) -> Layout:
@@ -891,6 +924,8 @@ class Layout:
             lines.append(f"outer steps: {self.outer}")
         if self.signs is not None:
             lines.append(f"signs: {self.signs}")
+        if self.copies is not None:
+            lines.append(f"copies: {self.copies}")
         return "\n".join(lines)
 
 

@@ -28,11 +28,14 @@ optimizer's own work happens there, and everything up to a marker is done before
                     part
     REDUCE_BETWEEN  the second: begin to sum those between nodes, keep this rank's shard
     ALL_REDUCE      begin to sum gradients over the axes, keep the sum
-    WAIT            go on when ``grads`` hold the sums, or ``params`` what was updated
+    WAIT            go on when ``grads`` hold the sums, ``params`` what was updated, or ``log`` what another rank sent
     DROP            give the buffer ``local`` back
     SHARE           sum the gradients of what several stages of a pipeline have over these
     CLAMP           cut every element of the gradients to a range
     NORM            the norm of all gradients
+    LOG             this rank's part of the summed gradients begins to go to the rank that holds a copy of its states
+    VOTE            all ranks have what their updates need, or nobody updates: before it a step can be undone, behind
+                    it each rank can end it alone
     STEP            the optimizer's step begins (marker)
     READ            this rank's shard of a state begins to come from its file to host memory, from where it fills what
                     is gathered
@@ -41,6 +44,7 @@ optimizer's own work happens there, and everything up to a marker is done before
                     next are added
     UPDATE          the optimizer's step on this rank's shard, which waits for what was fetched; writes the
                     compute-dtype copy
+    MIRROR          the optimizer's step on the copy that this rank holds of another's states, with the log of that one
     STORE           a state begins to go to the tier that it rests in, or, on its way to an update there, that it is
                     updated in; summed gradients are added to what came since the last step
     FILL            this rank's shard of a state that rests in a slower tier comes to the device, in the dtype of what
@@ -109,7 +113,7 @@ SCATTERS = ("REDUCE_SCATTER", "REDUCE_WITHIN", "REDUCE_BETWEEN")
 REDUCTIONS = (*SCATTERS, "ALL_REDUCE")
 SUMS = (*REDUCTIONS, "WAIT", "STORE", "DROP", "SPECULATE")
 """Of a backward: what a unit's gradients go through once all are there."""
-COLLECTIVES = ("ALL_GATHER", *REDUCTIONS, "PUSH", "PULL")
+COLLECTIVES = ("ALL_GATHER", *REDUCTIONS, "PUSH", "PULL", "LOG")
 MARKERS = ("F", "B", "END", "STEP", "FRAGMENT")
 KINDS = {"PUSH": "REDUCE_SCATTER", "PULL": "ALL_GATHER"}
 """Collectives that are another one, of other tensors."""
@@ -117,7 +121,7 @@ MOVES = ("READ", "FETCH", "ADD", "FILL", "STORE")
 BESIDE = (*COLLECTIVES, *MOVES, "DECODE")
 """What a pass has to do beside the model's own work; where there is none of these, it is left to itself."""
 
-TENSORS = (*STATES, "flat", "local", "node", "outer")
+TENSORS = (*STATES, "flat", "local", "node", "outer", "log", "copies")
 """What an operation reads or writes: a state of the table, or a buffer; the first two have a unit's whole length.
 
     flat     the gathered parameters
@@ -126,6 +130,8 @@ TENSORS = (*STATES, "flat", "local", "node", "outer")
              theirs. Of gradients it is summed within the node, of parameters it is encoded
     outer    of master's shard: the outer gradient, and then how the global weights change; or momentum that is sent by
              signs
+    log      of another rank: its part of the summed gradients
+    copies   of that rank: its master and moments
 """
 
 
@@ -165,6 +171,8 @@ VERBS: Mapping[str, Verb] = {
     "DROP": Verb(source="local"),
     "SHARE": Verb(("unit", "axes"), source="grads", target="grads"),
     "CLAMP": Verb((), source="grads", target="grads"),
+    "LOG": Verb(("unit", "axes", "format"), source="grads", target="log"),
+    "VOTE": Verb(()),
     "NORM": Verb((), source="grads"),
     "STEP": Verb(()),
     "READ": Verb(("unit", "source", "tier"), target="flat"),
@@ -175,6 +183,7 @@ VERBS: Mapping[str, Verb] = {
     "STORE": Verb(("unit", "source", "tier")),
     "STASH": Verb(source="flat"),
     "JOIN": Verb(),
+    "MIRROR": Verb(source="log", target="copies"),
     "SPECULATE": Verb(("unit", "tier"), source="grads", target="master"),
     "FRAGMENT": Verb(),
     "DIFF": Verb(("unit", "format"), source="master", target="outer"),
@@ -285,7 +294,9 @@ class Op(_Operands):
 
     @property
     def purpose(self) -> str:
-        """What a collective is for: the table's ``gather`` or ``reduce``, or ``outer``."""
+        """What a collective is for: the table's ``gather`` or ``reduce``, ``outer``, or ``copies``."""
+        if self.verb == "LOG":
+            return "copies"
         return "outer" if self.verb in KINDS else "gather" if self.verb == "ALL_GATHER" else "reduce"
 
     @property
@@ -702,14 +713,26 @@ class _Lowering:
     def step(self, *, clip: bool, clamp: bool, delayed: bool) -> Iterator[Op]:
         if clamp:
             yield Op("CLAMP")
+        logged = list(self._copied())
+        yield from (Op("LOG", unit.name, (to,), unit.format("grads", self._layout)) for unit, to in logged)
         if clip:
             yield Op("NORM")
         if self._meets == "signs":
             yield from self.signs()
+        yield from (Op("WAIT", unit.name, target="log") for unit, _ in logged)
+        if logged:
+            yield Op("VOTE")
         yield Op("STEP")
         yield from (Op("RELEASE", unit.name) for unit in self._units if self._kept(unit))
         if not delayed:
             yield from self.updates()
+
+    def _copied(self) -> Iterator[tuple[UnitSpec, str]]:
+        """Units of whose states another rank holds a copy, and along which axis it is."""
+        for unit in self._units:
+            table = unit.table_or(self._layout)
+            if unit.trainable and table.copies is not None and table.copied:
+                yield unit, table.copies.to
 
     def signs(self) -> Iterator[Op]:
         """Momentum is averaged by signs."""
@@ -806,6 +829,7 @@ class _Lowering:
                 for op in self._turn(unit, "master", "params") if whole else ():
                     yield op
                     waits.append(Op("WAIT", unit.name, target="params"))
+        yield from (Op("MIRROR", unit.name) for unit, _ in self._copied())  # while what was updated is on its way
         yield from waits
 
     def _update(self, unit: UnitSpec) -> Iterator[Op]:

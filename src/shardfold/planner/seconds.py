@@ -44,7 +44,7 @@ Beside an H200, with sixteen cores, steps of 102M parameters took 157 and 177 ms
 memory: 30 bytes of each, at 19.4 and 17.3 GB/s."""
 
 
-MEETS = ("END", "STEP")
+MEETS = ("END", "VOTE", "STEP")
 """Verbs at which ranks ask each other whether all of them go on."""
 
 
@@ -327,8 +327,8 @@ class _Clocks:
             self._send(op, unit)
         elif op.verb in MOVES:
             self._move(op, unit)
-        elif op.verb == "UPDATE":
-            for state in ("master", "moments", "grads"):
+        elif op.verb in ("UPDATE", "MIRROR"):
+            for state in ("master", "moments", "grads") if op.verb == "UPDATE" else ():
                 self._wait(op.unit, state)
             self._now = self._now + self._update(op, unit)
 
@@ -343,7 +343,7 @@ class _Clocks:
         seconds = self._known.get(op)
         if seconds is None:
             num_bytes = op_bytes(op, setting.bound.layout, unit, setting.bound.mesh)
-            seconds = _sending(num_bytes, ranks, link, len(op.moves(unit)))
+            seconds = _sending(num_bytes, 2 if op.verb == "LOG" else ranks, link, len(op.moves(unit)))
             seconds = self._known[op] = seconds + self._coding(op, unit)
         what = "flat" if op.target == "flat" else "grads" if op.verb in REDUCTIONS else op.target
         if not self._device.streams:
@@ -384,7 +384,8 @@ class _Clocks:
                 table = segment.table_or(layout)
                 shard = segment.length / table.master.parts(setting.bound.mesh)
                 master, grads = (ITEMSIZE[segment.dtype_for(name, layout)] for name in ("master", "grads"))
-                copies = table.params is not None and "master" not in table.aliases(own=segment.own)
+                copies = op.verb == "UPDATE" and table.params is not None
+                copies = copies and "master" not in table.aliases(own=segment.own)
                 copy = ITEMSIZE[segment.dtype] if copies else 0
                 one_pass = hosted or (copies and overlap.compiled_update)
                 most += shard * update_bytes(

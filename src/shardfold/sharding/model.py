@@ -31,6 +31,7 @@ from shardfold.tiers.tiers import Tiers
 
 __all__ = [
     "Gate",
+    "HeldCopy",
     "Loan",
     "Owner",
     "PerElement",
@@ -154,6 +155,20 @@ class Gate(Protocol):
         ...
 
 
+class HeldCopy(Protocol):
+    """What this rank holds for another of a segment (see ``plan/copies``).
+
+    Attributes:
+        segment: where it lies in the segment, ``master_range`` and ``own_piece``, and its ``master``.
+        moments: by name.
+        steps: of each parameter of the segment, how many updates it has had.
+    """
+
+    segment: Any
+    moments: dict[str, Region]
+    steps: list[int]
+
+
 class Updater(Protocol):
     """An optimizer over shards, as what changes, lends, saves and loads them asks it."""
 
@@ -230,6 +245,10 @@ class Updater(Protocol):
     def forget(self, segment: Segment, slots: Collection[int]) -> None:
         """The state of some parameters becomes what it is before their first step; that of all of a segment also where
         it cannot be read any more."""
+        ...
+
+    def copied(self, segment: Segment) -> HeldCopy | None:
+        """The copy of another rank's states that this one holds; None: the table has no copies."""
         ...
 
     def moment(self, segment: Segment, name: str) -> Region | None:

@@ -99,6 +99,8 @@ class RunState:
         signs: what ranks have lost that send signs of momentum, or None.
         broken: why the values are of no run, if they are not.
         unwritten: what the next step has to tell of updates behind the last one.
+        mended: how often the values became others, as by a load.
+        in_doubt: called where it is not known whether other ranks take the step that this one is in.
     """
 
     lr_schedule: LRSchedule | None = None
@@ -114,6 +116,8 @@ class RunState:
     signs: Lossy | None = None
     broken: str = ""
     unwritten: StepError | None = None
+    mended: int = 0
+    in_doubt: Callable[[], None] | None = None
 
     def send_signs(self, signs: Lossy) -> None:
         """Ranks send signs of momentum from now on, and these know what is lost in it."""
@@ -131,6 +135,11 @@ class RunState:
     def mend(self, broken: str = "") -> None:
         """The values are others, and of a run, but for what is ``broken`` still."""
         self.broken, self.unwritten = broken, None
+        self.mended += 1
+
+    def ask_in_doubt(self, call: Callable[[], None]) -> None:
+        """See :attr:`in_doubt`."""
+        self.in_doubt = call
 
     def count_micro_batch(self) -> None:
         """A backward is over that gave gradients."""

@@ -131,6 +131,7 @@ class Segment:
         self._coming: dict[str, Region] = {}  # by state: what is on its way there
         self.adopted: dict[int, Tensor] = {}  # by slot: gradients as autograd made them, still to be copied
         self._master: Tensor | None = None
+        self.taken = 0  # how often values of users' came into its states
         self.factor = 1.0  # what each gradient is multiplied by as it arrives
         self.unscale = 1.0  # what its sums are still to be multiplied by; not 1 only for fp16 under a loss scale
 
@@ -657,6 +658,7 @@ class Segment:
 
         ``exact=False``: where what rests is gathered as the new value already, it keeps its own digits.
         """
+        self.taken += 1
         values = values.detach().reshape(-1)
         if self.form is not None and start == 0 and values.numel() == self.spec.slots[slot].numel:
             self._take_coded(self.form, slot, values)

@@ -253,6 +253,9 @@ def explain(
             help="Slower tier of gradients and optimizer states: host or disk; or of each state, as in train."
         ),
     ] = None,
+    survive: Annotated[
+        str | None, typer.Option(help="Who holds a copy of each rank's optimizer states: another rank, or a host.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed JSON: what it becomes, instead of a layout and a precision.")
     ] = None,
@@ -260,8 +263,16 @@ def explain(
     """Show a layout's table and program, and what they cost; or every value that a DeepSpeed config sets."""
     name = "zero3" if layout is None else layout
     table = offloaded(presets.named(name), offload)
+    if survive is not None:
+        table = table.replace(copies=survive)
     if config is not None:
-        for option, given in (("--offload", offload), ("--precision", precision), (f"the layout {name}", layout)):
+        said = (
+            ("--offload", offload),
+            ("--survive", survive),
+            ("--precision", precision),
+            (f"the layout {name}", layout),
+        )
+        for option, given in said:
             if given is not None:
                 raise ConfigError(f"a DeepSpeed config says itself what {option} would: leave that out, or --config.")
     if not 1 <= params <= MOST_PARAMS:
@@ -276,7 +287,7 @@ def explain(
         return
     from shardfold.plan.explain import explain_preset
 
-    which = name if offload is None else table
+    which = name if offload is None and survive is None else table
     print(explain_preset(which, mesh=mesh, precision=precision or "bf16", params=int(params), blocks=blocks))
 
 

@@ -1,0 +1,85 @@
+"""Keeps the copies that ranks hold of each other's states what their originals are (see ``plan/copies``).
+
+A step updates both alike, so nothing is sent but the log. Where something else has written an original, as a load, or a
+user in a parameter, the copies come anew, once, in front of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from torch import Tensor
+
+from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.sharding.model import ShardedModel
+
+__all__ = ["Copying"]
+
+WHAT = "the copies of states"
+
+
+class Copying:
+    """Of one engine.
+
+    Args:
+        model: whose states they are of.
+        updater: of both.
+
+    Attributes:
+        renewals: how often the copies came anew.
+    """
+
+    def __init__(self, model: ShardedModel, updater: ShardedOptimizer) -> None:
+        self._model, self._updater = model, updater
+        self.renewals = 0
+        self._torn = False  # a part of them came anew, and others may not have
+        self._known: Hashable = None  # of the originals that the copies are of
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything but a step has written originals of this rank since the copies were made."""
+        return self._known != self._seen()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the copies are what their originals are on the other ranks, as far as this one knows."""
+        return not self._torn and not self.changed
+
+    def follow(self) -> None:
+        """Originals and copies are of the same step, and nothing else has written them."""
+        self._known = self._seen()
+
+    def refresh(self) -> None:
+        """The copies come anew; every rank calls it.
+
+        Raises:
+            CollectiveError: a rank is gone.
+        """
+        self._torn = True
+        for original, copy, axis in self._pairs():
+            self._model.comm.pass_on(original, copy, (axis,), WHAT)
+        self._torn = False
+        self.renewals += 1
+        self.follow()
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """What this rank sends, where it takes what comes, and along which axis."""
+        for segment in self._model.trainable():
+            held = self._updater.copied(segment)
+            if held is None or segment.master is None or segment.table.copies is None:
+                continue
+            axis = segment.table.copies.to
+            yield segment.master, held.segment.master, axis
+            for name, region in held.moments.items():
+                own = self._updater.moment(segment, name)
+                assert own is not None
+                yield own.get(), region.get(), axis
+            self._updater.count_copy(segment)
+
+    def _seen(self) -> Hashable:
+        """What changes when something is written."""
+        model = self._model
+        whole = (segment for segment in model.trainable() if not segment.split)
+        versions = tuple(version for segment in whole for version in segment.versions())
+        taken = sum(segment.taken for segment in model.trainable())
+        return tuple(map(id, model.units)), model.run.mended, taken, self._updater.written, versions
