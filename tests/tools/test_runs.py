@@ -229,6 +229,27 @@ def test_a_folder_may_be_moved_while_it_is_written(tmp_path: Path) -> None:
         assert wait_for(moved, lambda now: now.is_over, LIMIT).state == "lost"
 
 
+@pytest.mark.parametrize("gone", ["folder", "figures", "moved"])
+def test_a_run_whose_folder_is_removed_ends(gone: str, tmp_path: Path) -> None:
+    """It would go on unseen, and what it saves would be no run. Without its figures alone, or where it was moved, it
+    goes on."""
+    run = sf.observe.Run(folder := tmp_path / "a", config={}, steps=9)
+    run.log(1, loss=1.0)
+    if gone == "folder":
+        shutil.rmtree(folder)
+        folder.mkdir()  # as by a checkpoint
+        with pytest.raises(ConfigError, match=r"was removed while the run went on, so it ends behind step 1: start"):
+            run.log(2, loss=1.0)
+    else:
+        if gone == "figures":
+            (folder / "metrics.jsonl").unlink()
+        else:
+            folder = folder.rename(tmp_path / "b")
+        run.log(2, loss=1.0)
+        assert RunStatus.of(folder).step == 2
+    run.close()
+
+
 def test_a_loop_writes_what_it_is_at_and_figures_that_are_json(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     run = sf.observe.Run(folder, config={"lr": 3e-4, "place": tmp_path}, steps=3)

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardfold.comm.launcher_notes import has_followed, is_given_notice, note_folder, refuse_without_lease
 from shardfold.errors import ConfigError, did_you_mean
-from shardfold.launch.run_records import ENDS, PHASES, OwnRecord
+from shardfold.launch.run_records import ENDS, PHASES, STATUS, OwnRecord
 from shardfold.tools.observe.trackers import Tracking, tracker_names
 
 __all__ = ["Run"]
@@ -131,8 +131,10 @@ class Run:
 
         Raises:
             CollectiveError: this process was stopped or cut off, and others may have gone on with the run.
+            ConfigError: its folder was removed.
         """
         refuse_without_lease("a line of metrics")
+        self._refuse_without_folder()
         now = time.perf_counter()
         self._took.append(now - self._last)
         self._last, self._step, self._phase = now, row["step"], "training"
@@ -147,6 +149,15 @@ class Run:
             self._metrics.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
         for each in self._trackers:
             each.log(row["step"], row)
+
+    def _refuse_without_folder(self) -> None:
+        """What is saved into another folder of that name would be no run, and nobody could see or stop this one."""
+        if self._metrics is None or os.fstat(self._metrics.fileno()).st_nlink or (self.folder / STATUS).exists():
+            return
+        raise ConfigError(
+            f"the run folder {str(self.folder)!r} was removed while the run went on, so it ends behind step "
+            f"{self._step}: start it again."
+        )
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
