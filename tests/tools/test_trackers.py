@@ -19,6 +19,7 @@ from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
 from shardfold.tools.observe import trackers
 from shardfold.tools.observe.event_files import EventFile, event_files
+from shardfold.tools.observe.run_status import RunStatus
 from shardfold.tools.observe.trackers import TRACKERS, TrackedRow
 from shardfold.tools.recipes.face.face_config import FaceConfig
 from shardfold.tools.recipes.train_config import TrainConfig
@@ -269,3 +270,25 @@ def test_each_tracker_reads_back_what_it_was_told(name: str, tmp_path: Path, mon
     if name == "tensorboard":
         (path,) = event_files(tmp_path / "a")
         assert [each.step for each in EventFile(path).scalars() if each.key == "loss"] == list(ROWS)
+
+
+@pytest.mark.soak
+def test_a_trainer_has_a_run_folder_by_the_callback_of_the_docs(tmp_path: Path) -> None:
+    """The last program of the page, as it stands there."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    page = (Path(__file__).parents[2] / "docs/trackers.md").read_text(encoding="utf-8")
+    space: dict[str, Any] = {"sf": sf}
+    exec(page.rpartition("```python\n")[2].partition("```")[0], space)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    rows = [{"input_ids": (ids := torch.arange(16) * at % 64), "labels": ids} for at in range(12)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "a"), max_steps=3, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[space["RunFolder"]()]).train()
+    found = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == [1, 2, 3] and all(row["loss"] > 0 and row["lr"] >= 0 for row in found)
+    status = RunStatus.of(tmp_path / "a")
+    assert (status.state, status.step, status.steps) == ("done", 3, 3)
