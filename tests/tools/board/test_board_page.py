@@ -26,7 +26,7 @@ from tests.tools.board.support import TOKEN, AskedBoard, board_process
 from tests.tools.tune.support import chats, model_folder, write_rows
 
 STEPS = 300
-PLANS = 180_000  # milliseconds: the process that plans imports PyTorch first
+PLANS = BEGINS = 180_000  # milliseconds: processes that plan or train import PyTorch first
 UGLY = "<img src=x onerror=window.hit=1> of " + "a-very-long-name-" * 6
 
 
@@ -382,7 +382,7 @@ def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
         page.locator("pre", has_text="--steps").wait_for()
         guest.press("button", "Start")
 
-        page.locator("main .badge", has_text="training").first.wait_for()
+        page.locator("main .badge", has_text="training").first.wait_for(timeout=BEGINS)
         page.wait_for_function("() => /[0-9]/.test(document.querySelector('.chart .told')?.textContent)")
         guest.expect_accessible()
         first = page.get_by_role("heading", level=1).inner_text()
@@ -392,8 +392,10 @@ def test_a_run_is_made_watched_stopped_resumed_compared_and_talked_to(
         guest.press("button", "Resume")
         guest.write("Ranks", "1")
         guest.act(page.locator("dialog button.main"))
-        page.wait_for_function("(first) => document.querySelector('h1').textContent !== first", arg=first)
-        page.locator(".badge[data-state=training]").first.wait_for()
+        page.wait_for_function(
+            "(first) => document.querySelector('h1').textContent !== first", arg=first, timeout=BEGINS
+        )
+        page.locator(".badge[data-state=training]").first.wait_for(timeout=BEGINS)
         second = page.get_by_role("heading", level=1).inner_text()
         assert page.locator("dd[data-name=ranks]").inner_text() == "1" and second == f"{first}-rest"
         guest.press("link", "Ranks and logs")
