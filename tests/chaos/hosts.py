@@ -28,7 +28,7 @@ from shardfold.launch.options import Options
 from shardfold.launch.run_script import run as run_script
 from tests.chaos import judge
 from tests.chaos.case import HANGS, SECTIONS, Case
-from tests.chaos.judge import LIMIT, MARGIN, Judge, Look, Run, Verdict, blamed, busy, children, trained
+from tests.chaos.judge import LIMIT, MARGIN, Judge, Look, Run, Verdict, blamed, busy, trained, tree
 from tests.chaos.rank import work
 from tests.chaos.warm import begin
 
@@ -250,7 +250,7 @@ class Hosts:
 
     def _send(self, number: int) -> None:
         """To all processes of the host that is struck."""
-        for pid in [*_tree(self.pids[self.case.host])]:  # who is dead has no children
+        for pid in [*tree(self.pids[self.case.host])]:  # who is dead has no children
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -310,12 +310,6 @@ class HostLook(Look):
         for node, err in enumerate(run.errs):
             if case.fault in LOST and node != case.host and "does not answer any more" not in err:
                 yield f"node {node} does not say that a host does not answer: {err[-500:]}"
-
-
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    for each in children(pid):
-        yield from _tree(each)
 
 
 def _contents(folder: Path) -> dict[str, str]:

@@ -229,7 +229,7 @@ class Look:
     def wrong(self) -> Iterator[str]:
         case, run = self.case, self.run
         if run.status is None:
-            yield f"it did not end within {LIMIT:.0f} s: {run.err[-3000:]}"
+            yield f"it did not end within {LIMIT:.0f} s: {run.err[-20000:]}"
             return
         yield from run.left
         yield from self._checkpoints()
@@ -455,11 +455,19 @@ def left_over_by(seconds: float) -> list[str]:
     return said
 
 
+def tree(pid: int) -> Iterator[int]:
+    """A process and all that it has started."""
+    yield pid
+    for each in children(pid):
+        yield from tree(each)
+
+
 def ask_where(launchers: Iterable[int]) -> None:
-    """Those that do not end write their stacks, into what they have written."""
-    for pid in launchers:
-        os.kill(pid, STACKS)
-        time.sleep(0.5)
+    """Those that do not end, and their ranks, write their stacks, into what they have written."""
+    for pid in [each for launcher in launchers for each in tree(launcher)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, STACKS)
+            time.sleep(0.5)
 
 
 def _words(pid: int) -> str:

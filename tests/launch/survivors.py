@@ -20,7 +20,6 @@ from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -32,7 +31,7 @@ from shardfold.errors import CollectiveError
 from shardfold.launch import free_port
 from shardfold.launch.options import Options
 from shardfold.launch.run_script import run as run_script
-from tests.chaos.judge import ask_where, read_log
+from tests.chaos.judge import ask_where, read_log, tree
 from tests.chaos.warm import begin
 
 ROWS = 24
@@ -236,9 +235,9 @@ def happened(plan: Plan, folder: Path) -> Came:
             kills.pop(0)
         if time.monotonic() > deadline:
             hung = [pid for node, pid in enumerate(pids) if node not in status]
-            there = [each.pid for pid in hung for each in psutil.Process(pid).children(recursive=True)]
-            ask_where([*there, *hung])
-            for pid in (*hung, *there):
+            there = [each for pid in hung for each in tree(pid)]
+            ask_where(hung)
+            for pid in there:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             deadline = float("inf")
