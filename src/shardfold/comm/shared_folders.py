@@ -84,5 +84,8 @@ def _remove_unlocked(folder: Path) -> None:
 
 
 def folders_around() -> list[Path]:
-    """Where they are: in shared memory, or where temporary files are."""
-    return [base for base in (SHARED, Path(tempfile.gettempdir())) if os.access(base, os.W_OK)]
+    """Where they are: in shared memory, or where temporary files are; none: nothing can be written there."""
+    found = [SHARED]
+    with suppress(FileNotFoundError):  # there is no place for temporary files
+        found.append(Path(tempfile.gettempdir()))
+    return [base for base in found if os.access(base, os.W_OK)]

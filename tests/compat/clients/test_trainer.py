@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,70 @@ def test_optimizer_and_schedule_of_the_config(tmp_path: Path) -> None:
         assert apart(their_losses, losses) <= FP32_TOL
         assert abs(their_held_out - held_out) <= FP32_TOL
     assert abs(first["saved"] - held_out) <= FP32_TOL
+
+
+MOMENTS = ("forward", "before the update", "behind the step")
+
+
+def left(folder: Path, seed: int, count: int) -> list[tuple[str, int, int]]:
+    """Trainers that one rank is told to leave, at drawn moments: when, in which step, and behind which they ended; each
+    then goes on to the end."""
+    from transformers import TrainerCallback
+
+    class Leaves(TrainerCallback):
+        """As ``docs/launch.md`` shows it, and who gives notice."""
+
+        def __init__(self, trained: Any, told: int, moment: str, mine: bool) -> None:
+            self.trained, self.told, self.moment, self.mine, self.begun = trained, told, moment, mine, 0
+
+        def at(self, moment: str) -> None:
+            if self.mine and moment == self.moment and self.begun == self.told:
+                self.trained.deepspeed._core.leave()
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.begun += 1
+            self.at("forward")
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.at("before the update")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.trained.deepspeed.leaving:
+                control.should_save = control.should_training_stop = True
+            self.at("behind the step")
+
+    start_at, draw, told = start(folder), random.Random(seed), list[tuple[str, int, int]]()
+    for number in range(-1, count):
+        moment, step, rank, stage = (
+            draw.choice(MOMENTS),
+            draw.randrange(1, STEPS - 1),
+            draw.randrange(2),
+            2 + number % 2,
+        )
+        if number < 0:
+            stage, rank = 2, -1
+        trained = trainer(
+            here := folder / f"{number}",
+            start_at,
+            stage,
+            False,
+        )
+        trained.add_callback(Leaves(trained, step, moment, rank == trained.args.process_index))
+        trained.train()
+        told.append((moment, step, trained.state.global_step))
+        if number >= 0:
+            trained = trainer(here, start_at, stage, False)
+            trained.train(resume_from_checkpoint=str(here / f"checkpoint-{told[-1][2]}"))
+        trained.save_model(str(here / "model"))
+    return told
+
+
+@pytest.mark.soak
+def test_a_trainer_that_has_notice_loses_no_step(tmp_path: Path) -> None:
+    """All ranks end behind the same step, the one under way or one of the two behind it, and what goes on from there
+    comes to the weights of a run without notice."""
+    first, second = on_ranks(left, tmp_path, 0, 6)
+    assert first == second and first[0][2] == STEPS
+    for number, (moment, step, stopped) in enumerate(first[1:]):
+        assert step <= stopped <= step + 2, (moment, step, stopped)
+        assert weights_apart(saved_weights(tmp_path / f"{number}/model"), saved_weights(tmp_path / "-1/model")) <= 1e-6

@@ -68,6 +68,11 @@ class Parts(ConfigAccessors):
         self.expert_parallel_group: dict[str, Any] = {}
         self.expert_data_parallel_group: dict[str, Any] = {}
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the run shall end soon: see :attr:`shardfold.Engine.leaving`. DeepSpeed has nothing like it."""
+        return self._core.leaving
+
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of ``fwd``, ``bwd`` and ``step`` since the last line of progress; empty before any, and unless
         ``wall_clock_breakdown`` is on."""
