@@ -589,16 +589,22 @@ class DataMesh:
         self._ways.clear()
         self._among.clear()
         self._hosts.clear()
-        unmet = [self.control, self.program] if self.meets else []
+        if dist.is_initialized():
+            self._cut_off()
         self.control = self.program = self.store = self.default_store = None
         while self._made:
             group = self._made.pop()
             if dist.is_initialized():
-                # What is under way here others never come to, or not soon: destroying would wait for it.
-                if self.gave_up or any(group is each for each in unmet):
-                    _disconnect(group)
                 dist.destroy_process_group(group)
         _PROCESS.open.discard(self)
+
+    def _cut_off(self) -> None:
+        """Disconnects the groups in which something is under way that others never come to, or not soon: to destroy
+        one would wait for it."""
+        unmet = [self.control, self.program] if self.meets else []
+        for group in self._made:
+            if self.gave_up or any(group is each for each in unmet):
+                _disconnect(group)
 
     def end_kernels(self, *, lost: bool = False) -> bool:
         """Returns when the device has done everything, whatever other ranks do.
@@ -656,6 +662,8 @@ class DataMesh:
             for group in all_groups():
                 if not any(group is own for own in ours):
                     _disconnect(group)
+            for mesh in _PROCESS.open:  # no group is known any more when they are left
+                mesh._cut_off()
             _PROCESS.forget_default()
             self.end_kernels()
             dist.destroy_process_group()
