@@ -110,17 +110,22 @@ def test_a_straggler_is_named_soon(kind: str, factor: float, limit: int) -> None
 
 
 def test_who_gets_slow_does_not_hide_in_noise_that_is_its_own() -> None:
-    """Its own slow steps would widen what it is compared with: by 1.1 it would never be named, with this seed."""
-    assert steps_until(gets_slow("computation", 1.1, 2), 240) <= 50
+    """Its own slow steps would widen what it is compared with: by 1.15 it would never be named, with this seed."""
+    assert steps_until(told_by(4, 160, slow_by(0.015, 1, 100), noise=0.03, seed=8), 100) <= 50
+
+
+def test_what_few_medians_of_a_rank_do_not_tell_of_its_noise_the_others_tell() -> None:
+    """By its own alone it would be taken for twice as much, with this seed, and 1.1 be within it."""
+    assert steps_until(gets_slow("computation", 1.1, 28), 240) <= 50
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("factor", "limit", "kind"), SLOW)
 def test_stragglers_are_named_soon_with_most_seeds(kind: str, factor: float, limit: int) -> None:
-    """1.3 with each, 1.1 with nine of ten: noise that is measured of few medians is itself known to some parts only."""
+    """1.3 with each, 1.1 with all but one: noise that is measured of few medians is itself known to some parts only."""
     found = [gets_slow(kind, factor, seed) for seed in range(SEEDS)]
     soon = sum(any(each[240 : 240 + limit]) and not any(each[:240]) for each in found)
-    assert soon >= (SEEDS if factor > 1.2 else 0.9 * SEEDS)
+    assert soon >= (SEEDS if factor > 1.2 else SEEDS - 1)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak), 8])

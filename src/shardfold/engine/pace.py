@@ -8,8 +8,10 @@ A rank's excess is what its computation, or that and its data, takes beyond the 
 the factor by which a step gets longer for it. Its medians over 8 records, and over 40, are compared with how much such
 medians of this rank, and of ranks in general, have differed so far (the middle half of them, which odd records do not
 move): noise that hangs on from step to step widens these as well, so a rank is named only for what is far beyond
-it. Where ranks share cores, one may have to wait for others to compute, in each step the same one: only what is beyond
-that counts. Waiting of which even the least of all ranks has more than it had is the link's.
+it. Medians over 40 are few for long, so how much less they differ than those over 8 is taken from all ranks, and the
+more from the rank itself the more it has. Where ranks share cores, one may have to wait for others to compute, in each
+step the same one: only what is beyond that counts. Waiting of which even the least of all ranks has more than it had is
+the link's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ RECORD, MOST = 0.1, 32
 WARM = 4
 """Records that tell nothing, as caches fill."""
 SHORT, LONG, HISTORY = 8, 5, 128
-"""Records in a block; blocks of the long median; blocks that noise is measured of."""
+"""Records in a block; blocks that the long median is over; blocks that noise is measured of."""
 FEWEST, KNOWN = 2, 4
 """Blocks until somebody is named; and until noise is measured of blocks alone, and not of single records too."""
 BEYOND, FEW = 7.0, 26
@@ -46,6 +48,10 @@ OF_RANKS, OF_LINKS = (0.13, 0.05), (0.13, 0.13)
 """What the two medians have to be at least, of the logarithm."""
 LARGE = 0.7
 """Up to which that little is known of noise makes it more."""
+APART, UNSURE = 0.5, 1.36
+"""How far ranks are apart, as a rule, in the logarithm of the long median's noise over the short one's; and the
+variance of what a rank has of it, times the medians without a record in common that it has it from: of normally
+distributed ones, by their middle half."""
 OVER = 0.04
 """Below what the median of twice as many records is over."""
 KINDS = ("computation", "data", "link")
@@ -109,14 +115,14 @@ class _Excess:
 
     def __init__(self, least: tuple[float, float], alike: int = 1) -> None:
         self._least, self._alike, self._count = least, alike, 0
-        self._values, self._data = deque[float](maxlen=2 * SHORT), deque[float](maxlen=SHORT)
+        self._values, self._data = deque[float](maxlen=LONG * SHORT), deque[float](maxlen=SHORT)
         self._singles, self._shorts, self._longs = _History(2 * SHORT), _History(), _History()
-        self._blocks = deque[float](maxlen=LONG)
+        self._since = 0  # the last record for which something was reported
         self._noises = deque[_Noise](maxlen=LONG + 1)
         self.alarmed = False
 
     def add(self, value: float, data: float = 0.0) -> bool:
-        """``data``: the part of it that is data. Whether a block has ended, so that noise is another."""
+        """``data``: the part of it that is data. Whether a block has ended, so that noise is to be measured."""
         self._values.append(value)
         self._data.append(data)
         self._count += 1
@@ -126,12 +132,15 @@ class _Excess:
             self._singles.add(value)
         if self._count % SHORT:
             return False
-        self._blocks.append(recent := self.recent)
-        self._shorts.add(recent)
-        if len(self._blocks) == LONG:
-            self._longs.add(_middle(self._blocks))
-        self._measure()
+        self._shorts.add(self.recent)
+        if self._lasts:
+            self._longs.add(_middle(self._values))
         return True
+
+    @property
+    def _lasts(self) -> bool:
+        """Whether the long median is known, and over none of what was reported."""
+        return self._count - self._since >= LONG * SHORT
 
     @property
     def recent(self) -> float:
@@ -153,13 +162,23 @@ class _Excess:
     def is_data(self) -> bool:
         return _middle(self._data) > 0.5
 
-    def _measure(self) -> None:
+    @property
+    def shape(self) -> float | None:
+        """The logarithm of the long median's noise over the short one's; None: too little is known of it."""
+        if len(self._longs) < KNOWN * LONG or not (short := self._shorts.spread) or not (long := self._longs.spread):
+            return None
+        return log(long / short)
+
+    def measure(self, shape: float | None) -> None:
+        """Noise, as a block has ended; ``shape``: that of ranks as a rule."""
         count, longs = len(self._shorts), len(self._longs)
         if count < FEWEST:
             return
-        short = self._shorts.spread if count >= KNOWN else max(self._shorts.spread, self._singles.spread)
-        short = self._doubted(short, count)
-        long = self._doubted(self._longs.spread, longs) if longs >= KNOWN * LONG else short
+        spread = self._shorts.spread
+        short = long = self._doubted(spread if count >= KNOWN else max(spread, self._singles.spread), count)
+        if shape is not None and (own := self.shape) is not None:
+            sure = APART**2 / (APART**2 + UNSURE * LONG / longs)
+            long = self._doubted(spread * exp(shape + sure * (own - shape)), longs)
         self._noises.append(_Noise(short, long))
 
     def _doubted(self, spread: float, count: int) -> float:
@@ -169,11 +188,10 @@ class _Excess:
     def judge(self, others: _Noise, beyond: float = 0.0) -> None:
         """Whether it is far from noise, its own and that of ``others``, and from what is ``beyond`` that explained."""
         if self.alarmed:
-            self.alarmed = _middle(self._values) > OVER + beyond
-            if not self.alarmed:
-                self._blocks.clear()
+            self.alarmed = _middle(list(self._values)[-2 * SHORT :]) > OVER + beyond
+            self._since = self._count
             return
-        is_new = self._count % SHORT == 0 and len(self._blocks) == LONG
+        is_new = self._count % SHORT == 0 and self._lasts
         if self._values[-1] <= self._least[0] + beyond and not is_new:
             return  # one more such value makes no median greater
         short, long = (
@@ -183,7 +201,7 @@ class _Excess:
         # Most of the short ones have to be: pages that are lost in just half of them come together now and then.
         last = sorted(list(self._values)[-SHORT:])
         most = last[(len(last) - 1) // 2]
-        self.alarmed = most > short or (is_new and _middle(self._blocks) > long)
+        self.alarmed = most > short or (is_new and _middle(self._values) > long)
 
 
 class Pace:
@@ -268,7 +286,7 @@ class Pace:
     def _compare(self, each: dict[int, Spent]) -> None:
         computing = sorted(spent.computation for spent in each.values())
         busy = sorted(spent.computation + spent.data for spent in each.values())
-        is_new = False
+        ended: list[_Excess] = []
         for rank, spent in each.items():
             usual = _middle_without(busy, spent.computation + spent.data)
             more = spent.computation - _middle_without(computing, spent.computation)
@@ -277,11 +295,17 @@ class Pace:
             # the slow one alone has more of, does data count.
             excess = max(more, whole)
             value = log(max(1 + excess / usual, 1e-3)) if usual > 0 else 0.0
-            is_new |= self._ranked[rank].add(value, (whole - more) / excess if excess > 0 else 0.0)
-        if is_new and (noises := [excess.noise for excess in self._ranked if excess.noise is not None]):
+            if self._ranked[rank].add(value, (whole - more) / excess if excess > 0 else 0.0):
+                ended.append(self._ranked[rank])
+        shapes = [shape for one in self._ranked if (shape := one.shape) is not None] if ended else []
+        for one in ended:
+            one.measure(_middle(shapes) if shapes else None)
+        if ended and (noises := [excess.noise for excess in self._ranked if excess.noise is not None]):
             self._noise = _Noise(*map(_middle, zip(*noises, strict=True)))
         if self._link is not None and (typical := _middle(busy)) > 0:
-            self._link.add(log(1 + min(spent.waiting for spent in each.values()) / typical))
+            waiting = min(spent.waiting for spent in each.values())
+            if self._link.add(log(1 + waiting / typical)):
+                self._link.measure(self._link.shape)
 
     def _judge(self, each: Iterable[int], crowd: float) -> Straggler | None:
         """The greatest of what is reported."""
