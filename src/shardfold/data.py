@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +25,7 @@ from torch.utils import data
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.checks import check_flags, described, is_integer, known_arguments
 
-__all__ = ["Loader", "Sampler", "shuffled"]
+__all__ = ["Loader", "Sampler", "seed_of", "shuffled"]
 
 # Of 4, 6, 8, 12, 16 and 24, chi-squared over the permutations of 6 elements (30,000 seeds) sees a bias up to 12.
 ROUNDS = 16
@@ -188,7 +188,20 @@ class Sampler(data.Sampler[list[int]]):
         """Yields this rank's batches from the present position to the end of the epoch, and does not move it."""
         at, epoch = self._at, self._at.epoch
         while at.epoch == epoch:
-            yield self._share(at)
+            yield self._share(at, self.rank)
+            at = self._after(at)
+
+    def batches_of(self, ranks: Sequence[int]) -> Iterator[list[int]]:
+        """Yields of each global batch what each of these ranks reads, in their order, from the present position on and
+        without an end; does not move it. It is how one rank reads for several.
+
+        Args:
+            ranks: from 0 to ``num_ranks - 1``, as often as their batches are to come.
+        """
+        at = self._at
+        while True:
+            for rank in ranks:
+                yield self._share(at, rank)
             at = self._after(at)
 
     def advance(self, num_batches: int = 1) -> None:
@@ -250,20 +263,21 @@ class Sampler(data.Sampler[list[int]]):
             return self.global_batch
         return max(min(self.global_batch, self.length - at.consumed), self.num_ranks)
 
-    def _share(self, at: _Position) -> list[int]:
-        """This rank's share of the global batch that comes next; it may reach into the epochs behind."""
+    def _share(self, at: _Position, rank: int) -> list[int]:
+        """A rank's share of the global batch that comes next; it may reach into the epochs behind."""
         size = self._size(at)
-        start, stop = (at.consumed + size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
+        start, stop = (at.consumed + size * each // self.num_ranks for each in (rank, rank + 1))
         share: list[int] = []
         while start < stop:
             epochs, first = divmod(start, self.length)
             number = min(stop - start, self.length - first)
-            positions = np.arange(first, first + number)
-            if self.shuffle:
-                positions = shuffled(positions, self.length, self.seed, at.epoch + epochs)
-            share += positions.tolist()
+            share += self._indices(np.arange(first, first + number), at.epoch + epochs).tolist()
             start += number
         return share
+
+    def _indices(self, positions: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
+        """What stands at these positions of an epoch, ``(n,)``."""
+        return shuffled(positions, self.length, self.seed, epoch) if self.shuffle else positions
 
     def _after(self, at: _Position) -> _Position:
         epochs, consumed = divmod(at.consumed + self._size(at), self.length)
@@ -308,17 +322,30 @@ class Loader(data.DataLoader[Any]):
             raise ConfigError(
                 f"the dataset has {length} samples, its sampler {sampler.length}: make it of this dataset."
             )
-        self._follows = sampler
+        self._follows, self._ahead = sampler, _Ahead(sampler)
         self._seeds = torch.Generator()
-        super().__init__(dataset, batch_sampler=_Ahead(sampler), generator=self._seeds, **options)
+        super().__init__(dataset, batch_sampler=self._ahead, generator=self._seeds, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sampler = self._follows
-        place = f"{sampler.seed}/{sampler.epoch}/{sampler.consumed}/{sampler.rank}"
-        self._seeds.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
-        for batch in super().__iter__():
-            sampler.advance()
+        for batch in self._begun(None):
+            self._follows.advance()
             yield batch
+
+    def batches_of(self, ranks: Sequence[int]) -> Iterator[Any]:
+        """As :meth:`Sampler.batches_of`: the batches of these ranks, without an end, and the position stays."""
+        return self._begun(ranks)
+
+    def _begun(self, ranks: Sequence[int] | None) -> Iterator[Any]:
+        sampler = self._follows
+        rank = sampler.rank if ranks is None else ranks[0]
+        self._seeds.manual_seed(seed_of(sampler.seed, sampler.epoch, sampler.consumed, rank))
+        self._ahead.ranks = ranks
+        return super().__iter__()
+
+    @property
+    def follows(self) -> Sampler:
+        """The sampler, whose position this loader moves."""
+        return self._follows
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's, behind the last batch that was handed out."""
@@ -338,12 +365,19 @@ class _Ahead(data.Sampler[list[int]]):
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
+        self.ranks: Sequence[int] | None = None  # for which it reads; None: for its own, to the end of an epoch
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.sampler.batches()
+        return self.sampler.batches() if self.ranks is None else self.sampler.batches_of(self.ranks)
+
+
+def seed_of(*place: int) -> int:
+    """A seed for a place in a run, as (seed, epoch, position, rank): 56 bits."""
+    text = "/".join(map(str, place))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import shardfold as sf
 from shardfold.comm.shared_folders import NAMED, SHARED
+from shardfold.data import seed_of
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Section
 from shardfold.errors import CollectiveError
@@ -34,8 +36,8 @@ from shardfold.launch.run_script import run as run_script
 from tests.chaos.judge import ask_where, read_log, tree
 from tests.chaos.warm import begin
 
-ROWS = 24
-"""Of a global batch: they divide by 1 to 4."""
+ROWS, SAMPLES = 24, 100
+"""Of a global batch, which divides by 1 to 4, and of an epoch, which it does not divide."""
 LIMIT = 60.0
 """Seconds that a run may take at all, on a busy machine."""
 TOLERANCE = 1e-9
@@ -52,7 +54,9 @@ class Plan:
         steps: updates of the run.
         kills: whom, behind which of its steps, and how many milliseconds later; -n: the launcher of node n, behind
             that of rank 0.
-        dropout: whether the model draws random numbers.
+        dropout: of the model, which draws random numbers for it.
+        accumulate: global batches of a step.
+        deadly: a sample that kills who reads it; -1: none.
         rest: seconds between two steps.
         hosts: launchers, among which the ranks are shared out.
         patience: of the launchers.
@@ -67,7 +71,9 @@ class Plan:
     ranks: int = 3
     steps: int = 12
     kills: tuple[tuple[int, int, float], ...] = ((1, 4, 0.0),)
-    dropout: float = 0.0
+    dropout: float = 0.25
+    accumulate: int = 1
+    deadly: int = -1
     rest: float = 0.0
     hosts: int = 1
     patience: float = 10.0
@@ -111,8 +117,16 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
 
 
-def batch(plan: Plan, step: int) -> torch.Tensor:
-    return torch.randn(ROWS, plan.width, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+def samples(plan: Plan) -> TensorDataset:
+    """Numbered rows."""
+    rows = torch.randn(SAMPLES, plan.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(torch.arange(SAMPLES), rows)
+
+
+def sampler(plan: Plan, rank: int) -> sf.Sampler:
+    """Of a virtual rank."""
+    each = ROWS // plan.ranks
+    return sf.Sampler(SAMPLES, each, seed=3, rank=rank, num_ranks=plan.ranks, fill_last=True)
 
 
 def loss_of(module: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -126,24 +140,52 @@ def made(plan: Plan, ranks: int) -> sf.Engine:
     if plan.layout == "hsdp":
         intra = 2 if ranks % 2 == 0 else 1
         mesh = {"inter": ranks // intra, "intra": intra}
-    runtime = sf.Runtime(survive=plan.survive)
-    return sf.Engine(module, optimizer=adamw, layout=plan.layout, lr_schedule=schedule, parallel=mesh, runtime=runtime)
+    return sf.Engine(
+        module,
+        optimizer=adamw,
+        layout=plan.layout,
+        lr_schedule=schedule,
+        parallel=mesh,
+        accumulate=plan.accumulate,
+        runtime=sf.Runtime(survive=plan.survive),
+    )
 
 
-def plain(plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the weights that plain PyTorch comes to."""
-    module = model(plan)
+@dataclass
+class Plain:
+    """What plain PyTorch comes to: by step the samples in rising order and the loss, and the weights in the end."""
+
+    samples: list[list[int]]
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def plain(plan: Plan) -> Plain:
+    """In one process, of which each virtual rank is a part."""
+    module, (_, rows) = model(plan), samples(plan).tensors
     module[-1].eval()
     optimizer = adamw(module.parameters())
-    rates, losses = schedule(optimizer), list[float]()
-    for step in range(plan.steps):
-        loss = loss_of(module, batch(plan, step))
+    rates, found = schedule(optimizer), Plain([], [], {})
+    ranks = [sampler(plan, rank) for rank in range(plan.ranks)]
+    for _ in range(plan.steps):
+        seen, losses = list[int](), list[float]()
         optimizer.zero_grad()
-        loss.backward()
+        place = (ranks[0].epoch, ranks[0].consumed)
+        for number in range(plan.accumulate):
+            for virtual, each in enumerate(ranks):
+                torch.manual_seed(seed_of(3, *place, number, virtual))
+                mine = next(iter(each.batches()))
+                each.advance()
+                loss = loss_of(module, rows[mine])
+                (loss / (plan.accumulate * plan.ranks)).backward()
+                losses.append(loss.item())
+                seen += mine
         optimizer.step()
         rates.step()
-        losses.append(loss.item())
-    return losses, dict(module.named_parameters())
+        found.samples.append(sorted(seen))
+        found.losses.append(statistics.fmean(losses))
+    found.weights.update((name, value.detach()) for name, value in module.named_parameters())
+    return found
 
 
 def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
@@ -158,19 +200,22 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
     say("pid", pid=os.getpid())
     if uid == plan.doubts:
         Handlers.vote = partialmethod(unheard, Handlers.vote, plan)  # pyright: ignore
-    run = sf.ElasticRun(partial(made, plan))
+    run, known, epoch = sf.ElasticRun(partial(made, plan)), 0, 0
     if plan.at and uid == plan.kills[0][0]:
         Section.observer = partial(die, run, plan)
-    known = 0
-    while run.engine.steps < plan.steps:
+    for numbers, rows in run.batches(sf.Loader(samples(plan), sampler(plan, uid)), steps=plan.steps):
         with run.attempt() as engine:
-            rows = batch(plan, engine.steps)[engine.data_rank :: engine.data_ranks]
-            loss = loss_of(engine, rows)
+            if plan.deadly in numbers:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss, weight = loss_of(engine, rows), engine.micro_batch_weight
+            read = {"samples": numbers.tolist(), "weight": 1.0 if weight is None else weight, "loss": loss.item()}
+            say("read", steps=engine.steps, epoch=epoch, **read)
             engine.backward(loss)
-            engine.step()
-            say("step", steps=engine.steps, ranks=engine.world_size, loss=loss.item(), drawn=torch.rand(1).item())
+            if engine.step().updated:
+                say("step", steps=engine.steps, ranks=engine.world_size)
         for recovery in run.recoveries[known:]:
             say("recovery", **recovery._asdict())
+            epoch = recovery.epoch
         known = len(run.recoveries)
         time.sleep(plan.rest)
     with run.engine.gathered(of="master"):
@@ -221,7 +266,7 @@ def happened(plan: Plan, folder: Path) -> Came:
         begin(partial(launched, plan, folder, node), given, environment, folder / "out", folder / "err")
         for node in range(plan.hosts)
     ]
-    status, killed, deadline = dict[int, int](), list[float](), time.monotonic() + LIMIT
+    status, killed, deadline = dict[int, int](), list[float](), time.monotonic() + LIMIT + plan.steps / 3
     kills = list(plan.kills[bool(plan.at) :])
     while len(status) < len(pids):
         for node, pid in enumerate(pids):
@@ -269,24 +314,22 @@ def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
         return
     if [each["rank"] for each in sorted(came.said("done"), key=lambda each: each["rank"])] != left:
         yield f"not all that were left came to the end: {came.said('done')}"
-    losses, weights = plain(plan)
-    weights = {name: value.detach() for name, value in weights.items()}
     for uid in left:
         steps = [each["steps"] for each in came.said("step", rank=uid)]
         if sorted(steps) != steps or len(set(steps)) < len(steps):
             yield f"rank {uid} took its steps in this order: {steps}"
-    for step, loss in enumerate(losses, 1):
-        said = [each for each in came.said("step", steps=step) if each["rank"] in left]
-        whole = [each for each in said if each["ranks"] == said[0]["ranks"]]  # none, if all ended it without the dead
-        if whole and len(whole) == said[0]["ranks"] and not plan.dropout:
-            mean = statistics.fmean(each["loss"] for each in whole)
-            if abs(mean - loss) > TOLERANCE:
-                yield f"the loss of step {step} is {mean} and not {loss}"
+    expected = plain(plan)
+    for step, (numbers, loss) in enumerate(zip(expected.samples, expected.losses, strict=True)):
+        tried = came.said("read", steps=step)
+        taken = [each for each in tried if each["epoch"] == max(each["epoch"] for each in tried) and each["weight"]]
+        if (read := sorted(number for each in taken for number in each["samples"])) != numbers:
+            yield f"step {step + 1} was taken of the samples {read} and not {numbers}"
+        elif abs((mean := statistics.fmean(each["loss"] for each in taken)) - loss) > TOLERANCE:
+            yield f"the loss of step {step + 1} is {mean} and not {loss}"
     found = torch.load(folder / "weights")
-    if not plan.dropout:
-        far = max(float((found[name] - value).abs().max()) for name, value in weights.items())
-        if far > TOLERANCE:
-            yield f"weights are {far} from plain PyTorch's"
+    far = max(float((found[name] - value).abs().max()) for name, value in expected.weights.items())
+    if far > TOLERANCE:
+        yield f"weights are {far} from plain PyTorch's"
     pids = [each["pid"] for each in came.said("pid")]
     if kept := [each.name for pid in pids for each in SHARED.glob(f"{NAMED}*-{pid}-*")]:
         yield f"left in shared memory: {kept}"

@@ -28,7 +28,7 @@ from shardfold.launch._voter import Ballot, Message, Sent, Voter
 from shardfold.launch.workers import Outlet, Worker, watch
 from shardfold.testing import Ranks
 from tests.launch.epochs import Violation, Walk
-from tests.launch.survivors import Plan, held
+from tests.launch.survivors import Plan, held, judged, plain
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="launchers leave notes for ranks in a memfd")
 
@@ -279,6 +279,23 @@ def test_copies_on_another_host_outlive_one(ranks: Ranks, tmp_path: Path) -> Non
         Plan("zero2", 3, 12, ((-1, 4, 0.0),), hosts=3, patience=3.0, survive="host"),
     ]
     hold(ranks, plans, tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_three_hundred_steps_while_ranks_become_fewer(ranks: Ranks, tmp_path: Path) -> None:
+    dice = random.Random(5)
+    kills = [(uid, 40 * (n + 1) + dice.randrange(20), dice.uniform(0.0, 20.0)) for n, uid in enumerate((3, 0, 5, 1, 4))]
+    hold(ranks, [Plan("ddp", 6, 300, tuple(kills), accumulate=2)], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_a_sample_that_kills_whoever_reads_it_ends_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    plan = Plan("ddp", 5, 12, (), deadly=plain(replace(Plan(), ranks=5, steps=3)).samples[2][7])
+    ((came, _),) = ranks.run(judged, plan, str(tmp_path), world_size=1, distributed=False, timeout=180)
+    assert came.status != [0] and "3 attempts in a row at step 3 ended because a rank was gone" in came.err, came
+    assert "20 samples from position 40 of epoch 0" in came.err
 
 
 @linux

@@ -81,20 +81,23 @@ class Held:
     Args:
         model: that of the engine.
         uid: of this rank, equal to no other's in any epoch.
+        state: what else is of the step that it is at, by name, as :meth:`Engine.save` takes it.
         copies: whether it holds what another one has, too.
 
     Raises:
         CheckpointError: there is no room for it in memory.
     """
 
-    def __init__(self, model: ShardedModel, uid: int, *, copies: bool = False) -> None:
+    def __init__(
+        self, model: ShardedModel, uid: int, state: Mapping[str, Any] | None = None, *, copies: bool = False
+    ) -> None:
         held = (region.nbytes for segment in model.segments() for region in segment.regions.values())
         self._shared = SharedFolder.with_room((2 + 2 * copies) * sum(held))
         self._folder, self._uid = self._shared.path, uid
         self._indexes: list[Index] = []
-        self.add(model, copies=copies)
+        self.add(model, state, copies=copies)
 
-    def add(self, model: ShardedModel, *, copies: bool = False) -> None:
+    def add(self, model: ShardedModel, state: Mapping[str, Any] | None = None, *, copies: bool = False) -> None:
         """What this rank has now, too: of another step, where it is not known which one the others have.
 
         Raises:
@@ -102,7 +105,7 @@ class Held:
         """
         name = f"held-{self._uid:05d}-{model.run.steps}.safetensors"
         try:
-            index, tensors = header(model, {}, {})
+            index, tensors = header(model, state or {}, {})
             parts, own = collect(model, {}, tensors, {}, {}, every=True)
             others, once = copied(model) if copies else ([], {})
             own.ranks.clear()  # random numbers stay what they are

@@ -33,6 +33,7 @@
     _reports      memory, traffic, times, text
     _step         the optimizer step
     _tf32         TF32 switches of PyTorch while an engine lives
+    _virtual_ranks  what a run reads in a step, however many ranks there are
     _visible      gradients of all units as users see them
     _vote         whether all ranks come to a round in time
     _wires        the formats in which parameters and gradients travel, chosen

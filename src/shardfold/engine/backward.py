@@ -39,6 +39,11 @@ class Backward:
     ) -> None:
         self._model, self._runner, self._scaler, self._alarm, self._shares = model, runner, scaler, alarm, shares
 
+    @property
+    def weights(self) -> Shares:
+        """Of this rank's micro-batches."""
+        return self._shares
+
     def run(self, loss: Tensor, weight: float | None, retain_graph: bool, *, counts: bool = False) -> None:
         """See :meth:`Engine.backward`. ``counts``: it is a micro-batch whether gradients come or not."""
         check_loss("engine.backward()", loss)

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from logging import getLogger
 from time import monotonic, perf_counter, sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -36,9 +36,11 @@ from shardfold.checkpoint.run_lock import RunLock
 from shardfold.comm.launcher_notes import FILE, is_over, note_elastic, note_stopped, place_here, tell_launcher
 from shardfold.comm.membership import EpochPlace
 from shardfold.comm.mesh import begin_epoch
+from shardfold.data import Loader, Sampler
+from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.engine.engine import Engine
-from shardfold.errors import CheckpointError, CollectiveError, ConfigError, OrderError, ShardfoldError
-from shardfold.plan.checks import described, known_arguments
+from shardfold.errors import CheckpointError, CollectiveError, ConfigError, OrderError, ShardfoldError, StepError
+from shardfold.plan.checks import described, is_integer, known_arguments
 from shardfold.plan.layout import Tier
 from shardfold.plan.patience import Patience
 from shardfold.sharding.model import ShardedModel
@@ -49,6 +51,8 @@ LOG = getLogger("shardfold")
 LOST = (CollectiveError, OrderError, CheckpointError, dist.DistError)
 """What a rank raises when another one is gone, among other reasons."""
 LOOK = 0.001
+MOST = 3
+"""Attempts in a row that end because a rank is gone, without an update among them, behind which a run ends."""
 
 
 class Recovery(NamedTuple):
@@ -92,9 +96,9 @@ class ElasticRun:
 
     Examples:
         >>> run = sf.ElasticRun(lambda ranks: sf.Engine(nn.Linear(8, 1), optimizer=adam, layout="ddp"))
-        >>> while run.engine.steps < 3:
+        >>> for rows in run.batches(sf.Loader(x, sf.Sampler(x, batch_size=2)), steps=3):
         ...     with run.attempt() as trained:
-        ...         trained.backward(trained(x).square().mean())
+        ...         trained.backward(trained(rows).square().mean())
         ...         report = trained.step()
         >>> run.engine.steps
         3
@@ -116,6 +120,8 @@ class ElasticRun:
         self._held: Held | None = None  # what this rank had when it stopped, until all have gone on
         self._doubts = False  # whether that is of the step before
         self._lock: RunLock | None = None
+        self._data: VirtualRanks | None = None  # what is read, of which the position goes with the states
+        self._broken = self._broken_at = 0  # attempts in a row that have come to nothing, and behind how many updates
         self.recoveries: list[Recovery] = []
         self.engine = self._made(world)
         if world > 1 and (what := once_only(self.engine.sharded)):
@@ -144,21 +150,91 @@ class ElasticRun:
         Raises:
             CollectiveError, OrderError, CheckpointError: as without it, where no rank has died; or the others do not
                 stop within the timeout of collectives.
-            StepError: no step is whole on the ranks that are left.
+            StepError: no step is whole on the ranks that are left; or attempts end so again and again.
         """
         steps, random = self.engine.steps, rng_state()
         try:
             yield self.engine
         except LOST as error:
+            self._count_broken(steps, error)
             self._go_on(error, steps)
             if self.engine.steps == steps:
                 set_rng_state(random)
+
+    def batches(
+        self, source: Loader | Sampler, *, steps: int | None = None, epochs: int | None = None
+    ) -> Iterator[Any]:
+        """Batches for attempts: ``for batch in run.batches(loader): with run.attempt() as engine: ...``, with a
+        backward and a call of :meth:`Engine.step` each, which updates behind the last micro-batch of a step.
+
+        Samples of a step that was not taken come again, and each is in one step that is. The sampler's ``num_ranks`` is
+        the number of *virtual ranks* for as long as the run lives: a rank reads for those whose number is its own
+        modulo the number of ranks. So samples and size of the global batch, its micro-batches, the scale of gradients
+        and the random numbers that are drawn for a micro-batch do not depend on how many ranks there are. For that
+        :meth:`Engine.set_micro_batches` is called here, and generators of random numbers begin anew with each
+        micro-batch, from (seed, position, virtual rank). A step has ``accumulate`` global batches, of those that
+        ``make`` gives its engine.
+
+        Save with ``state={"data": loader}``, between a step and the next batch.
+
+        Args:
+            source: a loader; or a sampler, for its indices. It is read as if without an end.
+            steps: it ends when so many updates are done, those before a resume included; None: it does not.
+            epochs: it ends with the first step that comes to the end of so many epochs.
+
+        Raises:
+            ConfigError: it is neither, or ``steps`` or ``epochs`` is no integer >= 0.
+        """
+        for name, most in (("steps", steps), ("epochs", epochs)):
+            if most is not None and not is_integer(most, 0):
+                raise ConfigError(f"run.batches({name}={described(most)}): it is an integer >= 0, or None.")
+        self._data = data = VirtualRanks(source, self._accumulate)
+        return self._batches(data, steps, epochs)
+
+    def _batches(self, data: VirtualRanks, steps: int | None, epochs: int | None) -> Iterator[Any]:
+        try:
+            while True:
+                engine = self.engine
+                if engine.micro_batch:  # of a step that a loop before has left
+                    engine.zero_grad()
+                micro_batches = self._accumulate * len(data.of_rank(engine.data_rank, engine.data_ranks))
+                reads = data.reads(engine.data_rank, engine.data_ranks)
+                while self.engine is engine:
+                    data.begin(engine.steps)
+                    if steps is not None and engine.steps >= steps:
+                        return
+                    if epochs is not None and data.sampler.epoch >= epochs:
+                        return
+                    for read in reads:
+                        engine.set_micro_batches(micro_batches, read.weight)
+                        yield read.batch
+                        if read.is_last or self.engine is not engine:
+                            break
+        finally:
+            if not self.engine.closed:
+                self.engine.set_micro_batches(self._accumulate)
 
     def close(self) -> None:
         """As :meth:`Engine.close`."""
         self.engine.close()
 
     # -- a recovery
+
+    def _count_broken(self, steps: int, error: BaseException) -> None:
+        """An attempt is broken that began behind so many updates.
+
+        Raises:
+            StepError: it is one of several, and none has come to an update.
+        """
+        self._broken = self._broken + 1 if self._broken and self._broken_at == steps else 1
+        self._broken_at = steps
+        if self._broken == MOST:
+            read = "" if self._data is None else f" ({self._data.told(steps)})"
+            raise StepError(
+                f"{MOST} attempts in a row at step {steps + 1} ended because a rank was gone, and none with an update: "
+                f"what ranks read{read} or compute there ends them, and going on would end the others too; look at "
+                "these samples, and go on from a checkpoint without them."
+            ) from error
 
     def _go_on(self, error: BaseException, steps: int) -> None:
         """
@@ -212,16 +288,21 @@ class ElasticRun:
         comm.transport.close()
         note_stopped(self._place.epoch)
         if self._held is None:
-            self._held = Held(engine.sharded, self._uid, copies=_has_copies(engine))
+            self._held = Held(engine.sharded, self._uid, self._state(engine), copies=_has_copies(engine))
         elif self._doubts:
-            self._held.add(engine.sharded, copies=_has_copies(engine))
+            self._held.add(engine.sharded, self._state(engine), copies=_has_copies(engine))
         self._doubts = False
 
     def _doubt(self) -> None:
         """Nobody knows yet whether other ranks take the step that the engine is about to take: what it has before that
         is held, too."""
-        self._held = Held(self.engine.sharded, self._uid, copies=_has_copies(self.engine))
+        engine = self.engine
+        self._held = Held(engine.sharded, self._uid, self._state(engine), copies=_has_copies(engine))
         self._doubts = True
+
+    def _state(self, engine: Engine) -> dict[str, Any]:
+        """What goes on with the states of the step that the engine is at."""
+        return {} if self._data is None else {"data": self._data.at(engine.steps)}
 
     def _next_place(self, error: BaseException) -> EpochPlace:
         """What this rank is in the next epoch, once the launchers have agreed.
@@ -259,7 +340,7 @@ class ElasticRun:
         held, lock = self._held, self._lock
         assert held is not None
         with held.together(engine.sharded.comm.job.exchange, engine.rank) as folder:
-            engine.load(folder)
+            engine.load(folder, state=self._state(engine))
             if engine.copying is not None:  # before what it comes from is gone
                 engine.copying.refresh()
         if lock is not None:
@@ -278,7 +359,7 @@ class ElasticRun:
         if what := unfit(engine.sharded):
             engine.close()
             raise ConfigError(f"ElasticRun cannot go on without a rank where {what}.")
-        self._timeout = engine.sharded.comm.job.timeout
+        self._timeout, self._accumulate = engine.sharded.comm.job.timeout, engine.accumulate
         engine.sharded.run.ask_in_doubt(self._doubt)
         return engine
 

@@ -722,6 +722,24 @@ class Engine:
         self._announced.announce(last=last)
 
     @property
+    def micro_batch_weight(self) -> float | None:
+        """What :meth:`set_micro_batches` has set."""
+        return self._backward.weights.times
+
+    def set_micro_batches(self, accumulate: int, weight: float | None = None) -> None:
+        """From now on a step has so many micro-batches, the same on all ranks, and ``weight=`` of backwards is
+        multiplied by ``weight``, which also is the weight of those that are given none. A micro-batch of weight 0
+        changes nothing, so a rank that has fewer than others can do the same passes; None: weights are as they are
+        given.
+
+        Raises:
+            ConfigError: ``accumulate`` is no integer above 0, or ``weight`` no finite number >= 0.
+        """
+        if accumulate != self.accumulate:
+            self.accumulate = accumulate
+        self._backward.weights.multiply(weight)
+
+    @property
     def micro_batch(self) -> int:
         """Backwards since the last step; 0 behind one that an exception has left, as what there was is lost."""
         return 0 if self._runner.interrupted else self.sharded.run.micro_batch

@@ -52,6 +52,7 @@ TRIES = 3  # of reading what is being written
 
 _LOCK = "hhqqi0q"  # struct flock of Linux: type, whence, start, length, process
 _SETLK, _GETLK = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)
+_WAIT = getattr(fcntl, "F_OFD_SETLKW", 0)
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,21 @@ class OwnRecord:
                 os.pwrite(self._file, _padded({}), 0)
             if size > whole:  # else others may be making it longer right now
                 os.truncate(self._file, whole)
+
+    def move_to(self, rank: int, ranks: int) -> None:
+        """From now on it is the record of another rank: of a lower one, which is gone or about to move too."""
+        before, place = self._place, (rank - LAUNCHER) * SIZE
+        if place != before:
+            with suppress(OSError):
+                if _SETLK is not None:
+                    fcntl.fcntl(self._file, _WAIT, _lock(fcntl.F_WRLCK, place))
+                os.pwrite(self._file, _padded({}), before)
+                if _SETLK is not None:
+                    fcntl.fcntl(self._file, _SETLK, _lock(fcntl.F_UNLCK, before))
+        self._place = place
+        if rank == 0:
+            self._forget_earlier(ranks)
+        self.write(rank=rank, ranks=ranks)
 
     def write(self, **said: Any) -> None:
         """Say what is new: fields of :class:`Record`. What does not reach the disk is lost in silence."""

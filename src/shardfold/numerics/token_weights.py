@@ -32,6 +32,7 @@ class Shares:
         self._attempt = run.attempt
         self._given: list[float | None] = []
         self._divisor: int | None = None  # that the first micro-batch with a weight was divided by
+        self._times: float | None = None
         self._own = False  # the backward under way is one of the engine's, which says its weight
         self._coming: float | None = None  # that weight
 
@@ -52,6 +53,21 @@ class Shares:
         self._given.clear()
         self._divisor = None
 
+    @property
+    def times(self) -> float | None:
+        """What weights are multiplied by, and the weight of micro-batches that are given none; None: nothing is."""
+        return self._times
+
+    def multiply(self, times: float | None) -> None:
+        """Sets :attr:`times` for the micro-batches to come.
+
+        Raises:
+            ConfigError: it is no finite number >= 0.
+        """
+        if times is not None and (not is_number(times, 0) or math.isinf(times)):
+            raise ConfigError(f"engine.set_micro_batches(weight={described(times)}): it is a number >= 0, or None.")
+        self._times = times
+
     def weighed(self, loss: Tensor, weight: float | None, divisor: int) -> tuple[Tensor, float | None]:
         """The loss times its weight, and that as a number. Gradients will be divided by ``divisor`` micro-batches; what
         came before in this step may have been by another number.
@@ -59,15 +75,17 @@ class Shares:
         Raises:
             ConfigError: the weight is no finite number >= 0.
         """
-        if weight is None:
+        if weight is None and self._times is None:
             return loss, None
+        weight = 1.0 if weight is None else weight
         number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         if not is_number(number, 0) or math.isinf(number):
             raise ConfigError(
                 f"engine.backward(weight={described(number)}): it is a number >= 0, such as a count of tokens."
             )
         self._since()
-        number, first = float(number), self._divisor or divisor
+        number = float(number) * (1.0 if self._times is None else self._times)
+        first = self._divisor or divisor
         return loss * (number if divisor == first else number * divisor / first), number
 
     @contextmanager

@@ -70,6 +70,15 @@ class Progress:
         if self._is_only:
             ONLY.release()
 
+    def enable(self) -> None:
+        """From now on this rank shows them, as the one that did is gone; between ``__enter__`` and ``__exit__``."""
+        if self.enabled:
+            return
+        self.enabled, self._is_only = True, ONLY.acquire(blocking=False)
+        if self.console.is_terminal:
+            self._live = Display(self._total, self.console)
+            self._live.start()
+
     @contextmanager
     def during(self, doing: str) -> Iterator[None]:
         """Say that it is at something else than steps."""

@@ -72,7 +72,7 @@ class Run:
         self._step, self._phase, self._promise = 0, "starting", 0.0
         self._record = self._metrics = None
         self._trackers: list[Tracking] = []
-        trackers = tracker_names(track, installed=self.rank == 0)
+        self._track = tracker_names(track, installed=self.rank == 0)
         try:
             if self.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,8 +81,7 @@ class Run:
                 if config is not None:
                     text = json.dumps(dict(config), indent=2, default=str)
                     (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
-                # Line-buffered: who follows the file, or reads it after a crash, sees every finished step.
-                self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+                self._write_figures()
         except OSError as error:
             if self.rank == 0 or isinstance(error, BlockingIOError):
                 self._release()
@@ -92,9 +91,8 @@ class Run:
             # else rank 0 has not made the folder yet, or never does on another host's disk: there this rank is known by
             # its launcher alone
             self._is_absent = True
-        if self.rank == 0 and trackers:
-            settings = self._settings() if config is None else config
-            self._trackers = [Tracking(name, self.folder, settings) for name in trackers]
+        if self.rank == 0:
+            self._send_figures(config)
         note_folder(os.path.abspath(self.folder))
         self._hook = sys.excepthook
         sys.excepthook = self._excepted
@@ -107,6 +105,33 @@ class Run:
         """
         self._record = OwnRecord(self.folder, self.rank, self._ranks)
         self._record.write(phase=self._phase, steps=self._steps)
+
+    def _write_figures(self) -> None:
+        """
+        Raises:
+            OSError: the file cannot be written to.
+        """
+        # Line-buffered: who follows the file, or reads it after a crash, sees every finished step.
+        self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+
+    def _send_figures(self, config: Mapping[str, Any] | None) -> None:
+        """To the trackers, if there are any."""
+        settings = self._settings() if config is None and self._track else config or {}
+        self._trackers = [Tracking(name, self.folder, settings) for name in self._track]
+
+    def go_on_as(self, rank: int, ranks: int) -> None:
+        """From now on this process is that rank of so many, as another one is gone; rank 0 writes the figures.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        leads = rank == 0 != self.rank
+        self.rank, self._ranks = rank, ranks
+        if self._record is not None:
+            self._record.move_to(rank, ranks)
+        if leads:
+            self._write_figures()
+            self._send_figures(None)
 
     def _settings(self) -> dict[str, Any]:
         """What stands in ``config.json``."""

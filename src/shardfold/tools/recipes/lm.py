@@ -47,6 +47,7 @@ from shardfold.tools.observe.working_line import working
 from shardfold.tools.recipes._corpus import Corpus, Windows, baselines, held_out_windows, load_corpus
 from shardfold.tools.recipes._needed_memory import check_memory
 from shardfold.tools.recipes._planned_peak import Peak
+from shardfold.tools.recipes._run_attempts import RunAttempts
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
@@ -128,20 +129,7 @@ class LanguageRun:
         self.console = console
         self.shape = config.model_shape()
         self.text = Windows(corpus, context=self.shape.context)
-        with sf.meta_init():
-            self.model = GPT(self.shape)
-        self.engine = sf.Engine(
-            self.model,
-            optimizer=_optimizer(config, self.model),
-            layout=config.table(),
-            activations=None if config.activations == "keep" else config.activations,
-            parallel=parallel_of(config),
-            precision=config.precision,
-            accumulate=config.accumulate,
-            clip_norm=clip_of(config),
-            lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
-            init=sf.Init(seed=config.seed),
-        )
+        self.attempts = RunAttempts(self.make, elastic=config.elastic, changed=self.changed)
         if not config.micro_batch:
             config = self.config = with_most_samples(config, self.engine, len(self.text))
         self.sampler = sf.Sampler(
@@ -161,6 +149,39 @@ class LanguageRun:
         self.stop = StopSignal()
         self.interrupted = 0
         self.peak = Peak(config, self.engine, self.text.text)
+        self.written: Run | None = None
+        self.progress: Progress | None = None
+
+    def make(self, ranks: int) -> sf.Engine:
+        """Build the model and its engine, on so many ranks."""
+        config = self.config
+        with sf.meta_init():
+            self.model = GPT(self.shape)
+        return sf.Engine(
+            self.model,
+            optimizer=_optimizer(config, self.model),
+            layout=config.table(),
+            activations=None if config.activations == "keep" else config.activations,
+            parallel=parallel_of(config),
+            precision=config.precision,
+            accumulate=config.accumulate,
+            clip_norm=clip_of(config),
+            lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
+            init=sf.Init(seed=config.seed),
+        )
+
+    @property
+    def engine(self) -> sf.Engine:
+        """The present one; another one behind the death of a rank."""
+        return self.attempts.engine
+
+    def changed(self) -> None:
+        """Ranks are fewer: this one may be another, and the one that prints and writes."""
+        self.peak = Peak(self.config, self.engine, self.text.text)
+        if self.written is not None:
+            self.written.go_on_as(self.engine.rank, self.engine.world_size)
+        if self.progress is not None and self.leads:
+            self.progress.enable()
 
     @property
     def leads(self) -> bool:
@@ -201,11 +222,6 @@ class LanguageRun:
         """Write a checkpoint into the run folder, beside the training unless it is the last."""
         path = out / IN_RUN / f"step-{self.done:06d}"
         self.engine.save(path, state={"data": self.sampler, "done": self.done}, keep=self.config.keep, wait=wait)
-
-    def batches(self) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of windows, epoch after epoch, from the sampler's position on."""
-        while True:
-            yield from self.sampler
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         """Return the mean loss of this rank's part of a micro-batch, and of how many tokens it is the mean."""
@@ -260,13 +276,17 @@ class LanguageRun:
     def step_of_passes(self, batches: Iterator[list[int]]) -> tuple[StepReport | None, float]:
         """Forward, backward and step of each micro-batch; what the step said, and the mean loss of all ranks."""
         loss = torch.zeros((), device=self.engine.device)
-        done, number = None, 1
-        for indices in islice(batches, self.config.accumulate):
+        done, number, count = None, 1, 0.0
+        for indices in batches:
+            weight = self.engine.micro_batch_weight
             value, number = self.loss(*self.text.batch(indices))
             self.engine.backward(value)
             done = self.engine.step(tokens=number)
-            loss += value.detach()
-        return done, self.engine.mean(loss.item() / self.config.accumulate, weight=number)
+            loss += value.detach() * (1.0 if weight is None else weight)
+            count += 1.0 if weight is None else weight
+            if not self.engine.micro_batch:
+                break
+        return done, self.engine.mean(loss.item() / max(count, 1.0), weight=number * count / self.config.accumulate)
 
     def step_of_stages(self, batches: Iterator[list[int]]) -> tuple[StepReport | None, float]:
         """The same of stages, which run all micro-batches together."""
@@ -310,33 +330,38 @@ class LanguageRun:
 
     def train(self, progress: Progress, written: Run) -> None:
         """Step until the end, or until some rank was asked to stop; checkpoints go to the run folder."""
-        out = written.folder
+        out, attempts = written.folder, self.attempts
         self.began = time.perf_counter()
         with self.stop as stop:
-            batches = self.batches()
+            batches = attempts.batches(self.sampler)
             while self.done < self.config.steps:
+                steps = self.engine.steps
                 with self.peak.watching(self.done):
-                    metrics = self.step(batches)
+                    metrics = attempts.once(lambda: self.step(batches))
+                if metrics is None:  # a rank has died; if others had taken the step, it counts
+                    self.done += self.engine.steps - steps
+                    continue
                 every = self.config.eval_every
                 if every and self.done % every == 0 and self.done < self.config.steps:
                     with written.during("evaluating"), progress.during("evaluating"):
-                        bits = self.evaluate()
+                        bits = attempts.whole(self.evaluate)
                     metrics = StepMetrics(**{**vars(metrics), "held_out_bits_per_byte": bits})
                 self.history.append(metrics)
                 progress.update(metrics)
                 written.write(metrics.row())
                 if self.config.save_every and self.done % self.config.save_every == 0 and self.done < self.config.steps:
                     with written.during("saving"), progress.during("saving"):
-                        self.save(out)
+                        attempts.whole(partial(self.save, out))
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
-                self.interrupted = int(self.engine.max_over_ranks([float(stop.received)])[0])
+                asked = attempts.whole(lambda: self.engine.max_over_ranks([float(stop.received)]))
+                self.interrupted = int(asked[0])
                 if self.interrupted:
                     self.windows = self.windows[:: -(-len(self.windows) // HASTY_WINDOWS)]
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
         if self.config.save_every:
             with written.during("saving"), progress.during("saving"):
-                self.save(out, wait=True)
+                attempts.whole(partial(self.save, out, wait=True))
 
     def sample(self) -> bytes:
         """Return generated text, on rank 0; stages generate none."""
@@ -412,13 +437,16 @@ def run_and_report(run: LanguageRun, written: Run, resumed: str | None) -> Resul
         progress.note(run.introduce())
         if resumed:
             progress.note(resumed)
+        run.written, run.progress = written, progress
         run.train(progress, written)
+        run.progress = None
     out = written.folder
     with written.during("evaluating"):
-        bits = {f"GPT {run.config.size}": run.evaluate(), **baselines(run.corpus.train, run.windows)}
+        found = run.attempts.whole(run.evaluate)
+        bits = {f"GPT {run.config.size}": found, **baselines(run.corpus.train, run.windows)}
         seconds = time.perf_counter() - run.began
         said = write_results(run, out, bits, seconds) if run.leads else []
-        sample = run.sample()
+        sample = run.attempts.whole(run.sample)
     if run.leads:
         with written.during("saving"):
             (out / "sample.txt").write_bytes(sample)

@@ -370,6 +370,11 @@ class TrainConfig(RecipeSettings):
         description="Where the loss or a gradient is inf or NaN: raise ends the run before weights are; warn goes on. "
         "A loss scale (fp16) skips such steps.",
     )
+    elastic: bool = Field(
+        False,
+        description="Go on without a rank that is killed, in the processes that are left and from the same step; for "
+        "layouts that keep every element on two ranks, such as ddp.",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")
     eval_windows: int = Field(256, ge=1, description="Held-out windows that an evaluation reads.")

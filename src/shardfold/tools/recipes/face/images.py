@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import Protocol
 
@@ -176,10 +176,8 @@ def sources(config: FaceConfig) -> tuple[ImageSource, ImageSource]:
 class EpochSampler(Sampler):
     """A sampler whose indices say the epoch too: ``epoch * length + index``."""
 
-    def batches(self) -> Iterator[list[int]]:
-        start = self.epoch * self.length
-        for batch in super().batches():
-            yield [start + index for index in batch]
+    def _indices(self, positions: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
+        return epoch * self.length + super()._indices(positions, epoch)
 
 
 class ImageBatches(data.Dataset[tuple[Tensor, Tensor]]):

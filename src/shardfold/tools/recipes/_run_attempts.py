@@ -1,0 +1,65 @@
+"""What ranks of a recipe do together, taken again where one of them dies and the others go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import shardfold as sf
+
+__all__ = ["RunAttempts"]
+
+T = TypeVar("T")
+
+
+class RunAttempts:
+    """The engine of a run, and all that its ranks send each other.
+
+    Args:
+        make: builds a model and gives an engine of it, on so many ranks.
+        elastic: whether ranks go on without one that is killed (:class:`shardfold.ElasticRun`).
+        changed: called on each rank behind that.
+
+    Raises:
+        ConfigError: they cannot go on so.
+    """
+
+    def __init__(self, make: Callable[[int], sf.Engine], *, elastic: bool, changed: Callable[[], None]) -> None:
+        self._run = sf.ElasticRun(make) if elastic else None
+        self._engine = make(int(os.environ.get("WORLD_SIZE", "1"))) if self._run is None else None
+        self._changed = changed
+
+    @property
+    def engine(self) -> sf.Engine:
+        """The present one."""
+        if self._engine is not None:
+            return self._engine
+        assert self._run is not None
+        return self._run.engine
+
+    def batches(self, sampler: sf.Sampler) -> Iterator[list[int]]:
+        """This rank's micro-batches, epoch after epoch, from the sampler's position on."""
+        if self._run is not None:
+            yield from self._run.batches(sampler)
+        while True:
+            yield from sampler
+
+    def once(self, do: Callable[[], T]) -> T | None:
+        """What a call comes to in which ranks work together; None if a rank died in it, without which the others are
+        by then."""
+        if self._run is None:
+            return do()
+        known = len(self._run.recoveries)
+        with self._run.attempt():
+            return do()
+        if len(self._run.recoveries) > known:
+            self._changed()
+        return None
+
+    def whole(self, do: Callable[[], T]) -> T:
+        """The same, again until no rank dies in it."""
+        found: list[T] = []
+        while not found:
+            self.once(lambda: found.append(do()))
+        return found[0]

@@ -1,0 +1,106 @@
+"""`shardfold train --elastic`: ranks of the command are killed, the one that prints and writes first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shardfold as sf
+from shardfold.launch.run_records import OwnRecord, read_records
+from shardfold.tools.observe.run_folder import Run
+from shardfold.tools.observe.run_status import RunStatus
+
+ROOT = Path(__file__).parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="launchers leave notes for ranks in a memfd")
+STEPS, KILLED = 60, (9, 30)
+"""Steps of a run, and those behind which a rank is killed."""
+
+
+def command(folder: Path, out: str, *options: str) -> list[str]:
+    """Of a small run on one text."""
+    settings = ["--layout", "ddp", "--size", "tiny", "--context", "16", "--d-model", "32", "--sample", "0"]
+    settings += ["--steps", f"{STEPS}", "--eval-every", "20", "--eval-windows", "8", "--data", str(folder / "text")]
+    return [sys.executable, "-m", "shardfold", "train", "lm", *settings, "--out", str(folder / out), *options]
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """The lines of a run's figures that are whole."""
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def begun(folder: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A run on three ranks, and its folder."""
+    given = ("--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    run = command(folder, "run", *given)
+    return subprocess.Popen(run, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True), folder / "run"
+
+
+def kill(run: subprocess.Popen[str], folder: Path, behind: int) -> None:
+    """Rank 0, when so many steps have been told."""
+    deadline = time.monotonic() + 120
+    while run.poll() is None and len(rows(folder)) < behind:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    first = next(each for each in read_records(folder)[0] if each.rank == 0)
+    assert first.lives, f"rank 0 does not live: {first}"
+    os.kill(first.pid, signal.SIGKILL)
+
+
+@linux
+@pytest.mark.soak
+def test_ranks_of_train_are_killed_and_it_comes_to_the_same(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
+    run, folder = begun(tmp_path)
+    for behind in KILLED:
+        kill(run, folder, behind)
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, err[-6000:]
+    assert "the 2 other ranks go on without it" in err and "1 rank goes on" in err
+    alone = command(tmp_path, "alone", "--procs", "1", "--micro-batch", "6")
+    subprocess.run(alone, cwd=ROOT, capture_output=True, check=True, timeout=240)
+    expected, found = rows(tmp_path / "alone"), {int(each["step"]): each for each in rows(folder)}
+    lines = rows(folder)
+    assert len(found) == len(lines) >= STEPS - len(KILLED), "a step is told of twice, or more are missing than died"
+    for row in expected:
+        mine = found.get(int(row["step"]), row)
+        assert abs(mine["loss"] - row["loss"]) < 1e-4, row["step"]
+        told = "held_out_bits_per_byte"
+        assert abs((mine.get(told) or 0) - (row.get(told) or 0)) < 1e-4 or told not in mine
+    assert RunStatus.of(folder).state == "done"
+    assert [each.rank for each in read_records(folder)[0] if each.rank >= 0] == [0]
+    assert sf.Checkpoint(folder).index.step == STEPS
+    assert "Written to" in out  # by the rank that was the last of three
+
+
+def test_a_rank_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> None:
+    """Its record and, of rank 0, the figures."""
+    first, second, third = (Run(tmp_path, steps=9, rank=rank, ranks=3) for rank in range(3))
+    first.log(1, loss=3.0)
+    first._release()  # pyright: ignore[reportPrivateUsage]  # as the system does for a process that is killed
+    second.log(1)
+    second.go_on_as(0, 2)
+    third.log(1)
+    third.go_on_as(1, 2)
+    second.log(2, loss=2.0)
+    third.log(2)
+    said = [(each.rank, each.ranks, each.lives, each.step) for each in read_records(tmp_path)[0]]
+    assert said == [(0, 2, True, 2), (1, 2, True, 2)]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2] and RunStatus.of(tmp_path).state == "training"
+    with pytest.raises(BlockingIOError):
+        OwnRecord(tmp_path, 0, 2)
+    for each in (second, third):
+        each.close()
+    assert RunStatus.of(tmp_path).state == "done"
