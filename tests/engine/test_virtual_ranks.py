@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import closing
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,6 +209,23 @@ def test_the_loop_of_a_run() -> None:
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
         assert run.engine.accumulate == ACCUMULATE and run.engine.micro_batch_weight is None
         assert not list(run.batches(loader, steps=STEPS)) and not list(run.batches(loader, epochs=1))
+
+
+def test_a_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    rows, found = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(1)), dict[str, torch.Tensor]()
+    for until in (2, STEPS):
+        loader = sf.Loader(Drawn(rows), sampler())
+        with closing(sf.ElasticRun(make)) as run:
+            if until == STEPS:
+                run.engine.load(tmp_path, state={"data": loader})
+            for batch in run.batches(loader, steps=until):
+                with run.attempt() as engine:
+                    engine.backward(loss_of(engine.module, batch))
+                    if engine.step().updated and engine.steps == 2:
+                        engine.save(tmp_path / "two", state={"data": loader}, wait=True)
+            found = run.engine.state_dict()
+    for mine, expected in zip(found.values(), plain(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
 def test_a_step_that_a_loop_has_left_begins_anew() -> None:
