@@ -4,9 +4,10 @@ A state is what each launcher knows and what is on its way. From it leads a step
 to arrive, for each launcher that may notice something, and, while faults are left, for each fault:
 
     dies       a rank; its launcher notices
-    crashes    a launcher with its rank, and what it has said and nobody heard may be lost; the others notice at some
-               time, each by itself; one of a minority, or that the others have gone on without, ends by itself, and is
-               as one that has crashed
+    crashes    a launcher with its rank, and what it has said and nobody heard may be lost, and what all have said if it
+               is the first one, which has the store through which they talk; the others notice at some time, each by
+               itself; one of a minority, or that the others have gone on without, ends by itself, and is as one that
+               has crashed
     doubts     a launcher that lives is suspected by one of the others, as behind a link that is cut for a while
 
 The machine is pure, so what it does in one of its states with one event is computed once. States of the whole are
@@ -135,6 +136,12 @@ class Walk:
             gone = self.without(left, agent)
             yield f"{agent} crashes", gone
             yield f"{agent} crashes amid its words", gone._replace(under_way=gone.under_way & ~self._by(agent))
+            if max(world.voters[:agent], default=-1) < 0:  # it has the store through which they talk
+                said = [
+                    n for n, voter in enumerate(world.voters) if voter >= 0 and agent in self._voters[voter].suspects
+                ]
+                moved = sum(self._by(source) for source in said)  # who suspects it has gone to another store
+                yield f"{agent} crashes with all words", gone._replace(under_way=gone.under_way & moved)
             if not world.dead & 1 << agent and voter.is_member:
                 gone = self.act(left._replace(dead=left.dead | 1 << agent), agent, "lose")
                 yield f"rank of {agent} dies", gone

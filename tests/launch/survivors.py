@@ -52,8 +52,8 @@ class Plan:
         layout: a preset's name.
         ranks: how many begin.
         steps: updates of the run.
-        kills: whom, behind which of its steps, and how many milliseconds later; -n: the launcher of node n, behind
-            that of rank 0.
+        kills: whom, behind which of its steps, and how many milliseconds later; -1 - n: the launcher of node
+            n, behind that of rank 0.
         dropout: of the model, which draws random numbers for it.
         accumulate: global batches of a step.
         deadly: a sample that kills who reads it; -1: none.
@@ -276,7 +276,7 @@ def happened(plan: Plan, folder: Path) -> Came:
                     status[node] = os.waitstatus_to_exitcode(code)
         if kills and (victim := ready(folder, *kills[0])):
             killed.append(time.monotonic())
-            os.kill(victim if kills[0][0] >= 0 else pids[-kills[0][0]], signal.SIGKILL)
+            os.kill(victim if kills[0][0] >= 0 else pids[-1 - kills[0][0]], signal.SIGKILL)
             kills.pop(0)
         if time.monotonic() > deadline:
             hung = [pid for node, pid in enumerate(pids) if node not in status]
@@ -306,7 +306,7 @@ def ready(folder: Path, uid: int, step: int, later: float) -> int:
 def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
     """What is not as it has to be."""
     each = plan.ranks // plan.hosts
-    lost = {-uid for uid, _, _ in plan.kills if uid < 0}
+    lost = {-1 - uid for uid, _, _ in plan.kills if uid < 0}
     killed = {uid for uid, _, _ in plan.kills} | {uid for uid in range(plan.ranks) if uid // each in lost}
     left = [uid for uid in range(plan.ranks) if uid not in killed]
     if {status for node, status in enumerate(came.status) if node not in lost} != {0}:

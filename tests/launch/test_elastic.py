@@ -24,8 +24,10 @@ from shardfold.comm.membership import EpochPlace, Member, Membership
 from shardfold.engine.elastic import once_only
 from shardfold.errors import ConfigError, StepError
 from shardfold.launch._members import QUEUE, Members
+from shardfold.launch._rendezvous import Attempts
 from shardfold.launch._voter import Ballot, Message, Sent, Voter
 from shardfold.launch.workers import Outlet, Worker, watch
+from shardfold.plan.patience import Patience
 from shardfold.testing import Ranks
 from tests.launch.epochs import Violation, Walk
 from tests.launch.survivors import Plan, held, judged, plain
@@ -91,7 +93,9 @@ def test_a_host_whose_only_rank_is_killed_goes_on_if_that_rank_could_have(elasti
     store.set(f"{QUEUE}/ranks/0", "[[0, 0]]")
     rank = Worker(0, command, dict(os.environ), (Outlet(), Outlet()))
     watch([rank])
-    members = Members(1, [1], [rank], store, 2, lambda: ("127.0.0.1", 1, None))
+    meeting = Attempts(None, "host", None, None, 60.0, Patience(3.0))  # pyright: ignore[reportArgumentType]
+    meeting.node_rank, meeting.num_nodes, meeting.store = 1, 2, store
+    members = Members([1], [rank], meeting, lambda: ("127.0.0.1", 1, None))
     try:
         rank._over.wait()
         while members._voter is None:
@@ -315,4 +319,11 @@ def test_ranks_of_several_launchers(ranks: Ranks, tmp_path: Path) -> None:
 @linux
 @pytest.mark.soak
 def test_a_majority_of_launchers_goes_on_without_one(ranks: Ranks, tmp_path: Path) -> None:
-    hold(ranks, [Plan("ddp", 3, 12, ((-1, 4, 0.0),), hosts=3, patience=3.0)], tmp_path)
+    plans = [Plan("ddp", 3, 12, ((-1 - node, 4, 0.0),), hosts=3, patience=3.0) for node in range(3)]
+    hold(ranks, plans, tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_two_launchers_of_five_die_each_with_the_store(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [Plan("ddp", 5, 16, ((-1, 4, 0.0), (-2, 4, 2000.0)), rest=0.3, hosts=5, patience=3.0)], tmp_path)

@@ -446,6 +446,29 @@ def test_agents_tell_each_other_for_whom_their_ranks_wait_and_for_whom_in_vain()
     assert nodes[1].awaited((), ()) == ({0}, {4})  # not asked again yet
 
 
+def test_the_store_of_an_attempt_moves_to_another_node():
+    """Who had it is lost, all is said anew, and the node that has it now looks for the others' signs of life."""
+    nodes = met(0.4)
+    nodes[0].prepare(nodes[0].store)
+    assert not nodes[1].finish()
+    store = open_store("127.0.0.1", 0)
+    nodes[1].prepare(store)
+    for node in nodes[1:]:
+        node.move_to(store, 1)
+        assert node.without() == {0} and not node.heard()
+    assert nodes[1].beat(lambda _: False) is None  # nobody has been looked at yet
+    assert not nodes[2].finish() and nodes[1].finish() and nodes[2].finish()
+    asked: list[int] = []
+    began = time.monotonic()
+    while not asked and time.monotonic() < began + 30:
+        nodes[1].beat(lambda node: not asked.append(node))
+    assert asked == [2] and nodes[1].without() == {0, 2}
+    asked.clear()
+    while not asked and time.monotonic() < began + 60:  # the launcher on node 1 says nothing any more
+        nodes[2].beat(lambda node: not asked.append(node))
+    assert asked == [1]
+
+
 def test_steps_of_one_job_are_runs_of_their_own():
     """What two of them hold of a folder are no attempts of one."""
     job = {"SLURM_JOB_ID": "7"}

@@ -145,7 +145,7 @@ class Agent(SimpleElasticAgent):
             return address, store.port, store
 
         meeting = self.meeting
-        return Members(meeting.node_rank, uids, self.workers, meeting.store, meeting.num_nodes, opened)
+        return Members(uids, self.workers, meeting, opened)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         given = self.options.shutdown_timeout
@@ -279,11 +279,14 @@ class Agent(SimpleElasticAgent):
         return outlets[0], outlets[1]
 
     def _heard(self) -> Death | None:
-        """The first death that another node's agent told of."""
+        """The first death that another node's agent told of; or that the node is gone that has the store, if no other
+        one can have it."""
+        assert self.members is not None
+        store, hub = self.meeting.store, self.meeting.hub
         try:
             return self.meeting.heard()
         except RendezvousError:
-            return Death(-1, 0, "of node 0", 0)
+            return None if self.members.move_from(store) else Death(-1, 0, f"of node {hub}", 0)
 
     def _lost_node(self) -> Death | None:
         """The loss of a node that the others do not go on without."""

@@ -5,8 +5,11 @@
     launchers agree       who is in the next epoch (``_voter``), when all ranks that live have stopped
     ranks meet            at a store of that epoch, which the launcher of the first node in it serves
 
-Launchers talk through the store of their attempt, a queue for each. The store of an epoch that is over is closed where
-ranks do not stop by themselves: who waits there for a rank that is gone, as in the middle of a recovery, fails then.
+Launchers talk through the store of their attempt, a queue for each, which node 0 has. As soon as ranks can go on, each
+has another one ready: when the launcher is gone that has the present one, the next node's takes its place. What was
+said in the old one is lost, as on any network: who is to propose does it again. The store of an epoch that is over is
+closed where ranks do not stop by themselves: who waits there for a rank that is gone, as in the middle of a recovery,
+fails then.
 """
 
 from __future__ import annotations
@@ -19,8 +22,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from shardfold.comm.answered import Answered, ask_another
 from shardfold.comm.membership import Member, Membership
 from shardfold.comm.shared_folders import remove_left
+from shardfold.launch._rendezvous import GONE, Attempts, join_store
 from shardfold.launch._voter import Message, Sent, Voter
 from shardfold.launch.workers import Worker
 
@@ -35,17 +42,17 @@ MOST = 3
 """Epochs in a row that begin although no rank has died."""
 AGAIN = 0.3
 """Seconds without a decision, behind which a launcher that is to propose does it once more."""
+JOIN = 1.0
+"""Seconds in which another node's store has to answer that takes the place of one that is gone."""
 
 
 class Members:
     """Which ranks are in, on one node in one attempt.
 
     Args:
-        agent: this node.
         uids: the ranks of this node, by local rank.
         workers: the same, as processes.
-        store: of all launchers; asked by a thread of its own.
-        num_nodes: how many there are.
+        meeting: of all launchers; its store is asked by a thread of its own.
         open_store: makes a store for an epoch: its address, its port, and what it lives as long as.
 
     Attributes:
@@ -55,14 +62,15 @@ class Members:
 
     def __init__(
         self,
-        agent: int,
         uids: Sequence[int],
         workers: Sequence[Worker],
-        store: Any,
-        num_nodes: int,
+        meeting: Attempts,
         open_store: Callable[[], tuple[str, int, Any]],
     ) -> None:
-        self._agent, self._workers, self._store, self._num_nodes = agent, workers, store, num_nodes
+        self._agent, self._workers, self._num_nodes = meeting.node_rank, workers, meeting.num_nodes
+        self._meeting, self._store = meeting, meeting.store
+        self._ready: Any = None  # a store of this node that may take the place of the present one
+        self._others: dict[int, tuple[str, int]] = {}  # where such a store is, by node
         self._open_store = open_store
         self._mine = {uid: worker for uid, worker in zip(uids, workers, strict=True)}
         self.without: set[int] = set()
@@ -98,7 +106,7 @@ class Members:
     def takes(self, worker: Worker) -> bool:
         """Whether the others go on without this rank, which has ended."""
         with self._lock, suppress(RuntimeError):  # the store is gone, which is told elsewhere
-            self._look()
+            self._look_anywhere()
         return worker.local_rank in self.without and not self.failed
 
     def lose(self, node: int) -> bool:
@@ -106,9 +114,16 @@ class Members:
         with self._lock:
             if self._voter is None or node not in self._voter.record.agents or not self._are_elastic():
                 return False
+            if node == self._meeting.hub:
+                return self._move() and not self.failed
             if node not in self._voter.suspects:
                 self._take(self._voter.suspect(node))
             return not self.failed
+
+    def move_from(self, store: Any) -> bool:
+        """The launcher is gone that had this store; whether another one has taken its place."""
+        with self._lock:
+            return self._store is not store or self._move()
 
     # -- the thread
 
@@ -117,13 +132,13 @@ class Members:
             self._begin()
             while not self._over:
                 with self._lock:
-                    self._look()
+                    self._look_anywhere()
                     busy = self._voter is not None and self._voter.needed
                 looks = self._num_nodes > 1 or bool(self._served)
                 self._wake.wait(AWAKE if busy else LOOK if looks else None)
                 self._wake.clear()
-        except RuntimeError:  # the store is gone, and with it the first node
-            self.failed = self.failed or "the launcher on node 0 does not answer any more"
+        except RuntimeError:  # the store is gone, and no other one can take its place
+            self.failed = self.failed or f"the launcher on node {self._meeting.hub} does not answer any more"
         except Exception as error:  # ranks that wait for a place are not to wait without end
             self.failed = self.failed or f"no next epoch could be made ({error})"
 
@@ -142,6 +157,52 @@ class Members:
             self._voter = Voter(self._agent, record)
             self._publish(record)
 
+    def _look_anywhere(self) -> None:
+        """The same as :meth:`_look`, in another store if the present one is gone.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        try:
+            self._look()
+        except GONE:
+            if not self._move():
+                raise
+
+    def _stand_by(self) -> None:
+        """A store of this node is ready to take the place of the present one, and it is known where the others' are."""
+        lives = any(worker.returncode is None for worker in self._workers)  # and says what it can
+        if self._ready is None and lives and self._are_elastic():
+            address, port, self._ready = self._open_store()
+            self._meeting.prepare(self._ready)
+            self._store.set(f"{QUEUE}/ready/{self._agent}", json.dumps([address, port]))
+        if self._ready is None:
+            return
+        for node in range(self._num_nodes):
+            if node not in self._others and self._store.check([f"{QUEUE}/ready/{node}"]):
+                address, port = json.loads(self._store.get(f"{QUEUE}/ready/{node}"))
+                self._others[node] = address, port
+
+    def _move(self) -> bool:
+        """The store of the next node takes the place of the one that is gone; whether there is one."""
+        if self._voter is None or self._over or self._ready is None or not self._are_elastic():
+            return False
+        gone = self._meeting.hub
+        for node, place in sorted(self._others.items()):
+            if node <= gone:
+                continue
+            ask_another()
+            try:
+                limit = self._meeting.patience.lost
+                store = self._ready if node == self._agent else Answered(join_store(*place, JOIN), limit)
+                self._meeting.move_to(store, node)
+                self._store, self._heard = store, 0
+                self._take(self._voter.suspect(gone))
+            except (*GONE, RendezvousError):
+                continue
+            return True
+        return False
+
     def _look(self) -> None:
         """Goes as far as it is known what is to be done."""
         if self._voter is None:
@@ -154,6 +215,7 @@ class Members:
                 self._vain = 0
                 self._take(self._voter.lose())
         if self._num_nodes > 1:
+            self._stand_by()
             self._read()
         if self._voter.record.epoch and not self._voter.needed and self._in_vain():
             self._take(self._voter.lose())
@@ -216,22 +278,24 @@ class Members:
         """What this node knows now, and what it says; what it says to itself is heard at once."""
         before, (voter, said) = self._voter, done
         self._tried = time.monotonic()
-        queue = deque(said)
+        queue, out = deque(said), list[Message]()
         while queue:
             message = queue.popleft()
             if message.target == self._agent:
                 voter, more = voter.receive(message)
                 queue.extend(more)
             else:
-                number = self._store.add(f"{QUEUE}/to/{message.target}", 1)
-                self._store.set(f"{QUEUE}/to/{message.target}/{number}", message.to_json())
-        self._voter = voter
+                out.append(message)
+        self._voter = voter  # before a word of it is out: what was promised stays so, whatever becomes of the store
         if before is not None and voter.record.epoch > before.record.epoch:
             self._publish(voter.record)
         if voter.in_minority:
             self.failed = "fewer than half of the hosts are left, and the others may go on"
         elif not voter.is_member and self._dead(before or voter) != [each.uid for each in self._here(before or voter)]:
             self.failed = "the others have gone on without this host"
+        for message in out:
+            number = self._store.add(f"{QUEUE}/to/{message.target}", 1)
+            self._store.set(f"{QUEUE}/to/{message.target}/{number}", message.to_json())
 
     def _publish(self, record: Membership) -> None:
         """The ranks of this node go on in an epoch."""

@@ -36,7 +36,7 @@ from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
 from shardfold.plan.patience import Patience
 
-__all__ = ["Attempts", "FixedRendezvous", "address_towards", "meeting_of", "open_store"]
+__all__ = ["GONE", "Attempts", "FixedRendezvous", "address_towards", "join_store", "meeting_of", "open_store"]
 
 POLL = 0.05
 ALREADY = 5.0
@@ -80,6 +80,7 @@ class Attempts(RendezvousHandler):
         self.inner, self.host, self.address, self.port, self.timeout = inner, host, address, port, timeout
         self.store: Any = None
         self.node_rank, self.num_nodes = 0, 1
+        self.hub = 0  # the node that has the store
         self.finished = False
         self._beaten = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
@@ -96,7 +97,7 @@ class Attempts(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.store = None  # closes the dead attempt's
+        self.store, self.hub = None, 0  # closes the dead attempt's
         self.finished, self._beats, self._lost, self._without = False, {}, set(), set()
         self._awaits, self._awaited = NOBODY, (0.0, NOBODY)
         if self._met and self.meets is not None:  # torch's handler would wait without end for a thread of its own
@@ -112,9 +113,7 @@ class Attempts(RendezvousHandler):
             address = self.address or met.bootstrap_store_info.master_addr  # pyright: ignore[reportOptionalMemberAccess]
             self.store = open_store(address, self.port or 0)
             port = self.store.port
-            for rank in range(met.world_size):
-                self.store.set(f"shardfold/beat/{rank}", f"of node {rank}:0")
-                self.store.set(f"shardfold/awaits/{rank}", "[[], []]")
+            self.prepare(self.store)
             met.store.set("shardfold/store", json.dumps([address, port]))
         else:
             asked = Answered(met.store, self.patience.lost)
@@ -123,6 +122,20 @@ class Attempts(RendezvousHandler):
             # A node that is cut off shall notice: what it asks would wait until TCP gives up.
             self.store = Answered(join_store(address, port, self.timeout), self.patience.lost)
         return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))
+
+    def prepare(self, store: Any) -> None:
+        """What all nodes may ask of a store is there."""
+        for rank in range(self.num_nodes):
+            store.set(f"shardfold/beat/{rank}", f"of node {rank}:0")
+            store.set(f"shardfold/awaits/{rank}", "[[], []]")
+
+    def move_to(self, store: Any, hub: int) -> None:
+        """From now on the attempt's store is that of another node, as the one that had it is gone: nothing was said in
+        it yet."""
+        self._lost.add(self.hub)
+        self._without.add(self.hub)
+        self.store, self.hub, self.finished = store, hub, False
+        self._beaten, self._beats, self._awaits, self._awaited = 0.0, {}, NOBODY, (0.0, NOBODY)
 
     def _await_answer(self, host: str, port: int) -> None:
         """
@@ -198,7 +211,7 @@ class Attempts(RendezvousHandler):
         try:
             deadline = time.monotonic() + self.patience.lost + 2 * self.patience.beat
             while self.store.add("shardfold/told", 0) < self.num_nodes and time.monotonic() < deadline:
-                if self.node_rank == 0:
+                if self.node_rank == self.hub:
                     self._look_for_lost(time.monotonic())
                 time.sleep(POLL)
             for rank in range(self.num_nodes):
@@ -215,33 +228,35 @@ class Attempts(RendezvousHandler):
         """Return the death in this attempt that an agent was the first to tell of.
 
         Raises:
-            RendezvousError: the agent of node 0 does not answer.
+            RendezvousError: the node that has the store does not answer.
         """
         try:
             if self.store is not None and self.store.check(["shardfold/death"]):
                 return Death.from_json(self.store.get("shardfold/death"))
         except GONE as error:
-            raise RendezvousError("the launcher on node 0 does not answer any more") from error
+            raise RendezvousError(f"the launcher on node {self.hub} does not answer any more") from error
         return None
 
     def without(self) -> set[int]:
-        """The nodes that the others go on without, as node 0 has found."""
+        """The nodes that the others go on without, as the one that has the store has found."""
         with suppress(*GONE):
             if self.num_nodes > 1 and self.store.check(["shardfold/without"]):
-                self._without = set(json.loads(self.store.get("shardfold/without")))
+                self._without |= set(json.loads(self.store.get("shardfold/without")))
         return self._without
 
     def beat(self, goes_on: Callable[[int], bool]) -> Death | None:
-        """Give a sign of life; on node 0, also return the loss of a node that has long given none, unless the run
-        ``goes_on`` without it."""
+        """Give a sign of life; on the node that has the store, also return the loss of one that has long given none,
+        unless the run ``goes_on`` without it; on the others that of the former, once the store has moved there."""
         now = time.monotonic()
         if self.num_nodes == 1 or now - self._beaten < self.patience.beat:
             return None
         self._beaten = now
         with suppress(*GONE):
             self.store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
-            if self.node_rank == 0:
+            if self.node_rank == self.hub:
                 return self._look_for_lost(now, goes_on)
+            if self.hub:  # whose launcher may not know that it has the store
+                return self._look_for_lost(now, goes_on, [self.hub])
         return None
 
     def awaited(self, ours: Collection[int], given_up: Collection[int]) -> Awaited:
@@ -259,13 +274,15 @@ class Attempts(RendezvousHandler):
             self._awaited = self._beaten, (silent, late)
         return self._awaited[1]
 
-    def _look_for_lost(self, now: float, goes_on: Callable[[int], bool] = lambda node: False) -> Death | None:
-        """The loss of a node whose last sign of life is too old, of which the others are told in its place; of one that
-        they go on without, they are told that.
+    def _look_for_lost(
+        self, now: float, goes_on: Callable[[int], bool] = lambda node: False, among: Collection[int] = ()
+    ) -> Death | None:
+        """The loss of a node (``among`` these, else of all) whose last sign of life is too old, of which the others are
+        told in its place; of one that they go on without, they are told that.
 
         The clock of this node alone is asked.
         """
-        others = [rank for rank in range(1, self.num_nodes) if rank not in self._lost]
+        others = [rank for rank in among or range(self.num_nodes) if rank not in (self.node_rank, *self._lost)]
         keys = [f"shardfold/beat/{rank}" for rank in others]
         lost: Death | None = None
         for rank, value in zip(others, self.store.multi_get(keys) if keys else [], strict=True):
@@ -284,9 +301,11 @@ class Attempts(RendezvousHandler):
 
     def finish(self) -> bool:
         """Note that this node's ranks have ended well, and return whether all nodes' have."""
-        done = self.store.add("shardfold/done", 0 if self.finished else 1)
-        self.finished = True
-        return done >= self.num_nodes - len(self._without)
+        with suppress(*GONE):
+            done = self.store.add("shardfold/done", 0 if self.finished else 1)
+            self.finished = True
+            return done >= self.num_nodes - len(self._without)
+        return False
 
     def leave(self) -> None:
         """Note that this node asks nothing more of the attempt's store."""
@@ -295,10 +314,10 @@ class Attempts(RendezvousHandler):
                 self.store.add("shardfold/left", 1)
 
     def let_leave(self, wait: float) -> None:
-        """On node 0, which holds the store, wait until all nodes have left it; nodes may be lost, hence the limit."""
+        """On the node that has the store, wait until all nodes have left it; nodes may be lost, hence the limit."""
         with suppress(*GONE):
             deadline = time.monotonic() + wait
-            while self.node_rank == 0 and self.store is not None and time.monotonic() < deadline:
+            while self.node_rank == self.hub and self.store is not None and time.monotonic() < deadline:
                 if self.store.add("shardfold/left", 0) >= self.num_nodes - len(self._lost):
                     return
                 time.sleep(POLL)
