@@ -199,7 +199,6 @@ def _window(bound: Bound) -> float:
     """See :class:`Generating`. What was read for a unit waits for the next one that is as large; when a forward ends
     the first units of the next one are read."""
     lifetimes, most, made = Lifetimes(bound, ALONE), 0.0, 0.0
-    coded: dict[str, float] = {}
     reading: dict[str, float] = {}
     spare: list[float] = []
     ops = bound.sections["eval"]
@@ -214,16 +213,11 @@ def _window(bound: Bound) -> float:
                 spare.remove(num_bytes)
             else:
                 made += num_bytes
-        elif op.verb == "FILL":
-            if op.unit in reading:
-                spare.append(reading.pop(op.unit))
-            if op.target != "flat":
-                coded[op.unit] = fetched_bytes(op, bound.layout, unit, bound.mesh)
+        elif op.verb == "FILL" and op.unit in reading:
+            spare.append(reading.pop(op.unit))
         lifetimes.begin(op)
-        most = max(most, lifetimes.total + made + sum(coded.values()))
+        most = max(most, lifetimes.total + made)
         lifetimes.end(op)
-        if op.verb == "FREE":
-            coded.pop(op.unit, None)
     return most
 
 
