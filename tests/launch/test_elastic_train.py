@@ -25,7 +25,7 @@ STEPS, KILLED = 60, (9, 30)
 
 def command(folder: Path, out: str, *options: str) -> list[str]:
     """Of a small run on one text."""
-    settings = ["--layout", "ddp", "--size", "tiny", "--context", "16", "--d-model", "32", "--sample", "0"]
+    settings = ["--size", "tiny", "--context", "16", "--d-model", "32", "--sample", "0"]
     settings += ["--steps", f"{STEPS}", "--eval-every", "20", "--eval-windows", "8", "--data", str(folder / "text")]
     return [sys.executable, "-m", "shardfold", "train", "lm", *settings, "--out", str(folder / out), *options]
 
@@ -39,9 +39,9 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def begun(folder: Path) -> tuple[subprocess.Popen[str], Path]:
+def begun(folder: Path, layout: str) -> tuple[subprocess.Popen[str], Path]:
     """A run on three ranks, and its folder."""
-    given = ("--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20")
+    given = ("--layout", layout, "--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     run = command(folder, "run", *given)
@@ -61,9 +61,10 @@ def kill(run: subprocess.Popen[str], folder: Path, behind: int) -> None:
 
 @linux
 @pytest.mark.soak
-def test_ranks_of_train_are_killed_and_it_comes_to_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_ranks_of_train_are_killed_and_it_comes_to_the_same(layout: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
-    run, folder = begun(tmp_path)
+    run, folder = begun(tmp_path, layout)
     for behind in KILLED:
         kill(run, folder, behind)
     out, err = run.communicate(timeout=240)

@@ -168,6 +168,7 @@ class LanguageRun:
             clip_norm=clip_of(config),
             lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
             init=sf.Init(seed=config.seed),
+            runtime=sf.Runtime(survive="rank" if config.elastic else None),
         )
 
     @property

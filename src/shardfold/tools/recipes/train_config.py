@@ -372,8 +372,8 @@ class TrainConfig(RecipeSettings):
     )
     elastic: bool = Field(
         False,
-        description="Go on without a rank that is killed, in the processes that are left and from the same step; for "
-        "layouts that keep every element on two ranks, such as ddp.",
+        description="Go on without a rank that is killed, in the processes that are left and from the same step; what "
+        "no other rank has another one holds a copy of.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")
