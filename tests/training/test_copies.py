@@ -120,3 +120,9 @@ def test_updates_that_cannot_be_done_twice_are_refused(ranks: Ranks) -> None:
     said = ranks.run(refused, world_size=2)[0]
     assert "element by element" in said[0] and "Adagrad" in said[0]
     assert "leave Overlap(update_thread=...) out" in said[1]
+
+
+@pytest.mark.parametrize("given", ["rnak", "inter", 2])
+def test_who_holds_copies_is_a_word(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Runtime\(survive=.*it says who holds copies of states.*rank"):
+        sf.Engine(nn.Linear(4, 4), optimizer=OPTIMIZERS["adamw"], layout="zero3", runtime=sf.Runtime(survive=given))

@@ -47,10 +47,10 @@ from shardfold.sharding.changes import Changes
 from shardfold.sharding.checksums import Checksums
 from shardfold.sharding.model import ShardedModel
 
-__all__ = ["Stepper"]
+__all__ = ["LOST_IN_STEP", "Stepper"]
 
 LOG = getLogger("shardfold")
-LOST = (CollectiveError, OrderError, dist.DistError)
+LOST_IN_STEP = (CollectiveError, OrderError, dist.DistError)
 """What a rank raises when another one is gone, among other reasons."""
 ALONE = ("UPDATE", "MIRROR")
 """What of a step sends nothing."""
@@ -392,7 +392,7 @@ class Stepper:
                 track.reach("STEP")
             except NonFiniteError as error:
                 raise NonFiniteError(f"{error}\n{self._alarm.examine()}") from None
-            except LOST as error:
+            except LOST_IN_STEP as error:
                 if run.in_doubt is None or track.ops[track.at].verb != "VOTE":
                     raise
                 run.in_doubt()
@@ -471,7 +471,7 @@ class Stepper:
             try:
                 track.finish()
                 return
-            except LOST as error:
+            except LOST_IN_STEP as error:
                 if self._copying is None:
                     raise
                 self._lost = error

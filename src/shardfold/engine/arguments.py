@@ -13,11 +13,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardfold.comm.runtime import Runtime
-from shardfold.errors import ConfigError, ModelError, UsageError, nearest
+from shardfold.errors import ConfigError, ModelError, UsageError, did_you_mean, nearest
 from shardfold.parallel.parallel import Parallel
 from shardfold.parallel.pipeline.stages import check_stages
 from shardfold.parallel.sequence import check_choice
 from shardfold.plan.checks import check_flags, check_times, described, is_integer, keywords, meant, regrouped
+from shardfold.plan.copies import WORDS
 from shardfold.plan.rewrites import Overlap
 from shardfold.sharding.init import Init
 
@@ -126,6 +127,11 @@ def check_settings(parallel: Parallel, runtime: Runtime, init: Init, overlap: An
         raise ConfigError(f"Init(seed=...) is {described(init.seed)}: it is an integer.")
     check_times("Runtime", patience=runtime.patience, timeout=runtime.timeout)
     check_flags("Runtime", debug=runtime.debug, checksums=runtime.checksums)
+    if runtime.survive is not None and runtime.survive not in WORDS:
+        raise ConfigError(
+            f"Runtime(survive={described(runtime.survive)}): it says who holds copies of states, or None."
+            f"{did_you_mean(str(runtime.survive), WORDS)}"
+        )
     check_flags("Parallel", sequence_parallel=parallel.sequence_parallel)
     check_accumulate(accumulate)
     check_choice(parallel.attention)

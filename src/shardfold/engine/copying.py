@@ -66,9 +66,9 @@ class Copying:
         """What this rank sends, where it takes what comes, and along which axis."""
         for segment in self._model.trainable():
             held = self._updater.copied(segment)
-            if held is None or segment.master is None or segment.table.copies is None:
+            if held is None or segment.master is None:
                 continue
-            axis = segment.table.copies.to
+            axis: str = held.segment.axis
             yield segment.master, held.segment.master, axis
             for name, region in held.moments.items():
                 own = self._updater.moment(segment, name)

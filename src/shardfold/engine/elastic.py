@@ -28,8 +28,6 @@ from logging import getLogger
 from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from shardfold.checkpoint.held import Held
 from shardfold.checkpoint.rng import rng_state, set_rng_state
 from shardfold.checkpoint.run_lock import RunLock
@@ -37,9 +35,10 @@ from shardfold.comm.launcher_notes import FILE, is_over, note_elastic, note_stop
 from shardfold.comm.membership import EpochPlace
 from shardfold.comm.mesh import begin_epoch
 from shardfold.data import Loader, Sampler
+from shardfold.engine._step import LOST_IN_STEP
 from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.engine.engine import Engine
-from shardfold.errors import CheckpointError, CollectiveError, ConfigError, OrderError, ShardfoldError, StepError
+from shardfold.errors import CheckpointError, CollectiveError, ConfigError, ShardfoldError, StepError
 from shardfold.plan.checks import described, is_integer, known_arguments
 from shardfold.plan.layout import Tier
 from shardfold.plan.patience import Patience
@@ -48,7 +47,7 @@ from shardfold.sharding.model import ShardedModel
 __all__ = ["ElasticRun", "Recovery", "once_only"]
 
 LOG = getLogger("shardfold")
-LOST = (CollectiveError, OrderError, CheckpointError, dist.DistError)
+LOST = (*LOST_IN_STEP, CheckpointError)
 """What a rank raises when another one is gone, among other reasons."""
 LOOK = 0.001
 MOST = 3

@@ -23,7 +23,7 @@ from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, Axes
 from shardfold.plan.checks import described, known_arguments
 
-__all__ = ["Copies"]
+__all__ = ["WORDS", "Copies"]
 
 WORDS = ("rank", "host")
 

@@ -159,7 +159,8 @@ class HeldCopy(Protocol):
     """What this rank holds for another of a segment (see ``plan/copies``).
 
     Attributes:
-        segment: where it lies in the segment, ``master_range`` and ``own_piece``, and its ``master``.
+        segment: where it lies in the segment, ``master_range`` and ``own_piece``, its ``master``, and the ``axis``
+            along which the one that it is of comes before this rank.
         moments: by name.
         steps: of each parameter of the segment, how many updates it has had.
     """

@@ -49,7 +49,7 @@ that are not finite are ``null``. The page asks by relative paths (``api/runs``)
                           "group", "required", "least", "most"}]}}}. kind: bool, int, float, text, path, choice, rows
                           (files, with commas), max (a number, or "max"). Names of sections have dots: adapter.rank
     POST /api/check       {"recipe", "settings"}: {"command", "toml", "errors": [{"field", "sentence"}], "measures":
-                          whether a plan would measure this machine first, which takes a minute}
+                          whether a plan would measure this machine first, which takes minutes}
     POST /api/plan        {"recipe", "settings"}: {"text", "fits", "layouts": [{"layout", "fits", "bytes", "seconds"}]}
     POST /api/start       {"recipe", "settings", "name"?, "hostfile"?}: {"id"}; what /api/check finds wrong is refused
     POST /api/runs/ID/stop

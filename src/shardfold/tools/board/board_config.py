@@ -27,7 +27,7 @@ class BoardConfig(RecipeSettings):
     gpus: str | None = Field(
         None,
         description="What plans are made for: a device that shardfold plan knows, or the file that doctor --measure "
-        "wrote; without it this machine, which is measured at the first plan, in a minute.",
+        "wrote; without it this machine, which is measured at the first plan, in some minutes.",
     )
     root_path: str = Field("", description="Path under which a proxy has the page, as /board.")
 

@@ -30,7 +30,7 @@ from pydantic import (
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.checks import parse_bytes
-from shardfold.plan.layout import Layout
+from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect, idle, without_effect
 from shardfold.tools.observe.trackers import tracker_names
@@ -225,7 +225,24 @@ def _gathers(settings: TrainConfig) -> bool:
     return any(cell.over for state, cell in cells.items() if state in ("params", "held", "master"))
 
 
+def _rests_near(settings: TrainConfig) -> bool:
+    return all(cell.tier is Tier.DEVICE for cell in settings.table().cells().values())
+
+
 TRAIN_EFFECTS = (
+    Effect(
+        "elastic",
+        lambda run: all(size == 1 for size in run.axes().values()),
+        "a rank that shares the model with others cannot be gone on without",
+        "give each of --tensor, --sequence, --pipeline and --expert 1",
+    ),
+    Effect(
+        "elastic",
+        _rests_near,
+        "no other rank has what rests in host memory or on disk",
+        "give a --layout that keeps it on the device, without --offload",
+    ),
+    Effect("elastic", lambda run: run.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"),
     Effect(
         "top_k",
         lambda run: bool(run.experts) or run.top_k == GPTConfig.top_k,

@@ -235,7 +235,7 @@ class StartForm {
     this.planner.disabled = true;
     const cancel = button("Cancel", gives, { class: "small" });
     this.plan.replaceChildren(make("p", { class: "muted" }, this.measures
-      ? "This machine is measured first, which takes a minute and is kept for later plans. Other work on it makes its figures worse. "
+      ? "This machine is measured first, which takes some minutes and is kept for later plans. Other work on it makes its figures worse. "
       : "Planning … ", cancel));
     cancel.focus();
     try {
