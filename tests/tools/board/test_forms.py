@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardfold.errors import ConfigError
 from shardfold.tools.board._recipe_worker import checked
 from shardfold.tools.board.recipe_forms import RecipeForm
 from shardfold.tools.observe.trackers import TRACKERS
@@ -151,8 +152,6 @@ OF_RECIPE: dict[str, dict[str, str]] = {
     "grpo": {"reward": "rewards.py:has_word"},
     "ppo": {"reward": "rewards.py:has_word", "reference": "copy"},
 }
-NEVER = {"sequence", "attention", "pipeline", "order", "adapter.pre_seq_len", "adapter.prefix_projection"}
-"""Of recipes that draw answers, which refuse them."""
 
 
 @pytest.mark.parametrize("recipe", RecipeForm.names())
@@ -171,12 +170,24 @@ def test_each_setting_is_in_the_form_that_a_run_makes(recipe: str) -> None:
             beside["experts"] = "80"
         if name == "beta" and recipe == "grpo":
             beside["reference"] = "copy"
-        if name in NEVER and recipe in ("grpo", "ppo"):
-            continue
         shown = form.form_values(_config(form, beside))
         if "adapter.kind" not in beside:
             shown.pop("adapter.kind", None)  # which a config.json says
         assert {each: str(it) for each, it in shown.items()} == {each: str(_plain(it)) for each, it in beside.items()}
+
+
+@pytest.mark.parametrize("recipe", RecipeForm.names())
+def test_what_a_form_does_not_offer_is_refused(recipe: str) -> None:
+    form, offered = RecipeForm(recipe), {field["name"]: field for field in RecipeForm(recipe).told()}
+    given = {"sequence": "2", "attention": "ring", "pipeline": "2", "order": "gpipe", "adapter.kind": "prefix"}
+    given |= {"adapter.pre_seq_len": "4", "adapter.prefix_projection": "true"}
+    assert bool(form.settings.refused) == (recipe in ("grpo", "ppo"))
+    for each in form.settings.refused:
+        name = each.partition("=")[0]
+        assert name not in offered or given[name] not in offered[name]["choices"]
+        beside = {"adapter.kind": "prefix"} if name.startswith("adapter.") else BESIDE.get(name, {})
+        with pytest.raises(ConfigError, match="answers are not drawn"):
+            _config(form, {"model": "base", "data": "a.jsonl", **OF_RECIPE[recipe], **beside, name: given[name]})
 
 
 def _config(form: RecipeForm, given: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +297,7 @@ def test_a_form_says_what_its_fields_are(tmp_path: Path) -> None:
     for recipe, form in told.items():
         kind = RecipeForm(recipe).settings
         names = {field["name"].partition(".")[0] for field in form["fields"]}
-        assert names == kind.model_fields.keys() - {"resume", "out"} and form["help"]
+        assert names == kind.model_fields.keys() - {"resume", "out", *kind.refused} and form["help"]
         for field in form["fields"]:
             assert field["help"] and field["group"] and (field["kind"] != "choice" or field["choices"]), field
         groups = list(dict.fromkeys(field["group"] for field in form["fields"]))

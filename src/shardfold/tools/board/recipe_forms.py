@@ -79,7 +79,10 @@ class RecipeForm:
         return " ".join((self.settings.__doc__ or "").partition("\n\n")[0].split())
 
     def fields(self) -> Iterator[tuple[str, FieldInfo]]:
-        """By dotted names, those of sections too."""
+        """By dotted names, those of sections too; without what the recipe always refuses."""
+        return ((name, field) for name, field in self._fields() if name not in self.settings.refused)
+
+    def _fields(self) -> Iterator[tuple[str, FieldInfo]]:
         for name, field in self.settings.model_fields.items():
             if name in SECTIONS and issubclass(self.settings, TuneConfig):
                 yield from ((f"{name}.{inner}", each) for inner, each in SECTIONS[name].model_fields.items())
@@ -101,7 +104,7 @@ class RecipeForm:
             "name": name,
             "kind": kind,
             "default": _form_value(name, default),
-            "choices": choices,
+            "choices": choices and [each for each in choices if f"{name}={each}" not in self.settings.refused],
             "help": field.description or "",
             "group": SECTION_GROUPS.get(section) or GROUP_OF.get(inner, OTHERS),
             "required": field.is_required(),

@@ -181,6 +181,8 @@ class RecipeSettings(BaseModel):
 
     effects: ClassVar[tuple[Effect, ...]] = ()
     """What settings need that do nothing by themselves."""
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Dotted names of settings, or of values of theirs, that the recipe always refuses: no form offers them."""
 
     def idle(self) -> dict[str, Effect]:
         """Return settings that do nothing under the others, each with the rule that says so."""

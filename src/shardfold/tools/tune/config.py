@@ -483,6 +483,17 @@ class RolloutConfig(TuneConfig):
         *TUNE_EFFECTS,
         Effect("reference", lambda run: run.beta > 0, "nothing is kept to a reference", "give --beta 0.04"),
     )
+    refused: ClassVar[frozenset[str]] = frozenset(
+        (
+            "sequence",
+            "attention",
+            "pipeline",
+            "order",
+            "adapter.kind=prefix",
+            "adapter.pre_seq_len",
+            "adapter.prefix_projection",
+        )
+    )
 
     reward: str = Field(
         description="What rates an answer, added up: contains, ends, gsm8k, or rewards.py:name, a function in a file "
