@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from shardfold.errors import ConfigError
 from tests.tools.serve.support import (
     CHAT,
     COMPLETION,
@@ -63,6 +64,12 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(folder: Path, tmp_path
             status, told = said
             assert status == 400 and f"the model has {rows} tokens" in told["error"]["message"]
         assert server.complete("a", max_tokens=2)[0] == 200
+
+
+def test_a_cache_that_has_no_room_for_a_page_is_refused(folder: Path) -> None:
+    said = r"cache: 1,000 bytes are less than a page of 16 tokens takes, [\d,]+ bytes"
+    with pytest.raises(ConfigError, match=said), served(folder, cache=1000):
+        pass
 
 
 @cache

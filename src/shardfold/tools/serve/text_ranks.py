@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.engine.engine import Engine
-from shardfold.errors import CheckpointError, NonFiniteError
+from shardfold.errors import CheckpointError, ConfigError, NonFiniteError
 from shardfold.generation import Continuation, Generation, SamplingRule
 from shardfold.tools.answering._named_adapters import choose_adapter
 
@@ -40,6 +40,9 @@ class TextRanks:
         rows: texts that each rank generates at once.
         context: tokens of a text.
 
+    Raises:
+        ConfigError: the cache is less than a page.
+
     Attributes:
         capacity: tokens that a text has at most: of the context, and of the cache.
         adapter: which one the model has now; None: none.
@@ -51,7 +54,9 @@ class TextRanks:
         self.adapter: str | None = None
         self.weights = 0
         page = self._page_bytes()
-        self.pages = max(1, cache // page)
+        if cache < page:
+            raise ConfigError(f"cache: {cache:,} bytes are less than a page of {PAGE} tokens takes, {page:,} bytes.")
+        self.pages = cache // page
         self.capacity = min(context, self.pages * PAGE)
         self.page_bytes = page
         self._running: Generation | None = None
