@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from shardfold.errors import ShardfoldError
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.axes import Axis
+from shardfold.plan.copies import Copies
 from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.plan.outer import Outer
 from shardfold.plan.presets import PRESETS
@@ -76,6 +77,7 @@ __all__ = [
     "Cell",
     "Checkpoint",
     "Clip",
+    "Copies",
     "ElasticRun",
     "Engine",
     "Init",

@@ -64,6 +64,8 @@ class Plan:
         survive: who holds copies of what the optimizer has on each rank.
         at: an operation of the program in front of which the first of those dies by itself, in the step behind the one
             that is given; empty: it is killed from outside.
+        offload: where states rest, as ``Engine(offload=)`` takes it; empty: as the layout says.
+        frozen: whether the first part of the model is.
         doubts: a rank that does not hear what came of the vote in that step, which others do; -1: none.
     """
 
@@ -80,6 +82,8 @@ class Plan:
     width: int = 16
     survive: str | None = None
     at: str = ""
+    offload: str = ""
+    frozen: bool = False
     doubts: int = -1
 
 
@@ -106,6 +110,7 @@ class Came:
 def model(plan: Plan) -> nn.Module:
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(plan.width, plan.width), nn.GELU(), nn.Dropout(plan.dropout)) for _ in range(3)]
+    parts[0].requires_grad_(not plan.frozen)
     return nn.Sequential(*parts, nn.BatchNorm1d(plan.width, affine=False, momentum=0.0)).double()
 
 
@@ -144,6 +149,7 @@ def made(plan: Plan, ranks: int) -> sf.Engine:
         module,
         optimizer=adamw,
         layout=plan.layout,
+        offload=plan.offload or None,
         lr_schedule=schedule,
         parallel=mesh,
         accumulate=plan.accumulate,

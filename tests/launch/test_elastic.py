@@ -275,6 +275,43 @@ def test_killed_at_drawn_moments_with_copies(ranks: Ranks, tmp_path: Path, layou
     hold(ranks, plans, tmp_path)
 
 
+FILED = "optimizer=disk,grads=host"
+SLOWER = [("offload", ""), ("infinity", ""), ("zero3", FILED), ("zero2", "moments=disk"), ("zero3", "")]
+
+
+def slower(number: int, layout: str, offload: str) -> Plan:
+    """Of states in host memory and on disk, or of what is frozen."""
+    frozen = layout in ("zero3", "infinity")
+    return replace(drawn(number, layout, 3 + number % 2), survive="rank", offload=offload, frozen=frozen)
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize(("layout", "offload"), SLOWER)
+def test_killed_with_copies_in_slower_tiers(ranks: Ranks, tmp_path: Path, layout: str, offload: str) -> None:
+    hold(ranks, [slower(number, layout, offload) for number in range(8)], tmp_path)
+
+
+TIERED = (
+    "STORE 1 log @host",
+    "VOTE",
+    "FETCH 2 copies @disk",
+    "UPDATE 1 @host",
+    "MIRROR 1 @host",
+    "STORE 0 copies @disk",
+)
+
+
+@linux
+@pytest.mark.soak
+def test_killed_in_front_of_each_operation_of_a_step_on_disk(ranks: Ranks, tmp_path: Path) -> None:
+    """As above."""
+    made = enumerate(TIERED)
+    plans = [Plan("zero2", 3, 10, ((n % 3, 4, 0.0),), survive="rank", at=at, offload=FILED) for n, at in made]
+    doubts = [replace(plan, doubts=(plan.kills[0][0] + 1) % 3) for plan in plans[2:]]
+    hold(ranks, [*plans, *doubts], tmp_path)
+
+
 @linux
 @pytest.mark.soak
 def test_copies_on_another_host_outlive_one(ranks: Ranks, tmp_path: Path) -> None:

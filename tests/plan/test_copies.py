@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from shardfold.errors import LayoutError
 from shardfold.plan.axes import Mesh
 from shardfold.plan.copies import Copies
-from shardfold.plan.cost import Sent, state_bytes, traffic
+from shardfold.plan.cost import Moved, Sent, moves, regions_in, resting_bytes, state_bytes, step_of, traffic
 from shardfold.plan.explain import explain_preset
 from shardfold.plan.holders import holders
-from shardfold.plan.layout import PRECISIONS, Layout
+from shardfold.plan.layout import PRECISIONS, Layout, Tier
+from shardfold.plan.offload import offloaded
 from shardfold.plan.outer import Outer
-from shardfold.plan.placement import SegmentSpec, UnitSpec, shard_range
+from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec, shard_range
 from shardfold.plan.presets import PRESETS, hsdp, offload, zero1, zero2, zero3
 from shardfold.plan.program import Program, lower, parse
 
@@ -50,6 +52,49 @@ def test_bytes_of_copies_and_their_log(name: str, precision: str) -> None:
         assert sent[Sent("copies", "LOG", ("intra",))] == (3, 4 * length / mesh.size)
         plain = traffic(lower(without, shapes, sizes), without, shapes, mesh)
         assert {kind: each for kind, each in sent.items() if kind.op != "LOG"} == plain
+
+
+@pytest.mark.parametrize(
+    ("offload", "tier", "moved", "rests"),
+    [
+        ("host", None, {}, ("host", "host")),
+        ({"optimizer": "disk", "grads": "host"}, None, {"FETCH": "disk", "STORE": "disk"}, ("disk", "host")),
+        ({"moments": "host"}, None, {"FETCH": "host", "STORE": "host"}, ("host", "device")),
+        (None, "disk", {"FETCH": "disk", "STORE": "disk"}, ("disk", "device")),
+        (None, None, {}, ("device", "device")),
+    ],
+)
+def test_copies_rest_in_a_tier(offload: Any, tier: str | None, moved: dict[str, str], rests: tuple[str, str]) -> None:
+    """They come to where originals are updated, and go back: 12 bytes a parameter, each way."""
+    mesh = Mesh.of(MESHES[1])
+    table = offloaded(zero3, offload).replace(copies=Copies(to="rank", tier=tier))
+    layout = table.bind(PRECISIONS["fp32"], MESHES[1])
+    program = lower(layout, units(), MESHES[1])
+    shapes, without = units(), lower(layout.replace(copies=None), units(), MESHES[1])
+    held = resting_bytes(layout, shapes, mesh, padded=True)
+    where = {state: str(each) for state, each in held if state in ("copies", "log")}
+    assert (where["copies"], where["log"]) == rests
+    regions = [sum(sizes) for sizes in regions_in(Tier(rests[0]), layout, shapes, mesh, 2).values()]
+    assert sum(regions) == sum(n for (_, each), n in held.items() if each == rests[0])
+    both = [moves(each, layout, shapes, mesh, step_of(1, each)) for each in (program, without)]
+    more = {kind: n - both[1].get(kind, (0, 0.0))[1] for kind, (_, n) in both[0].items()}
+    expected = {Moved(each, verb): 12.0 * 3 * N / 4 for verb, each in moved.items()}
+    if rests[1] == "host":
+        expected[Moved("host", "STORE")] = expected.get(Moved("host", "STORE"), 0.0) + 4.0 * 3 * N / 4
+    assert {kind: n for kind, n in more.items() if n} == expected
+    assert parse(str(program)) == program
+
+
+@pytest.mark.parametrize("codes", ["", "int8/64"])
+def test_frozen_parameters_that_are_split_are_held_twice(codes: str) -> None:
+    for table, of in ((zero3, 1), (zero2, 0)):
+        layout = table.replace(copies="rank").bind(PRECISIONS["fp32"], MESHES[1])
+        spec = SegmentSpec((Slot("w", (N,), 0),), 256, "fp32", trainable=False, codes=codes)
+        shapes, mesh = [UnitSpec("f", (spec,))], Mesh.of(MESHES[1])
+        held = state_bytes(layout, shapes, mesh, padded=True)
+        assert held.get("copies", 0.0) == of * held["params"]
+        assert holders(layout, mesh, 2, shapes)["params"].ranks == (2 if of else 4)
+        assert not {"LOG", "VOTE"} & {op.verb for op in lower(layout, shapes, MESHES[1]).step}
 
 
 def test_nobody_updates_before_the_vote_and_nothing_is_sent_for_updates_behind_it() -> None:
@@ -131,7 +176,11 @@ def test_what_cannot_be_copied_is_refused_in_a_sentence() -> None:
         zero3.replace(copies="rnak")
     with pytest.raises(LayoutError, match="copies of the table are 3"):
         zero3.replace(copies=3)
-    with pytest.raises(LayoutError, match="grads rest in the host tier, and copies are of what rests on the device"):
-        offload.replace(copies="rank")
+    with pytest.raises(LayoutError, match=r"grads rest in the disk tier.*'grads': 'host'"):
+        offloaded(zero3, "disk").replace(copies="rank")
+    with pytest.raises(LayoutError, match=r"copies rest in tier 'hots'.*Did you mean 'host'"):
+        zero3.replace(copies=Copies(tier="hots"))
+    with pytest.raises(LayoutError, match="copies rest in the device tier but master in the host tier"):
+        offload.replace(copies=Copies(tier="device"))
     with pytest.raises(LayoutError, match="come together every so many steps"):
         hsdp.replace(copies="rank", outer=Outer(every=5))

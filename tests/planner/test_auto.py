@@ -14,8 +14,11 @@ from torch import nn
 import shardfold as sf
 from shardfold.engine import fitting
 from shardfold.errors import ConfigError, LayoutError
+from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
-from shardfold.planner.auto import FREE, choose_layout
+from shardfold.plan.rules import Rules
+from shardfold.planner.auto import FREE, choose_layout, states_peak
+from shardfold.sharding.partition import cut
 from shardfold.testing import Ranks
 from tests.support.options import grouped
 
@@ -106,3 +109,35 @@ def test_a_layout_that_is_almost_automatic_is_named() -> None:
     """Beside presets."""
     with pytest.raises(LayoutError, match="'auto'"):
         sf.Engine(nn.Linear(2, 2), layout="aut")
+
+
+def test_copies_count_in_what_is_chosen() -> None:
+    """12 bytes more of each element of a rank's part, and its log, so that a layout that just fits does not with them;
+    none under ddp, whose ranks all have the same."""
+    mesh, memory = Mesh.of({"inter": 1, "intra": RANKS}), 1e9
+    numel = sum(p.numel() for p in _model().parameters())
+    for name in ("zero1", "zero2", "zero3"):
+        plain, kept = (states_of(name, mesh, copies) for copies in (None, "rank"))
+        assert 1.0 <= (kept - plain) / (16 * numel / RANKS) < 1.15, "padding alone"
+        budget = (plain + kept) / 2 / (1 - FREE)
+        first = choose_layout(_model(), "fp32", mesh, budget).layout
+        assert states_of(choose_layout(_model(), "fp32", mesh, budget, copies="rank").layout, mesh, "rank") < kept
+        assert states_of(first, mesh, None) <= plain
+    found = choose_layout(_model(), "fp32", mesh, memory, copies="rank")
+    assert found.layout == "ddp" and "its states, with copies of others', and buffers take" in found.told
+    assert states_of("ddp", mesh, None) == states_of("ddp", mesh, "rank")
+
+
+def states_of(name: str, mesh: Mesh, copies: str | None) -> float:
+    model, rules = _model(), Rules("fp32", presets.named(name).replace(copies=copies), mesh)
+    groups = {id(p): 0 for p in model.parameters()}
+    units = [c.spec for c in cut(model, None, groups, rules, mesh) if c.spec is not None]
+    return states_peak(rules.layouts[-1], units, mesh, 2)
+
+
+def test_a_plan_of_a_micro_batch_counts_copies() -> None:
+    given: dict[str, Any] = dict.fromkeys(("offload", "wire", "units"))
+    given |= {"precision": "fp32", "accumulate": 1, "clips": False, "parallel": sf.Parallel(), "overlap": sf.Overlap()}
+    for survive, copies in ((None, None), ("host", sf.Copies(to="host"))):
+        planned = fitting.sampled(sf.Auto(sample=torch.ones(2)), None, optimizer=object(), survive=survive, **given)
+        assert planned is not None and {table.copies for table in planned.tables.values()} == {copies}

@@ -131,6 +131,26 @@ def test_the_best_is_what_engines_and_configs_take(subject: Subject) -> None:
         _ = Candidate(layout="hpz").deepspeed
 
 
+def test_copies_take_memory_links_and_updates(subject: Subject) -> None:
+    """Of each candidate of a search; the best one is what an engine and `train` take."""
+    where = _small("40GiB")
+    ways: dict[str, Any] = {"layouts": ("zero1", "zero3", "ddp"), "modes": ("keep",)}
+    plain, kept = (
+        {(f.candidate.layout, f.candidate.micro_batch): f for f in rank(subject, where, copies=copies, **ways).found}
+        for copies in ("", "rank")
+    )
+    numel = sum(p.numel() for p in GPT(SHAPE).parameters())
+    for key, found in kept.items():
+        more = found.peak - plain[key].peak
+        least = 0.0 if key[0] == "ddp" else 16 * numel / 8
+        assert least <= more <= 1.3 * least and (found.seconds.step > plain[key].seconds.step) == (key[0] != "ddp")
+    found = sf.plan.best(GPT(SHAPE), subject.batch, gpus="2xL4", layouts=("zero2",), modes=("keep",), survive="rank")
+    assert found.candidate.engine["layout"] == sf.PRESETS["zero2"].replace(copies="rank")
+    assert found.candidate.train["elastic"] and "copies='rank'" in found.candidate.unsaid
+    with pytest.raises(ConfigError, match=r"survive= is 'hots': it says who holds.*Did you mean 'host'"):
+        sf.plan.best(GPT(SHAPE), subject.batch, gpus="2xL4", survive="hots")
+
+
 def test_a_deepspeed_config_says_what_it_has_no_words_for() -> None:
     """What it says is read as it was meant; all else is in the sentence beside it."""
     both = Candidate(

@@ -12,10 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
+from shardfold.checkpoint.collect import collect, copied
+from shardfold.checkpoint.files import UnwrittenPiece
 from shardfold.errors import ConfigError
+from shardfold.plan.copies import WORDS, Copies
+from shardfold.plan.offload import offloaded
+from shardfold.sharding.shard import values_of
 from shardfold.testing import Ranks
 from tests.support.copied import differing, misplaced
 
+RANK = sf.Runtime(survive="rank")
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
     "adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.1, amsgrad=True),
@@ -38,8 +44,15 @@ class Branches(nn.Module):
 
 def trained(layout: str, optimizer: str, options: dict[str, Any], accumulate: int, survive: str | None) -> Any:
     """Steps, some of which leave a branch out, and writes between them; weights, and what differed behind which."""
-    given = dict(options, accumulate=accumulate, runtime=sf.Runtime(survive=survive))
-    with closing(sf.Engine(Branches(), optimizer=OPTIMIZERS[optimizer], layout=layout, **given)) as engine:
+    given = dict(options, accumulate=accumulate)
+    model, frozen, tier = Branches(), given.pop("frozen", False), given.pop("tier", None)
+    model.first.requires_grad_(not frozen)
+    table = offloaded(sf.PRESETS[layout], given.pop("offload", None))
+    if survive is not None and (tier is not None or survive not in WORDS):
+        table = table.replace(copies=Copies(to=survive, tier=tier))
+    else:
+        given["runtime"] = sf.Runtime(survive=survive)
+    with closing(sf.Engine(model, optimizer=OPTIMIZERS[optimizer], layout=table, **given)) as engine:
         wrong: list[tuple[int, list[str]]] = []
         for step in range(6):
             for batch in range(accumulate):
@@ -56,15 +69,33 @@ def trained(layout: str, optimizer: str, options: dict[str, Any], accumulate: in
         assert engine.copying is None or engine.copying.renewals == 3, "at first, and behind each write"
         assert engine.copying is None or misplaced(engine) == []
         rows = [(row.state, row.table + row.padding, row.held) for row in engine.memory().rows]
-        sent = [(row.op, row.program, row.sent) for row in engine.traffic().rows]
+        report = engine.traffic()
+        sent = [(row.op, row.program, row.sent) for row in report.rows]
+        sent += [(f"{row.op} {row.tier}", row.program, row.moved) for row in report.moved]
         weights = {name: value.clone() for name, value in engine.state_dict().items()}
         return weights, wrong, rows, sent
+
+
+TIERS: list[dict[str, Any]] = [
+    {},
+    {"offload": "host"},
+    {"offload": {"optimizer": "host"}},
+    {"offload": {"optimizer": "disk", "grads": "host"}},
+    {"offload": {"moments": "disk"}},
+    {"tier": "host"},
+    {"offload": "host", "tier": "disk"},
+    {"offload": "host:0.6"},
+]
+"""Where states and copies rest."""
 
 
 def composition(seed: int) -> tuple[str, str, dict[str, Any], int, int]:
     draw = random.Random(seed)
     layout = draw.choice(["zero1", "zero2", "zero3", "fsdp2", "hsdp", "hpz"])
     options: dict[str, Any] = {"precision": draw.choice(["fp32", "fp32", "bf16", "fp16"])}
+    options |= draw.choice(TIERS)
+    if layout in ("zero3", "fsdp2") and draw.random() < 0.4:
+        options["frozen"] = True
     if draw.random() < 0.5:
         options["clip_norm"] = 0.1
     ranks = draw.choice([2, 3, 4])
@@ -84,7 +115,8 @@ def check(ranks: Ranks, seed: int) -> None:
         assert all(torch.equal(value, same[name]) for name, value in weights.items()), seed
         assert {"copies", "log"} <= {state for state, _, _ in rows}
         assert all(table == held for _, table, held in rows), (seed, rows)
-        assert all(program == counted for _, program, counted in sent) and "LOG" in {op for op, _, _ in sent}
+        assert all(program == counted for _, program, counted in sent), (seed, sent)
+        assert "LOG" in {op for op, _, _ in sent}
 
 
 def draw_word(layout: str, options: dict[str, Any]) -> str:
@@ -101,6 +133,48 @@ def test_copies_are_the_originals_behind_each_step(ranks: Ranks, seed: int) -> N
 @pytest.mark.parametrize("seed", range(2, 26))
 def test_copies_of_drawn_compositions(ranks: Ranks, seed: int) -> None:
     check(ranks, seed)
+
+
+def pieces_of(engine: sf.Engine) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """What this rank would write of its own states, and of those that it holds for another; bytes by place."""
+    own, _ = collect(engine.sharded, {}, {}, {}, {}, every=True)
+    held, _ = copied(engine.sharded)
+
+    def found(parts: list[UnwrittenPiece]) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for part in parts:
+            if part.piece.kind in ("element", "block"):
+                assert not callable(part.values)
+                found[str(part.piece)] = values_of(part.values).view(torch.uint8).numpy().tobytes()
+        return found
+
+    return found(own), found(held)
+
+
+def written(layout: str, base: str | None) -> Any:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
+    model[0].requires_grad_(False)
+    table = sf.PRESETS[layout].replace(base=base)
+    with closing(sf.Engine(model, optimizer=OPTIMIZERS["adamw"], layout=table, runtime=RANK)) as engine:
+        engine.backward(engine(torch.ones(2, 64)).square().mean())
+        engine.step()
+        assert engine.copying is not None and engine.copying.renewals == 1
+        with torch.no_grad(), engine.gathered(write=True):
+            engine.module[0].weight.mul_(2.0)  # pyright: ignore
+        engine.backward(engine(torch.ones(2, 64)).square().mean())
+        engine.step()
+        assert engine.copying.renewals == 2, "what is frozen was written"
+        assert all(row.table + row.padding == row.held for row in engine.memory().rows)
+        return pieces_of(engine)
+
+
+@pytest.mark.parametrize(("layout", "base"), [("zero3", None), ("zero3", "nf4/64")])
+def test_a_copy_is_held_as_its_owner_would_write_it(ranks: Ranks, layout: str, base: str | None) -> None:
+    """Of three ranks, each of what the one before has; of what is frozen too, and where it rests as codes."""
+    found = ranks.run(written, layout, base, world_size=3)
+    for number, (_, held) in enumerate(found):
+        before, _ = found[number - 1]
+        assert held == before and any("'0.weight'" in place for place in held), (layout, base)
 
 
 def refused() -> list[str]:

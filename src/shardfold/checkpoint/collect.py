@@ -44,6 +44,7 @@ from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.sharding.whole_segments import whole_segments
 from shardfold.sharding.whole_state import buffers_of, extra_states, most_precise, names_of
+from shardfold.tiers.tier import Region
 
 __all__ = [
     "LOST",
@@ -331,7 +332,7 @@ def _of_parameter(
     a, b = max(low, place.offset), min(high, place.offset + place.numel)
     first = place.offset in range(low, high) or (not place.numel and model.rank == 0)
     if a < b and segment.form is not None:
-        parts.append(_codes(segment, place, a, b))
+        parts.append(_codes(segment, place, a, b, segment.regions["params"], segment.rest_range[0]))
     elif a < b:
         parts.append(_range(place, "weight", a - place.offset, weights.part(slice(a - bounds[0], b - bounds[0]))))
     update = model.updater
@@ -366,6 +367,9 @@ def copied(model: ShardedModel) -> tuple[list[UnwrittenPiece], dict[str, dict[st
     """What this rank holds of another's states, as that one would write it; and what that one keeps once."""
     parts: list[UnwrittenPiece] = []
     once: dict[str, dict[str, Any]] = {}
+    for segment in model.segments():
+        if segment.copied_range is not None:
+            parts += _copied_frozen(segment)
     update = model.updater
     found = [(s, update.copied(s)) for s in model.trainable()] if update is not None else []
     for segment, held in found:
@@ -374,11 +378,25 @@ def copied(model: ShardedModel) -> tuple[list[UnwrittenPiece], dict[str, dict[st
         for slot, place in enumerate(segment.spec.slots):
             piece, of = held.segment.own_piece(slot)
             if piece.start < piece.stop:
-                parts.append(_range(place, "weight", of.start, held.segment.master[piece]))
-                parts += [_range(place, name, of.start, region.get()[piece]) for name, region in held.moments.items()]
+                states = {"weight": held.segment.regions["copies"], **held.moments}
+                whole = {name: Shard(region, 0, held.segment.shard_numel) for name, region in states.items()}
+                parts += [_range(place, name, of.start, shard.part(piece)) for name, shard in whole.items()]
             if place.offset in range(*held.segment.master_range) and not any(place.starts):
                 once[place.name] = {"step": encode(held.steps[slot], f"step of {place.name}", {})}
     return parts, once
+
+
+def _copied_frozen(segment: Segment) -> Iterator[UnwrittenPiece]:
+    """What this rank holds of another's part of what is frozen."""
+    region, (low, high) = segment.regions["copies"], segment.copied_range or (0, 0)
+    for slot, place in enumerate(segment.spec.slots):
+        piece, of = segment.copied_piece(slot)
+        if piece.start == piece.stop:
+            continue
+        if segment.form is not None:
+            yield _codes(segment, place, low + piece.start, low + piece.stop, region, low)
+        else:
+            yield _range(place, "weight", of.start, Shard(region, 0, high - low).part(piece))
 
 
 def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[UnwrittenPiece]) -> None:
@@ -392,9 +410,10 @@ def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[UnwrittenP
                 parts.append(_range(place, state, a - place.offset, values[a - bounds[0] : b - bounds[0]]))
 
 
-def _codes(segment: Segment, slot: Slot, start: int, stop: int) -> UnwrittenPiece:
-    """Elements ``[start, stop)`` of a segment that rests as codes, of one of its parameters."""
-    form, region, low = segment.form, segment.regions["params"], segment.rest_range[0]
+def _codes(segment: Segment, slot: Slot, start: int, stop: int, region: Region, low: int) -> UnwrittenPiece:
+    """Elements ``[start, stop)`` of a segment that rests as codes, of one of its parameters, from a region that begins
+    with element ``low``."""
+    form = segment.form
     assert form is not None
     width = form.nbytes(form.block)
     count = -(-(stop - start) // form.block)

@@ -52,8 +52,8 @@ __all__ = ["LOST_IN_STEP", "Stepper"]
 LOG = getLogger("shardfold")
 LOST_IN_STEP = (CollectiveError, OrderError, dist.DistError)
 """What a rank raises when another one is gone, among other reasons."""
-ALONE = ("UPDATE", "MIRROR")
-"""What of a step sends nothing."""
+ALONE = ("FETCH", "FILL", "STORE", "UPDATE", "MIRROR")
+"""What of a step sends nothing to other ranks."""
 
 
 class Stepper:
@@ -406,7 +406,19 @@ class Stepper:
                     run.spoil(f"step {run.steps + 1} ended half-way ({type(error).__name__}: {words})")
                 raise
             if not self._delayed and not damage.later:
+                self._tell(damage)
+
+    def _tell(self, damage: StepFailure) -> None:
+        """All hear whether any rank could not do its part of the updates; where another rank is gone, this one's part
+        of the step counts as far as it was done."""
+        if self._lost is None:
+            try:
                 damage.tell(self._model.comm)
+                return
+            except LOST_IN_STEP as error:
+                self._lost = error
+        if damage.lacks:
+            self._model.run.spoil(f"step {self._model.run.steps + 1} ended half-way ({damage.lacks})")
 
     def _hear_failure(self) -> None:
         """Some rank could not do its part of the last step's updates, which all hear of now.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from torch import Tensor
+import torch
 
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.shard import Shard
+from shardfold.tiers.tier import Region
 
 __all__ = ["Copying"]
 
@@ -55,31 +57,49 @@ class Copying:
         Raises:
             CollectiveError: a rank is gone.
         """
+        comm = self._model.comm
         self._torn = True
-        for original, copy, axis in self._pairs():
-            self._model.comm.pass_on(original, copy, (axis,), WHAT)
+        for original, copy, axis in self.pairs():
+            sent = original.read().to(comm.memory.device)
+            there = copy.memory
+            direct = there is not None and there.device == sent.device
+            came = there if there is not None and direct else torch.empty_like(sent)
+            comm.pass_on(sent, came, (axis,), WHAT)
+            if not direct:
+                copy.write(came)
+        for segment in self._model.trainable():
+            if self._updater.copied(segment) is not None:
+                self._updater.count_copy(segment)
         self._torn = False
         self.renewals += 1
         self.follow()
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor, str]]:
-        """What this rank sends, where it takes what comes, and along which axis."""
-        for segment in self._model.trainable():
-            held = self._updater.copied(segment)
-            if held is None or segment.master is None:
+    def pairs(self) -> Iterator[tuple[Shard, Shard, str]]:
+        """What of this rank another one has a copy of, the copy that it has of the same of the rank before, and along
+        which axis that is."""
+        for segment in self._model.segments():
+            copies = segment.table.copies
+            if copies is None:
                 continue
-            axis: str = held.segment.axis
-            yield segment.master, held.segment.master, axis
-            for name, region in held.moments.items():
-                own = self._updater.moment(segment, name)
-                assert own is not None
-                yield own.get(), region.get(), axis
-            self._updater.count_copy(segment)
+            if segment.copied_range is not None:
+                yield _whole(segment.regions["params"]), _whole(segment.regions["copies"]), copies.to
+            elif segment.spec.trainable and (held := self._updater.copied(segment)) is not None:
+                master = segment.shard("master")
+                assert master is not None
+                yield master, _whole(held.segment.regions["copies"]), copies.to
+                for name, region in held.moments.items():
+                    own = self._updater.moment(segment, name)
+                    assert own is not None
+                    yield _whole(own), _whole(region), copies.to
 
     def _seen(self) -> Hashable:
         """What changes when something is written."""
         model = self._model
         whole = (segment for segment in model.trainable() if not segment.split)
         versions = tuple(version for segment in whole for version in segment.versions())
-        taken = sum(segment.taken for segment in model.trainable())
+        taken = sum(segment.taken for segment in model.segments())
         return tuple(map(id, model.units)), model.run.mended, taken, self._updater.written, versions
+
+
+def _whole(region: Region) -> Shard:
+    return Shard(region, 0, region.nbytes // region.dtype.itemsize)

@@ -89,6 +89,11 @@ class StepFailure:
         """Whether anything went wrong on this rank."""
         return any(self._own.values())
 
+    @property
+    def lacks(self) -> str:
+        """What this rank could not update, and why; empty: it has done its part."""
+        return self._own["unfinished"]
+
     def tell(self, comm: Comm) -> None:
         """Ranks tell each other what went wrong; one small message where nothing did."""
         if self.together and any(comm.anyone([self.happened], WHAT)):

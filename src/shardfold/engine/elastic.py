@@ -40,7 +40,6 @@ from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.engine.engine import Engine
 from shardfold.errors import CheckpointError, CollectiveError, ConfigError, ShardfoldError, StepError
 from shardfold.plan.checks import described, is_integer, known_arguments
-from shardfold.plan.layout import Tier
 from shardfold.plan.patience import Patience
 from shardfold.sharding.model import ShardedModel
 
@@ -380,7 +379,7 @@ def once_only(model: ShardedModel) -> list[str]:
     """The axes over which some state is split so that each element is on one rank; none: each is on two or more."""
     mesh = model.comm.mesh
     for segment in model.segments():
-        if segment.spec.trainable and segment.table.copied:
+        if segment.table.is_copied(trainable=segment.spec.trainable):
             continue
         over = set(segment.table.master.over if segment.spec.trainable else segment.table.rest.over)
         if mesh.parts(axis for axis in mesh.data if axis not in over) < 2:
@@ -391,15 +390,12 @@ def once_only(model: ShardedModel) -> list[str]:
 def unfit(model: ShardedModel) -> str:
     """What stands against it; empty: nothing does."""
     mesh, layouts = model.comm.mesh, model.rules.layouts
-    tables = [segment.table for segment in model.segments()]
-    cells = [cell for table in tables for cell in (table.params, table.grads, table.master, table.moments) if cell]
     reasons = {
         "ranks share a model along other axes than inter and intra": any(
             size > 1 and axis not in mesh.data for axis, size in mesh.sizes.items()
         ),
         "ranks come together every so many steps (Outer), or send signs": bool(mesh.sizes.rare)
         or any(layout.outer is not None or layout.signs is not None for layout in layouts),
-        "states rest in host memory or on disk": any(cell.tier is not Tier.DEVICE for cell in cells),
         "averages of the weights are kept, of which there are no copies": bool(model.run.averages)
         and model.layout.copied,
         "reductions keep what their format has lost": any(s.format_state is not None for s in model.segments()),

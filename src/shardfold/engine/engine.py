@@ -232,10 +232,10 @@ class Engine:
         planned = sampled(
             layout, activations, offload=offload, optimizer=optimizer, precision=precision, wire=wire,
             accumulate=accumulate, clips=self.clip is not None, parallel=parallel, units=init.units,
-            overlap=self.overlap,
+            overlap=self.overlap, survive=runtime.survive,
         )  # fmt: skip
-        place, size = pick_device(runtime.device), self.overlap.bucket_bytes
-        table = planned.first if planned else table_of(layout, offload, model, precision, mesh, place, size)
+        place, size, copies = pick_device(runtime.device), self.overlap.bucket_bytes, runtime.survive
+        table = planned.first if planned else table_of(layout, offload, model, precision, mesh, place, size, copies)
         table, activations = in_table(table, None if planned else activations)
         graphs = UnitGraphs.named(runtime.compile, place)
         announce(model.parameters(), "an engine of their model")

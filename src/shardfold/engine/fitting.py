@@ -60,8 +60,9 @@ def table_of(
     mesh: Mapping[str, int] | Sequence[Axis] | None,
     device: torch.device,
     bucket: int = 0,
+    copies: str | None = None,
 ) -> Layout:
-    """The table of an engine with these arguments; ``"auto"`` is said in the log.
+    """The table of an engine with these arguments, but for its ``copies``; ``"auto"`` is said in the log.
 
     Raises:
         ConfigError: there is no such layout, or, with ``"auto"``, none fits, or the mesh cuts the model.
@@ -74,7 +75,7 @@ def table_of(
                 f"layout='auto' chooses for ranks that read other samples, but parallel= has {' and '.join(others)}, "
                 "whose ranks have parts of the model: name a layout, or give a micro-batch, layout=sf.Auto(sample=...)."
             )
-        found = choose_layout(model, precision, sizes, memory_of(device), bucket=bucket)
+        found = choose_layout(model, precision, sizes, memory_of(device), bucket=bucket, copies=copies)
         if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
             LOG.warning(found.told)
         layout = found.layout
@@ -112,7 +113,11 @@ def warn_of_memory(
         if any(segment.table_or(layout) != layout for unit in units for segment in unit.segments):
             return "Layouts that divide more states, or offload= of some to a slower tier, take less"
         names = ORDER if mesh.divisor > 1 else ORDER[-2:]
-        looked = first_of(names, lambda name: needed(presets.named(name).bind(precision, mesh)), memory)
+
+        def bound(name: str) -> Layout:
+            return presets.named(name).replace(copies=layout.copies).bind(precision, mesh)
+
+        looked = first_of(names, lambda name: needed(bound(name)), memory)
         if looked.fitting:
             return f"layout={looked.fitting[0].layout!r} takes {human(looked.fitting[0].needed)}"
         if (disk := needed(offloaded(presets.zero3, "disk").bind(precision, mesh))) <= memory:
@@ -147,6 +152,7 @@ class Sampled:
 
     Attributes:
         clips: gradients are clipped.
+        survive: who holds copies.
 
     Raises:
         ConfigError: one of them is none that a plan follows.
@@ -163,6 +169,7 @@ class Sampled:
     parallel: Parallel
     units: Any
     overlap: Overlap
+    survive: str | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer is None:
@@ -186,7 +193,8 @@ class Sampled:
         return self._table(ORDER[0] if self.layout == AUTO else self.layout)
 
     def _table(self, layout: str | Layout) -> Layout:
-        return presets.named(layout).with_outer(self.auto.outer)
+        table = presets.named(layout).with_outer(self.auto.outer)
+        return table if self.survive is None else table.replace(copies=self.survive)
 
     @property
     def layout(self) -> str | Layout:

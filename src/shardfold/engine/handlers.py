@@ -371,11 +371,13 @@ class Handlers:
         unit, updater = self.units[op.unit], self.optimizer
         assert updater is not None
         ops, pending = op.each(len(unit.trainable)), self._logs.setdefault(op.unit, [])
+        device = self.comm.memory.device
 
         def send() -> None:
             drain(pending, self.comm.agreement.wait)  # of a step that went no further
             for segment, each in zip(unit.trainable, ops, strict=True):
-                self.comm.collective(each, segment.master_grads, pending=pending, out=updater.log_of(segment))
+                grads = segment.master_grads.to(device)  # sums may rest in host memory
+                self.comm.collective(each, grads, pending=pending, out=updater.log_of(segment, device))
 
         return send
 
@@ -386,12 +388,13 @@ class Handlers:
         self.comm.number(one, axes, dist.ReduceOp.SUM, "VOTE")
 
     def bind_mirror(self, op: Op) -> Call:
-        unit, updater = self.units[op.unit], self.optimizer
+        unit, updater, host = self.units[op.unit], self.optimizer, bool(op.tier)
+        device = CPU if host else self.comm.memory.device
         assert updater is not None
 
         def update() -> None:
-            with torch.no_grad():
-                updater.mirror(unit, self.used[unit.name], self.norms.coefficient(self.comm.memory.device))
+            with torch.no_grad(), self.updating() if host else nullcontext():
+                updater.mirror(unit, self.used[unit.name], self.norms.coefficient(device))
 
         return partial(self.damage.attempt, op, update)
 
@@ -503,7 +506,12 @@ class Handlers:
         if op.source == "grads" and op.verb == "STORE" and rests is not Tier.DEVICE:
             return partial(self.damage.attempt_early, op, partial(self._store_sums, unit, op, num_bytes()))
         assert optimizer is not None
-        if op.source == "moments":
+        if op.source == "copies":
+            move = partial(optimizer.fetch_copies if op.verb == "FETCH" else optimizer.store_copies, unit)
+            num_bytes = partial(optimizer.copied_bytes, unit)
+        elif op.source == "log":
+            move = partial(optimizer.store_log, unit)
+        elif op.source == "moments":
             move = partial(optimizer.fetch if op.verb == "FETCH" else optimizer.store, unit)
             num_bytes = partial(optimizer.moved_bytes, unit)  # a class may come to have more of them
         elif op.verb == "FETCH":

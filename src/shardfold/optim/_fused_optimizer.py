@@ -19,7 +19,7 @@ from shardfold.optim.speculation import Speculation
 from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import MemoryRow
-from shardfold.sharding.model import PerElement
+from shardfold.sharding.model import HeldCopy, PerElement
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.sharding.unit import Unit
@@ -67,7 +67,7 @@ class FusedOptimizer(ShardedOptimizer):
         self._names, self._dtype, self._block = names, dtype, block
         self._stochastic, self._threads, self._compiles = stochastic, UpdateThreads(threads), compiles
         self._fused: dict[int, FusedShard] = {}  # by segment
-        self._copies, self._copied = copies, dict[int, FusedShard]()  # by this rank's segment
+        self._copies, self._copied = copies, dict[int, Any]()  # by this rank's segment: the FusedShard of a CopiedShard
         self._held: dict[int, _DelayedUpdate] = {}  # by segment
 
     @property
@@ -106,7 +106,7 @@ class FusedOptimizer(ShardedOptimizer):
         self._copied[id(segment)] = FusedShard(
             cast(Segment, copied),  # which is one to its update
             type(self.torch_optimizer),
-            self._no_moments(segment),
+            self._no_copied_moments(segment, copied),
             stochastic=self._seed(segment, copied.master_range),
             threads=self._threads,
             empty=self._host_memory,
@@ -128,7 +128,9 @@ class FusedOptimizer(ShardedOptimizer):
         if (shard := self._fused.pop(id(segment), None)) is not None:
             for moment in shard.moments.values():
                 moment.drop()
-        self._copied.pop(id(segment), None)
+        if (copy := self._copied.pop(id(segment), None)) is not None:
+            for region in (*copy.moments.values(), *copy.segment.regions.values()):
+                region.drop()
 
     def _adapt(self, names: tuple[str, ...]) -> None:
         if names != self._names:  # momentum, in a group of an SGD that had none
@@ -136,13 +138,17 @@ class FusedOptimizer(ShardedOptimizer):
             for key, shard in self._fused.items():
                 shard.keep_in(self._no_moments(shard.segment))
                 if (copy := self._copied.get(key)) is not None:
-                    copy.keep_in(self._no_moments(shard.segment))
+                    copy.keep_in(self._no_copied_moments(shard.segment, copy.segment))
             self.written += 1
 
     def _no_moments(self, segment: Segment) -> dict[str, Region]:
         tier = self._tiers.named(self._tier_of(segment), segment.table.moments.folder)
         dtype, shape = segment.dtypes["moments"], (segment.shard_numel,)
         return {name: tier.allocate(shape, dtype, zero=True, rests=True) for name in self._names}
+
+    def _no_copied_moments(self, segment: Segment, copied: CopiedShard) -> dict[str, Region]:
+        tier, dtype = self._tiers.named(*copied.rests), segment.dtypes["moments"]
+        return {name: tier.allocate((copied.shard_numel,), dtype, zero=True, rests=True) for name in self._names}
 
     def _move(self, before: Tier, tier: Tier) -> None:
         for shard in self._fused.values():
@@ -169,16 +175,38 @@ class FusedOptimizer(ShardedOptimizer):
 
     # -- copies of other ranks' states
 
-    def copied(self, segment: Segment) -> FusedShard | None:
+    def copied(self, segment: Segment) -> HeldCopy | None:
         return self._copied.get(id(segment))
 
     def mirror(self, unit: Unit, used: Sequence[Sequence[bool]], coefficient: Tensor | None) -> None:
+        if not any(map(any, used)):  # nothing came for it, and nothing will be stored
+            return
         for segment, flags in zip(unit.trainable, used, strict=True):
-            if (copy := self.copied(segment)) is not None:
+            if (copy := self._copied.get(id(segment))) is not None:
+                copy.segment.bring()
                 copy.update(self._group(segment), flags, factor_of(segment, coefficient), self._block)
 
-    def log_of(self, segment: Segment) -> Tensor:
-        return self._copied[id(segment)].segment.update_grads
+    def log_of(self, segment: Segment, device: torch.device) -> Tensor:
+        return self._copied[id(segment)].segment.receives(device)
+
+    def store_log(self, unit: Unit) -> None:
+        for segment in unit.trainable:
+            self._copied[id(segment)].segment.store_log()
+
+    def fetch_copies(self, unit: Unit) -> None:
+        for segment in unit.trainable:
+            copy = self._copied[id(segment)]
+            empty = self._empty(segment)
+            copy.segment.fetch(empty)
+            copy.fetch(empty)
+
+    def store_copies(self, unit: Unit) -> None:
+        copies = [(segment, self._copied[id(segment)]) for segment in unit.trainable]
+        self._give_back([(segment, [copy.segment.leave(), *copy.leave()]) for segment, copy in copies])
+
+    def copied_bytes(self, unit: Unit) -> int:
+        copies = [self._copied[id(segment)] for segment in unit.trainable]
+        return sum(copy.nbytes + copy.segment.regions["copies"].nbytes for copy in copies)
 
     def count_copy(self, segment: Segment) -> None:
         self._copied[id(segment)].count_as(self._fused[id(segment)])
@@ -191,13 +219,25 @@ class FusedOptimizer(ShardedOptimizer):
 
     def fetch(self, unit: Unit) -> None:
         for segment in unit.trainable:
-            near = segment.table.updates_on is Tier.DEVICE
-            self._fused[id(segment)].fetch(self._tiers.device.empty if near else self._tiers.host.empty)
+            self._fused[id(segment)].fetch(self._empty(segment))
+
+    def _empty(self, segment: Segment) -> Callable[[int, torch.dtype], Tensor]:
+        """What gives memory for what comes to where a segment is updated."""
+        near = segment.table.updates_on is Tier.DEVICE
+        return self._tiers.device.empty if near else self._tiers.host.empty
 
     def store(self, unit: Unit) -> None:
+        self._give_back([(segment, self._fused[id(segment)].leave()) for segment in unit.trainable])
+
+    def _give_back(self, updated: Iterable[tuple[Segment, list[tuple[Region, Tensor]]]]) -> None:
+        """What was updated goes to where it rests.
+
+        Raises:
+            OSError: what was stored earlier is not there; all of this is taken (see ``Region.store``).
+        """
         problem: OSError | None = None
-        for segment in unit.trainable:
-            for region, values in self._fused[id(segment)].leave():
+        for segment, each in updated:
+            for region, values in each:
                 try:
                     region.store(values)
                 except OSError as error:

@@ -6,9 +6,10 @@ of one: no parameter is a view of it, and no pass reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardfold.plan.axes import Sizes
@@ -32,8 +33,8 @@ class CopiedShard:
     Attributes:
         axis: along which the rank that it is of is the one before this.
         master_range: of that rank, in elements of the segment.
-        master: ``(length / parts,)``.
-        update_grads: the log of that rank, ``(length / parts,)`` in the dtype of gradients.
+        rests: the tier, and the folder, of its master and moments.
+        moments_come: whether these are fetched to where the update is, and stored behind it.
         regions: what ``copies``, without moments, and ``log`` rest in.
     """
 
@@ -49,11 +50,15 @@ class CopiedShard:
         self.master_range = shard_range(
             segment.spec.length, segment.table.master.over, sizes, copies.held_at(coords, sizes)
         )
-        made: dict[str, Any] = {"copies": segment.dtypes["master"], "log": segment.dtypes["grads"]}
+        cell, on = segment.table.copies_rest(trainable=True), segment.table.updates_on
+        self.rests, self.moments_come = (cell.tier, cell.folder), cell.tier is not on
+        made: dict[str, Any] = {"copies": (self.rests, "master"), "log": ((on, None), "grads")}
         self.regions: dict[str, Region] = {
-            name: tiers.device.allocate((self.shard_numel,), dtype, zero=True, rests=True)
-            for name, dtype in made.items()
+            name: tiers.named(*where).allocate((self.shard_numel,), segment.dtypes[of], zero=True, rests=True)
+            for name, (where, of) in made.items()
         }
+        self._here: Tensor | None = None  # its master where it is updated, from when it was fetched until it is stored
+        self._receives: Tensor | None = None  # what comes of a log, on its way to host memory
 
     @property
     def shard_numel(self) -> int:
@@ -61,11 +66,50 @@ class CopiedShard:
 
     @property
     def master(self) -> Tensor:
-        return self.regions["copies"].get()
+        """``(length / parts,)``, where the update is."""
+        if self._here is not None:
+            return self._here
+        region = self.regions["copies"]
+        return region.get() if self.moments_come else region.values()
 
     @property
     def update_grads(self) -> Tensor:
-        return self.regions["log"].get()
+        """The log of that rank, ``(length / parts,)`` in the dtype of gradients."""
+        return self.regions["log"].values()
+
+    def fetch(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Its master begins to come to memory that ``empty`` gives, ahead of its update."""
+        region = self.regions["copies"]
+        region.fetch(empty(self.shard_numel, region.dtype))
+
+    def bring(self) -> None:
+        """What :meth:`fetch` began is where the update is.
+
+        Raises:
+            OSError: it could not be read.
+        """
+        if self.moments_come:
+            self._here = self.regions["copies"].get()
+
+    def leave(self) -> tuple[Region, Tensor]:
+        """The master is not there any more: the region that is to take it, and its values."""
+        here, self._here = self._here, None
+        assert here is not None
+        return self.regions["copies"], here
+
+    def receives(self, device: torch.device) -> Tensor:
+        """Where the log comes to, ``(length / parts,)``: where it rests, if that is memory of the device that sends."""
+        region = self.regions["log"]
+        if (resting := region.resting) is not None and resting.device == device:
+            return region.values()
+        self._receives = torch.empty(self.shard_numel, dtype=region.dtype, device=device)
+        return self._receives
+
+    def store_log(self) -> None:
+        """What has come goes to host memory."""
+        came, self._receives = self._receives, None
+        if came is not None:
+            self.regions["log"].store(came)
 
     def own_piece(self, slot: int) -> tuple[slice, slice]:
         """Where it meets a parameter: in the copy, and in the parameter; both may be empty."""

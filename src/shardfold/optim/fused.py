@@ -184,8 +184,7 @@ class FusedShard:
                 return
             before.settle()
         if not any(used):  # of a unit of which others were: what was fetched goes back as it is
-            table = segment.table
-            if table.moments.tier is not table.updates_on:
+            if segment.moments_come:
                 self.here = [region.get() for region in self.moments.values()]
             return
         self._update(group, used, coefficient, block, aside)
@@ -201,9 +200,8 @@ class FusedShard:
         """``aside``: memory of the host that takes the compute-dtype copy; None: it goes where it rests, or on its way
         there."""
         steps = [count + was_used for count, was_used in zip(self.steps, used, strict=True)]
-        table = self.segment.table
-        near = table.updates_on is Tier.DEVICE
-        comes = near or table.moments.tier is not table.updates_on
+        away = self.segment.moments_come
+        comes = away or self.segment.table.updates_on is Tier.DEVICE
         try:
             # What was fetched is waited for here, not before.
             self.here = [region.get() if comes else region.values() for region in self.moments.values()]
@@ -215,7 +213,7 @@ class FusedShard:
             self.here = []
             raise
         self.steps = steps
-        if table.moments.tier is table.updates_on:
+        if not away:
             self.here = []  # nothing stores them: the regions alone have their memory
 
     def _out(self, aside: Tensor | None, *, whole: bool) -> Tensor | None:

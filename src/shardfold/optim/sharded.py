@@ -198,9 +198,22 @@ class ShardedOptimizer(Updater):
         """The step for the copies that this rank holds of a unit, with the logs that have come; arguments are as of
         :meth:`update`."""
 
-    def log_of(self, segment: Segment) -> Tensor:
-        """Where the log of another rank comes to, ``(length / parts,)``."""
+    def log_of(self, segment: Segment, device: torch.device) -> Tensor:
+        """Where the log of another rank comes to on that device, ``(length / parts,)``."""
         raise NotImplementedError
+
+    def store_log(self, unit: Unit) -> None:
+        """What has come of it goes to where the host updates."""
+
+    def fetch_copies(self, unit: Unit) -> None:
+        """As :meth:`fetch`, of the copies that this rank holds: their master too."""
+
+    def store_copies(self, unit: Unit) -> None:
+        """As :meth:`store`, of these."""
+
+    def copied_bytes(self, unit: Unit) -> int:
+        """Of the copies of a unit that this rank holds."""
+        return 0
 
     def count_copy(self, segment: Segment) -> None:
         """The copy is as many updates old as this rank's own part."""

@@ -11,6 +11,10 @@ the rank updates the original. Both then are the same to the bit, as the same pa
 
 Before the vote a step is undone by dropping its gradients: nothing has changed. Behind it whoever lives has all that it
 takes to end the step by itself.
+
+A copy rests in the tier of ``moments``, or in another one that is named, and is updated where the original is: from
+that tier it comes for its MIRROR, and goes back behind it. Frozen parameters that are split have copies too, which no
+step changes.
 """
 
 from __future__ import annotations
@@ -37,16 +41,19 @@ class Copies:
         to: the axis along which the next rank does; ``"rank"``: the nearest, ``"host"``: one on the next host, or the
             nearest where there is one host. With a word there are copies only where other ranks, or hosts, do not have
             the same anyway.
+        tier: where copies rest, ``"device"``, ``"host"`` or ``"disk"``; None: where moments do, and those of frozen
+            parameters where these do.
 
     Raises:
         LayoutError: there is no such axis.
 
     Examples:
         >>> sf.PRESETS["zero3"].replace(copies="host").copies
-        Copies(to='host')
+        Copies(to='host', tier=None)
     """
 
     to: str = "rank"
+    tier: str | None = None
 
     def __post_init__(self) -> None:
         known = (*WORDS, *DATA_AXES)
@@ -77,4 +84,5 @@ class Copies:
 
     def __str__(self) -> str:
         words = {"rank": "on the nearest rank", "host": "on a rank of the next host"}
-        return "of master and moments " + words.get(self.to, f"on the next rank along {self.to}")
+        where = f", in the {self.tier} tier" if self.tier is not None else ""
+        return "of master and moments " + words.get(self.to, f"on the next rank along {self.to}") + where

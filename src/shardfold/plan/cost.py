@@ -97,6 +97,8 @@ def segment_bytes(
     if layout.signs is not None and layout.signs.error and not frozen and mesh[layout.signs.axis] > 1:
         bytes_["worker"] = elements * 4 / layout.master.parts(mesh)
         bytes_["server"] = bytes_["worker"] / mesh[layout.signs.axis]
+    if frozen and layout.is_copied(trainable=False):
+        bytes_["copies"] = segment.value_bytes(elements) / layout.rest.parts(mesh)
     if layout.copied and not frozen:
         master, moments, grads = (ITEMSIZE[segment.dtype_for(s, layout)] for s in ("master", "moments", "grads"))
         bytes_["copies"] = elements * (master + num_moments * moments) / layout.master.parts(mesh)
@@ -138,7 +140,9 @@ def resting_bytes(
         for segment in unit.segments:
             elements, table = segment.length if padded else segment.numel, segment.table_or(layout)
             for state, n in segment_bytes(layout, segment, mesh, num_moments, elements).items():
-                total[state, tier_of(table, state)] += kept(segment) if kept and state == "moments" else n
+                total[state, tier_of(table, state, trainable=segment.trainable)] += (
+                    kept(segment) if kept and state == "moments" else n
+                )
     return {key: n for key, n in total.items() if n}
 
 
@@ -161,18 +165,24 @@ def regions_in(
             table = segment.table_or(layout)
             for state, nbytes in segment_bytes(layout, segment, mesh, num_moments, segment.length).items():
                 cell = table.cells().get(state) or table.rest
-                if state not in ("format", *OUTER, *COPIED) and cell.tier is tier:
-                    last = state == "moments"
-                    count = num_moments if last else 1
+                if state in COPIED:
+                    cell = table.copies_rest(trainable=segment.trainable)
+                rests = table.updates_on if state == "log" else cell.tier
+                if state not in ("format", *OUTER) and rests is tier:
+                    last = state in ("moments", *COPIED)
+                    count = num_moments if state == "moments" else 1
+                    count += num_moments if state == "copies" and segment.trainable else 0
                     if count:  # SGD without momentum has no moments
                         found.setdefault(cell.folder, []).extend([(last, int(nbytes) // count)] * count)
     return {folder: [size for _, size in sorted(sizes, key=lambda each: each[0])] for folder, sizes in found.items()}
 
 
-def tier_of(layout: Layout, state: str) -> Tier:
+def tier_of(layout: Layout, state: str, *, trainable: bool = True) -> Tier:
     """Where a state rests; what a frozen parameter keeps in place of ``params`` lies as the others' master."""
-    if state == "format" or state in COPIED:
+    if state == "format":
         return Tier.DEVICE
+    if state in COPIED:
+        return layout.updates_on if state == "log" else layout.copies_rest(trainable=trainable).tier
     if state in OUTER:
         return Tier(layout.outer.tier) if layout.outer is not None else Tier.DEVICE
     return (layout.cells().get(state) or layout.rest).tier

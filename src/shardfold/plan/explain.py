@@ -242,6 +242,8 @@ class Remarks:
         return "in the first micro-batch of a step" if once else ""
 
     def _store(self, section: str, op: Op, table: Layout) -> str:
+        if op.source == "log":
+            return "" if self.streams else "it has come there"
         if op.source != "grads":
             return ""
         if section in PASSES:

@@ -67,7 +67,7 @@ def _copies(table: Layout, segment: SegmentSpec) -> dict[str, tuple[tuple[Axes, 
     """By state the axes over which each copy of its values is split, and which of these the next rank has too."""
     rest, master = table.rest.over, table.master.over
     if not segment.trainable:
-        return {"params": ((rest,), ())}
+        return {"params": ((rest,), (0,) if table.is_copied(trainable=False) else ())}
     equal = table.params is not None and (segment.own or table.params.dtype == table.master.dtype)
     copies = {
         "params": (rest, master),

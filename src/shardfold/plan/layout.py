@@ -526,7 +526,19 @@ class Layout:
     @property
     def copied(self) -> bool:
         """Of a bound table: whether a neighbour holds a copy of what this rank's master and moments are."""
-        return self.copies is not None and self.copies.to in self.master.over
+        return self.is_copied(trainable=True)
+
+    def is_copied(self, *, trainable: bool) -> bool:
+        """The same, or of this rank's part of what is frozen."""
+        cell = self.master if trainable else self.rest
+        return self.copies is not None and self.copies.to in cell.over
+
+    def copies_rest(self, *, trainable: bool) -> Cell:
+        """The tier and the folder of copies; whatever else its cell says is of their originals."""
+        cells = (self.moments, self.master) if trainable else (self.rest,)
+        tier = Tier(self.copies.tier) if self.copies is not None and self.copies.tier is not None else cells[0].tier
+        folder = next((cell.folder for cell in cells if cell.tier is tier), None)
+        return replace(cells[0], tier=tier, folder=folder)
 
     @property
     def share(self) -> float:
@@ -747,13 +759,21 @@ class Layout:
                 "copies are of ranks that take each step together, and the table has groups that come together every "
                 "so many steps (outer), or signs: leave one of the two out."
             )
-        for name in ("grads", "master", "moments"):
-            cell = getattr(self, name)
-            if isinstance(cell, Cell) and cell.tier is not Tier.DEVICE:
-                raise LayoutError(
-                    f"{name} {rests(name)} in the {cell.tier} tier, and copies are of what rests on the device: let it "
-                    "rest there, or leave copies out."
-                )
+        tier = self.copies.tier
+        if tier is not None and tier not in list(Tier):
+            near = meant(str(tier), [str(each) for each in Tier])
+            raise LayoutError(f"copies rest in tier {described(tier)}, which is unknown.{near}")
+        if self.grads.tier is Tier.DISK:
+            raise LayoutError(
+                "grads rest in the disk tier, and where there are copies all of them go to other ranks in front of the "
+                "first update: let them rest in host memory, as in offload={'optimizer': 'disk', 'grads': 'host'}, or "
+                "leave copies out."
+            )
+        if tier is not None and Tier(tier) is Tier.DEVICE and self.updates_on is Tier.HOST:
+            raise LayoutError(
+                f"copies rest in the device tier but master in the {self.master.tier} tier, so that the host updates "
+                "both: let copies rest in the host or the disk tier too, or leave their tier out."
+            )
 
     def bind(self, precision: Precision, mesh: Sizes) -> Layout:
         """The table with its dtype words resolved and its axes of size 1 dropped. Gradients that rest in a slower tier

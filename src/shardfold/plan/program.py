@@ -183,7 +183,7 @@ VERBS: Mapping[str, Verb] = {
     "STORE": Verb(("unit", "source", "tier")),
     "STASH": Verb(source="flat"),
     "JOIN": Verb(),
-    "MIRROR": Verb(source="log", target="copies"),
+    "MIRROR": Verb(source="log", target="copies", may=("tier",)),
     "SPECULATE": Verb(("unit", "tier"), source="grads", target="master"),
     "FRAGMENT": Verb(),
     "DIFF": Verb(("unit", "format"), source="master", target="outer"),
@@ -719,7 +719,10 @@ class _Lowering:
             yield Op("NORM")
         if self._meets == "signs":
             yield from self.signs()
-        yield from (Op("WAIT", unit.name, target="log") for unit, _ in logged)
+        for unit, _ in logged:
+            yield Op("WAIT", unit.name, target="log")
+            if (on := unit.table_or(self._layout).updates_on) is not Tier.DEVICE:
+                yield Op("STORE", unit.name, source="log", tier=str(on))
         if logged:
             yield Op("VOTE")
         yield Op("STEP")
@@ -829,8 +832,19 @@ class _Lowering:
                 for op in self._turn(unit, "master", "params") if whole else ():
                     yield op
                     waits.append(Op("WAIT", unit.name, target="params"))
-        yield from (Op("MIRROR", unit.name) for unit, _ in self._copied())  # while what was updated is on its way
+        for unit, _ in self._copied():  # while what was updated is on its way
+            yield from self._mirror(unit)
         yield from waits
+
+    def _mirror(self, unit: UnitSpec) -> Iterator[Op]:
+        """The update of the copy that this rank holds, and what brings it to where originals are updated, and back."""
+        table = unit.table_or(self._layout)
+        on, rests = table.updates_on, table.copies_rest(trainable=True).tier
+        if rests is not on:
+            yield Op("FETCH", unit.name, source="copies", tier=str(rests))
+        yield Op("MIRROR", unit.name, tier=str(on) if on is not Tier.DEVICE else "")
+        if rests is not on:
+            yield Op("STORE", unit.name, source="copies", tier=str(rests))
 
     def _update(self, unit: UnitSpec) -> Iterator[Op]:
         """The update of a unit, and what brings its states to where it computes, and back."""

@@ -244,7 +244,7 @@ def apply(
         return delay_waits(defer_reduce(prefetch(ops, overlap.prefetch), late), overlap.reduces_in_flight or 0)
 
     def updates(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        return prefetch(ops, overlap.prefetch, ("FETCH",), ("UPDATE",), fetched)
+        return prefetch(ops, overlap.prefetch, ("FETCH",), ("UPDATE", "MIRROR"), fetched)
 
     made = Program(
         first=prefetch(program.first, overlap.prefetch),

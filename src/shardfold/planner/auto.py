@@ -90,7 +90,13 @@ def first_of(names: Iterable[str], needed: Callable[[str], float], budget: float
 
 
 def choose_layout(
-    model: nn.Module, precision: Any, mesh: Mesh, memory: float, moments: int = 2, bucket: int = 0
+    model: nn.Module,
+    precision: Any,
+    mesh: Mesh,
+    memory: float,
+    moments: int = 2,
+    bucket: int = 0,
+    copies: str | None = None,
 ) -> Chosen:
     """The first layout whose states and buffers leave a part of the memory free.
 
@@ -101,6 +107,7 @@ def choose_layout(
         memory: bytes of each rank's device.
         moments: that the optimizer keeps of each element.
         bucket: of :func:`~shardfold.sharding.partition.cut`.
+        copies: who holds the optimizer's states of a rank once more, as the column of a table has it; None: nobody.
 
     Raises:
         ConfigError: none does.
@@ -108,7 +115,7 @@ def choose_layout(
     groups = {id(p): 0 for p in model.parameters() if p.requires_grad}
 
     def needed(name: str) -> float:
-        rules = Rules(precision, presets.named(name), mesh)
+        rules = Rules(precision, presets.named(name).replace(copies=copies), mesh)
         units = [c.spec for c in cut(model, None, groups, rules, mesh, bucket=bucket) if c.spec is not None]
         return states_peak(rules.layouts[-1], units, mesh, moments)
 
@@ -122,10 +129,11 @@ def choose_layout(
         )
     (taken,) = looked.fitting
     before = f" {tried}." if tried else ""
+    with_copies = ", with copies of others'," if copies is not None else ""
     told = (
-        f"layout='auto' is {taken.layout!r}: its states and buffers take {human(taken.needed)} of the {human(memory)} "
-        f"of each rank.{before} Assumed: an optimizer with {moments} moments, and {FREE:.0%} of the memory for "
-        "activations, of which nothing is known before a batch; shardfold.plan.best counts them."
+        f"layout='auto' is {taken.layout!r}: its states{with_copies} and buffers take {human(taken.needed)} of the "
+        f"{human(memory)} of each rank.{before} Assumed: an optimizer with {moments} moments, and {FREE:.0%} of the "
+        "memory for activations, of which nothing is known before a batch; shardfold.plan.best counts them."
     )
     return Chosen(taken.layout, "", taken.needed, told)
 

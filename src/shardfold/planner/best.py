@@ -11,6 +11,7 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.checks import described, is_flag, is_integer, known_arguments
+from shardfold.plan.copies import WORDS
 from shardfold.plan.layout import Layout, Precision
 from shardfold.planner.candidate import FittingCandidate
 from shardfold.planner.choice import largest_of
@@ -39,6 +40,7 @@ def best(
     modes: Sequence[str] = MODES,
     axes: Sequence[Mapping[str, Any]] = ({},),
     wire: str | AutoWire | None = None,
+    survive: str | None = None,
     real: bool | None = None,
 ) -> FittingCandidate:
     """The fastest way to train a model that fits; nothing is run.
@@ -61,6 +63,8 @@ def best(
         wire: formats and hops that parameters and gradients may travel in besides the layouts' own, as
             ``Engine(wire=)`` takes it: ``"auto"`` allows none that loses anything, ``"auto:int8"`` that one. None: only
             what the layouts have.
+        survive: who holds the optimizer's states of each rank once more, ``"rank"`` or ``"host"``; None: nobody. What
+            copies take of memory, links and updates counts.
         real: True: the model runs on zeros with memory, for a forward that asks for values (``.item()``); None: where
             it has to and model and micro-batch are of at most 1 GiB.
 
@@ -74,8 +78,14 @@ def best(
     layouts = layouts_for(where) if layouts is None else layouts
     _check(samples, layouts, modes, axes, precision)
     _check_real(real)
+    if survive is not None and survive not in WORDS:
+        raise ConfigError(
+            f"survive= is {described(survive)}: it says who holds copies of states, {' or '.join(map(repr, WORDS))}."
+            f"{did_you_mean(str(survive), WORDS)}"
+        )
     subject, divisions = Subject(model, batch, compute, real=real), [division_of(each) for each in axes]
     what: dict[str, Any] = {"precision": precision, "layouts": layouts, "modes": modes, "wire": AutoWire.named(wire)}
+    what["copies"] = survive or ""
     return rank(subject, where, divisions, batch=samples, host=host_bytes(host), **what).best
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from shardfold.errors import ConfigError
 from shardfold.parallel.parallel import Parallel
 from shardfold.plan import presets
+from shardfold.plan.copies import WORDS
 from shardfold.plan.layout import Layout
 from shardfold.plan.rewrites import Overlap
 from shardfold.planner.division import UNDIVIDED, Division
@@ -36,6 +37,8 @@ class Candidate:
         division: how ranks share the model besides its states.
         gather: as what parameters travel, a format and its hops as ``int8x2``; empty: as the layout has it.
         reduce: the same of gradients.
+        copies: who holds the optimizer's states of a rank once more, ``"rank"`` or ``"host"``; empty: as the layout has
+            it.
     """
 
     layout: str
@@ -47,6 +50,7 @@ class Candidate:
     division: Division = UNDIVIDED
     gather: str = ""
     reduce: str = ""
+    copies: str = ""
 
     @property
     def wires(self) -> dict[str, str]:
@@ -59,9 +63,14 @@ class Candidate:
         return ", ".join(f"{purpose} {name}" for purpose, name in self.wires.items())
 
     @property
+    def changes(self) -> dict[str, str]:
+        """What of the table is not as the layout has it."""
+        return self.wires | ({"copies": self.copies} if self.copies else {})
+
+    @property
     def table(self) -> Layout:
-        """The layout with these wires."""
-        return presets.named(self.layout).replace(**self.wires)
+        """The layout with these."""
+        return presets.named(self.layout).replace(**self.changes)
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -73,7 +82,7 @@ class Candidate:
             how |= {"tensor": self.division.plan, "sequence_parallel": self.division.sequence_parallel}
         more = {"parallel": Parallel(mesh=axes, **how) if how else axes} if axes else {}
         return {
-            "layout": self.table if self.wires else self.layout,
+            "layout": self.table if self.changes else self.layout,
             "precision": self.precision,
             "activations": self.mode,
             "accumulate": self.accumulate,
@@ -95,6 +104,7 @@ class Candidate:
         }
         if "pipeline" in self.division.axes:
             found["order"] = self.division.order
+        found |= {"elastic": True} if self.copies == WORDS[0] else {}
         return found | ({"sequence_parallel": True} if self.division.sequence_parallel else {})
 
     @property
@@ -141,6 +151,8 @@ class Candidate:
             said.append("sequence parallelism (sf.Parallel(sequence_parallel=True))")
         if self.wires:
             said.append(f"{self.wired} (the layout of Engine)")
+        if self.copies:
+            said.append(f"copies={self.copies!r} (the layout of Engine)")
         return f"a DeepSpeed config has no words for {'; '.join(said)}." if said else ""
 
     def __str__(self) -> str:

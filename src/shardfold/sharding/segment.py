@@ -101,6 +101,10 @@ class Segment:
         self.table = spec.table_or(layout)
         self.rest_range = shard_range(spec.length, self.table.rest.over, mesh, coords)
         self.master_range = shard_range(spec.length, self.table.master.over, mesh, coords)
+        self.copied_range: tuple[int, int] | None = None  # frozen: another rank's, of which this one has a copy
+        copies = self.table.copies
+        if copies is not None and not spec.trainable and self.table.is_copied(trainable=False):
+            self.copied_range = shard_range(spec.length, self.table.rest.over, mesh, copies.held_at(coords, mesh))
         self.flat = store.empty(spec.length, self.dtype)
         self.gaps = _gaps(spec)
         self._filled = [i for i, slot in enumerate(spec.slots) if slot.numel]
@@ -265,6 +269,7 @@ class Segment:
         if layout.held is not None and self.held_range is not None:
             self.held = self._rest_in(tiers, "held", layout.held, flat[slice(*self.held_range)])
         if not spec.trainable:
+            self._hold_copy(tiers)
             return
         a, b = self.master_range
         params, same = layout.params, self.dtype == self.dtypes["master"]
@@ -315,6 +320,14 @@ class Segment:
             exact.untyped_storage().resize_(0)
         device.give(self.flat)
         self._point()
+        self._hold_copy(tiers)
+
+    def _hold_copy(self, tiers: Tiers) -> None:
+        """Room for another rank's part of what is frozen (see ``plan/copies``), as much as this rank has."""
+        if self.copied_range is not None:
+            cell, own = self.table.copies_rest(trainable=False), self.regions["params"]
+            numel, tier = own.nbytes // own.dtype.itemsize, tiers.named(cell.tier, cell.folder)
+            self.regions["copies"] = tier.allocate((numel,), own.dtype, zero=True, rests=True)
 
     def _write_codes(self, form: Format, first: int, values: Tensor) -> Tensor:
         """The codes of a whole parameter, whose scales may be coded together, and which begins at element ``first``:
@@ -534,6 +547,11 @@ class Segment:
         return self.flat.device if self.table.updates_on is Tier.DEVICE else torch.device("cpu")
 
     @property
+    def moments_come(self) -> bool:
+        """Whether moments rest elsewhere than where the update is: they are fetched for it, and stored behind it."""
+        return self.table.moments.tier is not self.table.updates_on
+
+    @property
     def keeps_copy(self) -> bool:
         """Whether the master range rests in the compute dtype too."""
         return "params" in self.regions and not self.master_is_rest
@@ -695,6 +713,10 @@ class Segment:
     def own_piece(self, slot: int) -> tuple[slice, slice]:
         """Where this rank's master range meets a parameter: in the shard, and in the parameter; both may be empty."""
         return self._overlap(slot, self.master_range)
+
+    def copied_piece(self, slot: int) -> tuple[slice, slice]:
+        """Where the copy of what is frozen of another rank meets a parameter; both are empty where there is none."""
+        return self._overlap(slot, self.copied_range or (0, 0))
 
     def _overlap(self, slot: int, bounds: tuple[int, int]) -> tuple[slice, slice]:
         offset, numel = self.spec.slots[slot].offset, self.spec.slots[slot].numel

@@ -53,6 +53,9 @@ EFFECTS = (
         "what tokens cost is said of the fastest way, for which --micro-batch is left out",
     ),
     Effect("optimizer", lambda plan: plan.html is None, "the page of --html plans AdamW"),
+    Effect("survive", lambda plan: not plan.inference, "--inference plans no training"),
+    Effect("survive", lambda plan: plan.html is None, "the page of --html has no copies"),
+    Effect("survive", lambda plan: plan.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"),
     Effect(
         "galore_rank",
         lambda plan: plan.optimizer.startswith("galore"),
@@ -144,6 +147,9 @@ OptimizerName = Annotated[
     str, typer.Option(help="adamw, adamw8bit, adafactor, lion, muon, galore or galore8bit, whose states are counted.")
 ]
 GaloreRank = Annotated[int, typer.Option(min=1, max=2**16, help="Rank of what GaLore projects gradients to.")]
+Survive = Annotated[
+    str | None, typer.Option(help="Who holds a copy of each rank's optimizer states: another rank, or a host.")
+]
 Price = Annotated[float | None, typer.Option(help="Price of a device for an hour: says what 10^9 tokens cost.")]
 
 
@@ -168,6 +174,7 @@ def plan(
     pipeline: Pipeline = None,
     order: Order = None,
     wire: Wire = None,
+    survive: Survive = None,
     real: Real = False,
     price: Price = None,
     optimizer: OptimizerName = "adamw",
@@ -186,7 +193,7 @@ def plan(
     check_effects(plan, locals(), EFFECTS)
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: give what a device costs an hour, above 0.")
-    tables, auto, size = _checked(activations, layout, precision, wire, micro_batch, gpus)
+    tables, auto, size = _checked(activations, layout, precision, wire, micro_batch, gpus, survive)
     check_optimizer(optimizer)
     if weights not in ("memory", "host", "disk"):
         raise ConfigError(f"--weights {weights}: it is memory, host or disk.")
@@ -221,9 +228,8 @@ def plan(
         )  # fmt: skip
     fits = print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate or 1, length=length,
-        tables=tables, modes=activations or list(MODES), batch=batch, host=host,
-        divisions=divisions, wire=auto, real=real or None, price=price,
-        optimizer=optimizer, galore_rank=galore_rank,
+        tables=tables, modes=activations or list(MODES), batch=batch, host=host, survive=survive,
+        divisions=divisions, wire=auto, real=real or None, price=price, optimizer=optimizer, galore_rank=galore_rank,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(NOTHING_FITS)
@@ -236,6 +242,7 @@ def _checked(
     wire: str | None,
     micro_batch: str | None,
     gpus: str,
+    survive: str | None,
 ) -> tuple[dict[str, Layout], AutoWire | None, int | str | None]:
     """Tables by name, wires, and samples of a micro-batch, of options that name something.
 
@@ -253,7 +260,8 @@ def _checked(
     size = _samples(micro_batch)
     if size and wire:
         raise ConfigError("--wire is a dimension of a search, which has no --micro-batch: leave one of them out.")
-    tables = {name: presets.named(name) for name in layout or layouts_for(cluster(gpus))}
+    names = layout or layouts_for(cluster(gpus))
+    tables = {name: presets.named(name).replace(copies=survive) for name in names}
     if wire is None:
         return tables, None, size
     from shardfold.plan.auto_wire import AutoWire

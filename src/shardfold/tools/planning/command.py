@@ -52,12 +52,13 @@ def print_plan(
     price: float | None = None,
     optimizer: str = "adamw",
     galore_rank: int = 16,
+    survive: str | None = None,
 ) -> bool:
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
     train that fits; returns whether anything fits. ``model``: a name, or what makes it for a division."""
     where, room = cluster(gpus, memory=memory), host_bytes(host)
     searched: dict[str, Any] = {"precision": precision, "layouts": tables, "modes": modes, "batch": batch, "wire": wire}
-    searched["host"] = room
+    searched |= {"host": room, "copies": survive or ""}
 
     def make(division: Division | None = None) -> Planned:
         with _making(model if isinstance(model, str) else "a model"):

@@ -205,9 +205,9 @@ def ranking(found: Ranking, where: Cluster, precision: str, recipe: str = "", pr
         best = found.found[0].candidate
         settings = {**best.engine, "layout": best.layout}
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items() if name != "overlap")
-        if best.wires:
-            wires = ", ".join(f"{name}={value!r}" for name, value in best.wires.items())
-            given = given.replace(f"layout={best.layout!r}", f"layout=sf.PRESETS[{best.layout!r}].replace({wires})")
+        if best.changes:
+            changes = ", ".join(f"{name}={value!r}" for name, value in best.changes.items())
+            given = given.replace(f"layout={best.layout!r}", f"layout=sf.PRESETS[{best.layout!r}].replace({changes})")
         lot = "1 sample" if best.micro_batch == 1 else f"{best.micro_batch:,} samples"
         sizes = f"{lot} on each device at a time, {found.found[0].batch:,} a step"
         lines += ["", f"fastest: Engine({given}), {sizes}"]
