@@ -23,13 +23,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from shardfold.launch import workers
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from shardfold.launch import _rendezvous, workers
 from shardfold.launch.process import die_with_parent
 
 Work = Callable[[Mapping[str, str]], None]
 """What a rank does, given its environment."""
 STACKS = signal.SIGUSR2
 """A launcher or a rank that gets it writes where it is."""
+RESOLVER = threading.Lock()
+"""A launcher's threads open stores, which asks the C library for names of hosts. A rank that is forked meanwhile would
+have the library's own lock, taken, and nobody who ever returns it: so nobody forks meanwhile."""
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
@@ -78,7 +83,8 @@ class Forked:
         self.stdout, self.stderr = ours
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
+        with RESOLVER:
+            self.pid = os.fork()
         if not self.pid:
             if start_new_session:
                 os.setsid()
@@ -119,6 +125,7 @@ def begin(
         Forked.work = staticmethod(work)
         names: Any = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
         workers.subprocess = names
+        _rendezvous.TCPStore = _opened  # pyright: ignore[reportAttributeAccessIssue]
         return launch()
 
     streams = [os.open(each, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for each in (out, err)]
@@ -132,6 +139,11 @@ def begin(
     for each in streams:
         os.close(each)
     return pid
+
+
+def _opened(*where: Any, **how: Any) -> TCPStore:
+    with RESOLVER:
+        return TCPStore(*where, **how)
 
 
 def _enter(host: str) -> None:
