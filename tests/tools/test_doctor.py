@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import pytest
 
 from shardfold.planner.hardware import cluster
 from shardfold.testing import Ranks
-from shardfold.tools.doctor import _forward_rates
+from shardfold.tools.doctor import _diagnoses, _forward_rates
 from shardfold.tools.doctor._diagnoses import Check, checks
 from shardfold.tools.doctor._rates import at_least_zero
 from shardfold.tools.doctor.doctor import doctor
@@ -31,6 +32,19 @@ def test_what_is_wrong_has_a_way_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp
     found = by_what()
     assert found["temporary files"].state == "bad" and "TMPDIR" in found["temporary files"].mend
     assert found["threads"].state == "slow" and all(each.mend for each in found.values())
+
+
+def test_a_name_server_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection to PyTorch's store waits for it; doctor itself does not."""
+    answered = threading.Event()
+    monkeypatch.setattr(_diagnoses, "QUICK", float("inf"))
+    assert "names of addresses" not in by_what()
+    monkeypatch.setattr(_diagnoses, "QUICK", 0.0)
+    monkeypatch.setattr(_diagnoses, "ASKED", 0.05)
+    with patch("socket.getnameinfo", lambda *_: answered.wait()):
+        found = by_what()["names of addresses"]
+    answered.set()
+    assert found.state == "slow" and "takes more than 0.1 s" in found.said and "RES_OPTIONS" in found.mend
 
 
 def test_a_package_that_lacks_is_named_with_its_extra(

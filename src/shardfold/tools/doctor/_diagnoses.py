@@ -9,6 +9,7 @@ import resource
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = ["Check", "checks"]
 
 NEEDED = (2, 11)  # of PyTorch
 FEW_FILES, SMALL_SHM = 1024, 2**26
+QUICK, ASKED = 0.5, 3.0  # seconds for the name of an address
 SKEW = 2.0  # seconds that a file's time may be from the clock's
 
 
@@ -132,6 +134,14 @@ def _processes() -> Iterator[Check]:
             "the interface on the way to node 0 (GLOO_SOCKET_IFNAME); other launchers do not",
             "add the name to /etc/hosts with such an address, or set GLOO_SOCKET_IFNAME",
         )
+    if (asked := _seconds_for_no_name()) > QUICK:
+        yield Check(
+            "slow",
+            "names of addresses",
+            f"the name server takes {'more than ' * (asked >= ASKED)}{asked:.1f} s to say that it has none for an "
+            "address, and PyTorch's store asks for that of each connection, one behind the other: ranks start later",
+            "export RES_OPTIONS='timeout:1 attempts:1', or mend /etc/resolv.conf",
+        )
     group = "its control group" if has_group() else "no control group, as this process may make none of version 2"
     yield Check(
         "ok",
@@ -157,6 +167,16 @@ def _processes() -> Iterator[Check]:
     yield Check(
         "ok", "host memory", f"{format_bytes(limit)} for all ranks of this host" if limit else "no limit is known"
     )
+
+
+def _seconds_for_no_name() -> float:
+    """How long the C library takes for the name of the loopback as a store that listens on IPv6 sees it; /etc/hosts has
+    none. At most ``ASKED``: it may wait for a name server that is not there for a minute."""
+    begun = time.monotonic()
+    asking = threading.Thread(target=socket.getnameinfo, args=(("::ffff:127.0.0.1", 1), 0), daemon=True)
+    asking.start()
+    asking.join(ASKED)
+    return ASKED if asking.is_alive() else time.monotonic() - begun
 
 
 def _lost(ranks: int) -> str:
