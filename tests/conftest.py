@@ -41,6 +41,7 @@ TESTED = os.environ.get("SHARDFOLD_TEST_DEVICE", "cuda")
 THREADS = os.environ.get("SHARDFOLD_TEST_THREADS", "1")
 torch.set_num_threads(int(THREADS))
 os.environ["OMP_NUM_THREADS"] = THREADS  # of the programs that tests start
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no test hangs on a name server (see docs/launch.md)
 # For the same reason no example has a time to keep, nor has finding one.
 hypothesis.settings.register_profile(
     "shared", max_examples=50, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
