@@ -232,6 +232,10 @@ class Sampler(data.Sampler[list[int]]):
         """The position, and what the order depends on: plain integers and booleans, equal on all ranks."""
         return {"length": self.length, "shuffle": self.shuffle, "seed": self.seed, **self._at._asdict()}
 
+    def share_among(self, num_ranks: int) -> None:
+        """From the next batch on each global batch is cut for so many ranks, at least 1."""
+        self.num_ranks, self.rank = num_ranks, min(self.rank, num_ranks - 1)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state that was saved on any number of ranks, with any batch size; from the next pass on.
 

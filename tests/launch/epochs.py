@@ -9,6 +9,7 @@ to arrive, for each launcher that may notice something, and, while faults are le
                itself; one of a minority, or that the others have gone on without, ends by itself, and is as one that
                has crashed
     doubts     a launcher that lives is suspected by one of the others, as behind a link that is cut for a while
+    comes      a process that may take the place of a rank, at any launcher, once at each; it may die as any rank
 
 The machine is pure, so what it does in one of its states with one event is computed once. States of the whole are
 numbers into these tables: some microseconds each.
@@ -28,7 +29,9 @@ class World(NamedTuple):
     """
     Attributes:
         voters: numbers, by node; -1: it has crashed.
-        dead: nodes whose rank is gone, as bits.
+        dead: processes that are gone, as bits: the rank of a node has its number, what comes there is so many further
+            as there are nodes.
+        come: of which nodes one has come, as bits.
         under_way: messages that have not arrived, as bits.
         faults: that may still come.
         records: that any launcher has decided or heard of, as bits.
@@ -36,6 +39,7 @@ class World(NamedTuple):
 
     voters: tuple[int, ...]
     dead: int
+    come: int
     under_way: int
     faults: int
     records: int
@@ -54,21 +58,29 @@ class Walk:
         machine: what each launcher runs.
         ballots: of one epoch, behind which no launcher begins another: duels of two could go on for ever.
         most: states, more of which are refused.
+        spares: how many processes may come that take the place of ranks; none is a fault.
     """
 
     def __init__(
-        self, agents: int, faults: int, machine: type[Voter] = Voter, *, ballots: int = 2, most: int = 10**7
+        self,
+        agents: int,
+        faults: int,
+        machine: type[Voter] = Voter,
+        *,
+        ballots: int = 2,
+        most: int = 10**7,
+        spares: int = 0,
     ) -> None:
-        self.agents, self.ballots, self.most = agents, ballots, most
+        self.agents, self.ballots, self.most, self.spares = agents, ballots, most, spares
         self._voters: list[Voter] = []
         self._messages: list[Message] = []
         self._records: list[Membership] = []
         self._numbers: dict[Any, int] = {}
         self._done: dict[tuple[int, Any], tuple[int, int]] = {}
         self._stale: dict[tuple[int, int], bool] = {}
-        record = Membership(0, tuple(Member(uid, uid) for uid in range(agents)))
+        record = Membership(0, tuple(Member(uid, uid) for uid in range(agents)), size=agents)
         voters = tuple(self._number(self._voters, machine(agent, record)) for agent in range(agents))
-        self.first = World(voters, 0, 0, faults, 1 << self._number(self._records, record))
+        self.first = World(voters, 0, 0, 0, faults, 1 << self._number(self._records, record))
         self.cut = 0  # states in which a duel would go on
 
     def _number(self, table: list[Any], value: Any) -> int:
@@ -142,17 +154,26 @@ class Walk:
                 ]
                 moved = sum(self._by(source) for source in said)  # who suspects it has gone to another store
                 yield f"{agent} crashes with all words", gone._replace(under_way=gone.under_way & moved)
-            if not world.dead & 1 << agent and voter.is_member:
-                gone = self.act(left._replace(dead=left.dead | 1 << agent), agent, "lose")
-                yield f"rank of {agent} dies", gone
+            for member in self.live(world, agent):
+                gone = self.act(left._replace(dead=left.dead | 1 << member.uid), agent, "lose")
+                yield f"rank {member.uid} of {agent} dies", gone
+            for spare in voter.spares:
+                if not world.dead & 1 << spare.uid:
+                    yield f"spare of {agent} dies", left._replace(dead=left.dead | 1 << spare.uid)
             for other in range(self.agents):
                 if other != agent and world.voters[other] >= 0 and other not in voter.suspects:
                     yield f"{agent} doubts {other}", self.act(left, agent, "suspect", other)
 
+    def live(self, world: World, agent: int) -> tuple[Member, ...]:
+        """The members of a launcher's last record that it has started, and that live."""
+        members = self._voters[world.voters[agent]].record.members
+        return tuple(each for each in members if each.agent == agent and not world.dead >> each.uid & 1)
+
     def without(self, world: World, agent: int) -> World:
         """One has ended, and its rank with it."""
         voters = (*world.voters[:agent], -1, *world.voters[agent + 1 :])
-        return world._replace(voters=voters, dead=world.dead | 1 << agent, under_way=world.under_way & ~self._to(agent))
+        dead = world.dead | 1 << agent | 1 << agent + self.agents
+        return world._replace(voters=voters, dead=dead, under_way=world.under_way & ~self._to(agent))
 
     def calm(self, world: World) -> Iterator[tuple[str, World]]:
         """What may come next without a fault."""
@@ -174,10 +195,20 @@ class Walk:
                 if other not in voter.suspects and other in voter.record.agents:
                     yield f"{agent} misses {other}", self.act(world, agent, "suspect", other)
             over = any(v.needed for _, v in known if v.record == voter.record) or voter.record.epoch < newest
-            if voter.in_minority or not voter.is_member:
+            waits = any(not world.dead >> each.uid & 1 for each in voter.spares)
+            first = next(iter(voter._heard), agent)
+            deaf = world.voters[first] >= 0 and agent in self._voters[world.voters[first]].suspects
+            if voter.asks and not deaf and (there := self.act(world, agent, "ask")) != world:
+                yield f"{agent} asks", there
+            if voter.in_minority or not (voter.is_member or waits):
                 yield f"{agent} leaves", self.without(world, agent)
-            dead = world.dead >> agent & 1
-            mine = () if dead else (Member(agent, agent),)
+            mine, spare = self.live(world, agent), Member(agent + self.agents, agent)
+            dead = len(mine) < sum(each.agent == agent for each in voter.record.members)
+            if world.come.bit_count() < self.spares and not (world.come | world.dead >> self.agents) >> agent & 1:
+                there = world._replace(come=world.come | 1 << agent)
+                yield f"a spare comes to {agent}", self.act(there, agent, "offer", (spare,))
+            if any(world.dead >> each.uid & 1 for each in voter.spares):
+                yield f"{agent} sees its spare dead", self.act(world, agent, "offer", ())
             if voter.is_member and over and voter.mine != mine:
                 yield f"{agent} stops", self.act(world, agent, "stop", mine)
             if voter.is_member and dead and not voter.needed:
@@ -200,8 +231,19 @@ class Walk:
         if len(by_epoch) < len(records):
             raise Violation("two records of an epoch")
         for epoch, record in by_epoch.items():
-            if epoch and not set(record.members) <= set(by_epoch[epoch - 1].members):
+            if not epoch:
+                continue
+            new = {each.uid for each in set(record.members) - set(by_epoch[epoch - 1].members)}
+            if any(uid < self.agents for uid in new) or any(
+                each.uid in new for before in range(epoch) for each in by_epoch[before].members
+            ):
                 raise Violation("a member comes back")
+            if len(set(record.members)) < len(record.members):
+                raise Violation("a member is there twice")
+            if len(record.members) > self.agents:
+                raise Violation("more members than there shall be")
+            if record.members and not set(record.members) & set(by_epoch[epoch - 1].members):
+                raise Violation("those that come have nobody to go on with")
 
     def settled(self, world: World) -> bool:
         """Whether each launcher that lives has the newest record, or is none of its members any more; and whether none
@@ -209,10 +251,20 @@ class Walk:
         newest = max((record for n, record in enumerate(self._records) if world.records >> n & 1),
                      key=lambda record: record.epoch)  # fmt: skip
         for agent, number in enumerate(world.voters):
-            if number < 0 or agent not in newest.agents:
+            if number < 0:
                 continue
             voter = self._voters[number]
+            if agent not in newest.agents:
+                waits = any(not world.dead >> each.uid & 1 for each in voter.spares)
+                heard = (self._voters[n] for a, n in enumerate(world.voters) if n >= 0 and a in newest.agents)
+                deaf = voter.in_minority or any(agent in other.suspects or other.in_minority for other in heard)
+                if waits and newest.room and newest.members and not deaf:
+                    return False
+                continue
             if voter.record != newest or (voter.needed and not voter.in_minority):
+                return False
+            waits = any(not world.dead >> each.uid & 1 for each in voter.spares)
+            if waits and newest.room and newest.members and not voter.in_minority:
                 return False
         return True
 

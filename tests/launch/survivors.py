@@ -1,6 +1,7 @@
 """Trainings whose ranks are killed from outside while they run, and what they came to.
 
 python -m tests.launch.survivors ddp 3 50        # 50 kills under a layout on so many ranks: how long until a next step
+python -m tests.launch.survivors zero1 3 50 spare   # with one that waits; joined: until one that was started joins
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardfold as sf
+from shardfold.comm.launcher_notes import note_elastic
 from shardfold.comm.shared_folders import NAMED, SHARED
 from shardfold.data import seed_of
+from shardfold.engine import _spare
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Section
 from shardfold.errors import CollectiveError
@@ -53,7 +56,9 @@ class Plan:
         ranks: how many begin.
         steps: updates of the run.
         kills: whom, behind which of its steps, and how many milliseconds later; -1 - n: the launcher of node
-            n, behind that of rank 0.
+            n, behind that of rank 0; one that is new, behind that of any rank.
+        spares: that wait on each host.
+        replace: processes that each launcher may start in the place of those that are killed.
         dropout: of the model, which draws random numbers for it.
         accumulate: global batches of a step.
         deadly: a sample that kills who reads it; -1: none.
@@ -85,6 +90,8 @@ class Plan:
     offload: str = ""
     frozen: bool = False
     doubts: int = -1
+    spares: int = 0
+    replace: int = 0
 
 
 @dataclass
@@ -131,7 +138,7 @@ def samples(plan: Plan) -> TensorDataset:
 def sampler(plan: Plan, rank: int) -> sf.Sampler:
     """Of a virtual rank."""
     each = ROWS // plan.ranks
-    return sf.Sampler(SAMPLES, each, seed=3, rank=rank, num_ranks=plan.ranks, fill_last=True)
+    return sf.Sampler(SAMPLES, each, seed=3, rank=rank % plan.ranks, num_ranks=plan.ranks, fill_last=True)
 
 
 def loss_of(module: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -206,7 +213,22 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
     say("pid", pid=os.getpid())
     if uid == plan.doubts:
         Handlers.vote = partialmethod(unheard, Handlers.vote, plan)  # pyright: ignore
-    run, known, epoch = sf.ElasticRun(partial(made, plan)), 0, 0
+    _spare.note_elastic = lambda: (say("waits"), note_elastic())
+    try:
+        run, known = sf.ElasticRun(partial(made, plan)), 0
+    except SystemExit:
+        say("dismissed")
+        raise
+
+    def say_recoveries() -> int:
+        """What this rank has gone through since it was said last; the epoch that it is in."""
+        nonlocal known
+        for recovery in run.recoveries[known:]:
+            say("recovery", **recovery._asdict(), new=run.joined and not known)
+        known = len(run.recoveries)
+        return run.recoveries[-1].epoch if known else 0
+
+    say_recoveries()
     if plan.at and uid == plan.kills[0][0]:
         Section.observer = partial(die, run, plan)
     for numbers, rows in run.batches(sf.Loader(samples(plan), sampler(plan, uid)), steps=plan.steps):
@@ -215,22 +237,46 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss, weight = loss_of(engine, rows), engine.micro_batch_weight
             read = {"samples": numbers.tolist(), "weight": 1.0 if weight is None else weight, "loss": loss.item()}
-            say("read", steps=engine.steps, epoch=epoch, **read)
+            say("read", steps=engine.steps, epoch=say_recoveries(), **read)
             engine.backward(loss)
             if engine.step().updated:
                 say("step", steps=engine.steps, ranks=engine.world_size)
-        for recovery in run.recoveries[known:]:
-            say("recovery", **recovery._asdict())
-            epoch = recovery.epoch
-        known = len(run.recoveries)
+        say_recoveries()
+        while len(find(folder, "waits")) < due(plan, run.engine.steps):
+            time.sleep(0.005)
         time.sleep(plan.rest)
     with run.engine.gathered(of="master"):
         pass
     weights = run.engine.state_dict()
     if run.engine.rank == 0:
         torch.save(weights, folder / "weights")
+    if plan.spares or plan.replace:
+        held, world = run.engine.memory(), run.engine.world_size
+        run.close()
+        with closing(made(plan, world)) as fresh:  # as full as one that has done a step
+            fresh.set_micro_batches(plan.accumulate)
+            while not fresh.steps:
+                fresh.backward(loss_of(fresh, rows))
+                fresh.step()
+            if (anew := fresh.memory()).rows != held.rows:
+                say("memory", held=str(held.rows), anew=str(anew.rows))
     run.close()
     say("done")
+
+
+def due(plan: Plan, steps: int) -> int:
+    """How many processes have to be ready before ranks go on behind so many steps: imports may take any time."""
+    first = plan.kills[0][1] if plan.kills else plan.steps
+    spares = plan.hosts * plan.spares if steps >= first - 2 else 0
+    return spares + min(plan.replace * plan.hosts, sum(step + 4 <= steps for _, step, _ in plan.kills))
+
+
+def find(folder: Path, what: str) -> list[dict[str, Any]]:
+    """What was said so far; nothing, while a line is being written."""
+    try:
+        return [each for each in read_log(folder) if each["what"] == what]
+    except ValueError:
+        return []
 
 
 def unheard(handlers: Handlers, vote: Any, plan: Plan) -> None:
@@ -252,6 +298,8 @@ def launched(plan: Plan, folder: Path, node: int) -> int:
         "nproc_per_node": f"{plan.ranks // plan.hosts}",
         "no_python": True,
         "patience": plan.patience,
+        "spares": plan.spares,
+        "replace": plan.replace,
     }
     if plan.hosts == 1:
         return run_script(Options(standalone=True, **given), "survivors", [])
@@ -280,7 +328,7 @@ def happened(plan: Plan, folder: Path) -> Came:
                 found, code = os.waitpid(pid, os.WNOHANG)
                 if found:
                     status[node] = os.waitstatus_to_exitcode(code)
-        if kills and (victim := ready(folder, *kills[0])):
+        if kills and (victim := ready(plan, folder, *kills[0])):
             killed.append(time.monotonic())
             os.kill(victim if kills[0][0] >= 0 else pids[-1 - kills[0][0]], signal.SIGKILL)
             kills.pop(0)
@@ -297,14 +345,16 @@ def happened(plan: Plan, folder: Path) -> Came:
     return Came([status[node] for node in range(plan.hosts)], read_log(folder), err, killed)
 
 
-def ready(folder: Path, uid: int, step: int, later: float) -> int:
+def ready(plan: Plan, folder: Path, uid: int, step: int, later: float) -> int:
     """The process to be killed, if it is time; else 0."""
     try:
-        said = [each for each in read_log(folder) if each["rank"] == max(uid, 0)]
+        log = read_log(folder)
     except ValueError:  # a line is being written
         return 0
-    there = next((each["at"] for each in said if each["what"] == "step" and each["steps"] >= step), None)
-    if there is None or time.monotonic() < there + later / 1e3:
+    said = [each for each in log if each["rank"] == max(uid, 0)]
+    seen = log if uid >= plan.ranks else said
+    there = next((each["at"] for each in seen if each["what"] == "step" and each["steps"] >= step), None)
+    if not said or there is None or time.monotonic() < there + later / 1e3:
         return 0
     return next(each["pid"] for each in said if each["what"] == "pid")
 
@@ -314,12 +364,19 @@ def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
     each = plan.ranks // plan.hosts
     lost = {-1 - uid for uid, _, _ in plan.kills if uid < 0}
     killed = {uid for uid, _, _ in plan.kills} | {uid for uid in range(plan.ranks) if uid // each in lost}
-    left = [uid for uid in range(plan.ranks) if uid not in killed]
+    came_in = {each["rank"] for each in came.said("recovery", new=True)} - killed
+    left = sorted({uid for uid in range(plan.ranks) if uid not in killed} | came_in)
+    waited = {each["rank"] for each in came.said("pid") if each["rank"] >= plan.ranks} - set(left) - killed
+    if not plan.replace and {each["rank"] for each in came.said("dismissed")} != waited:
+        yield f"{waited} have waited in vain, and ended by themselves did {came.said('dismissed')}"
     if {status for node, status in enumerate(came.status) if node not in lost} != {0}:
         yield f"launchers end with {came.status}: {came.err[-6000:]}"
         return
     if [each["rank"] for each in sorted(came.said("done"), key=lambda each: each["rank"])] != left:
         yield f"not all that were left came to the end: {came.said('done')}"
+    may_come = plan.hosts * (plan.spares + plan.replace)
+    if may_come >= len(killed) and not lost and len(left) != plan.ranks:
+        yield f"{left} are there in the end"
     for uid in left:
         steps = [each["steps"] for each in came.said("step", rank=uid)]
         if sorted(steps) != steps or len(set(steps)) < len(steps):
@@ -336,6 +393,7 @@ def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
     far = max(float((found[name] - value).abs().max()) for name, value in expected.weights.items())
     if far > TOLERANCE:
         yield f"weights are {far} from plain PyTorch's"
+    yield from (f"memory is not a fresh engine's: {each}" for each in came.said("memory"))
     pids = [each["pid"] for each in came.said("pid")]
     if kept := [each.name for pid in pids for each in SHARED.glob(f"{NAMED}*-{pid}-*")]:
         yield f"left in shared memory: {kept}"
@@ -348,27 +406,56 @@ def judged(plan: Plan, place: str) -> tuple[Came, list[str]]:
     return came, [*wrong(plan, came, folder)]
 
 
-def figures(layout: str, ranks: int, count: int, place: str) -> None:
-    """Kills one rank after the other until one is left, again and again; how long each time until a next step."""
+def shrinking(dice: random.Random, layout: str, ranks: int) -> Plan:
+    """One rank after the other is killed, until one is left."""
+    order = dice.sample(range(ranks), 1 if layout == "hsdp" else ranks - 1)
+    kills = tuple((uid, 6 * (n + 1), dice.uniform(0.0, 30.0)) for n, uid in enumerate(order))
+    return Plan(layout, ranks, 6 * (len(kills) + 2), kills, rest=0.005)
+
+
+def changing(dice: random.Random, layout: str, ranks: int, deaths: int, spares: int = 0, every: int = 10) -> Plan:
+    """Any rank is killed, one that is new too, and another process takes its place: one that waits, or is started."""
+    there, kills = list(range(ranks)), list[tuple[int, int, float]]()
+    for number in range(deaths):
+        kills.append((there.pop(dice.randrange(ranks)), every * number + 4, dice.uniform(0.0, 30.0)))
+        there.append(ranks + number)
+    survive = None if layout in ("ddp", "hsdp") else "rank"
+    steps = every * deaths + 16
+    return Plan(layout, ranks, steps, tuple(kills), rest=0.05, survive=survive, spares=spares, replace=deaths)
+
+
+def figures(layout: str, ranks: int, count: int, place: str, into: str = "fewer") -> None:
+    """Ranks are killed, again and again; how long each time until a next step.
+
+    Args:
+        layout, ranks: of the runs.
+        count: of kills.
+        place: a folder.
+        into: ``fewer``: the others go on without it; ``spare``: with one that waits; ``joined``: until a process that
+            was started for it has joined, from when the others stop.
+    """
     drawn, took = random.Random(7), list[tuple[float, ...]]()
     while len(took) < count:
-        order = drawn.sample(range(ranks), 1 if layout == "hsdp" else ranks - 1)
-        kills = tuple((uid, 6 * (n + 1), drawn.uniform(0.0, 30.0)) for n, uid in enumerate(order))
-        survive = None if layout in ("ddp", "hsdp") else "rank"
-        plan = Plan(layout, ranks, 6 * (len(kills) + 2), kills, rest=0.005, width=256, survive=survive)
+        plan = (
+            shrinking(drawn, layout, ranks) if into == "fewer" else changing(drawn, layout, ranks, 10, into == "spare")
+        )
+        plan = replace(plan, width=256, survive=None if layout in ("ddp", "hsdp") else "rank")
         came, bad = judged(plan, place)
         for each in bad:
             print("WRONG", plan, each, flush=True)
-        for epoch, at in enumerate(came.killed, 1):
-            recovered = came.said("recovery", epoch=epoch)
-            if not recovered:
+        for at, then in zip(came.killed, [*came.killed[1:], float("inf")], strict=True):
+            behind = [each for each in came.said("recovery") if at < each["at"] < then and not each["new"]]
+            epochs = sorted({each["epoch"] for each in behind})
+            if len(epochs) <= (into == "joined"):
                 continue
-            step = min(each["at"] for each in came.said("step") if each["at"] > min(r["at"] for r in recovered))
-            first = recovered[0]
-            stopped = first["at"] - first["agreed"] - first["met"] - first["moved"]
-            took.append((step - at, stopped - at, first["agreed"], first["met"], first["moved"], step - first["at"]))
-    print(f"{layout}, {ranks} ranks, {len(took)} kills; seconds: p50, p95, max")
-    names = ("kill to next step", "until it stops", "to agree", "to meet", "states", "first step")
+            first = next(each for each in behind if each["epoch"] == epochs[into == "joined"])
+            begun = first["at"] - first["agreed"] - first["met"] - first["moved"]
+            step = min(each["at"] for each in came.said("step") if each["at"] > first["at"])
+            since = begun if into == "joined" else at
+            parts = (first["agreed"], first["met"], first["moved"], step - first["at"])
+            took.append((step - since, begun - since, *parts))
+    print(f"{layout}, {ranks} ranks, {len(took)} kills ({into}); seconds: p50, p95, max")
+    names = ("to next step", "until it stops", "to agree", "to meet", "states", "first step")
     for name, values in zip(names, zip(*took, strict=True), strict=True):
         ordered = sorted(values)
         p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
@@ -391,7 +478,8 @@ def held(plans: Sequence[Plan], place: str) -> list[str]:
     for plan in plans:
         came, bad = judged(plan, place)
         found += [f"{plan}: {words}" for words in bad]
-        if not bad and len(came.said("recovery")) < 1:
+        new_alone = all(uid >= plan.ranks for uid, _, _ in plan.kills)  # they have waited
+        if not bad and not new_alone and len(came.said("recovery")) < 1:
             found.append(f"{plan}: it was not killed amid its work: {came.log[-3:]}")
     return found
 
@@ -399,4 +487,4 @@ def held(plans: Sequence[Plan], place: str) -> list[str]:
 if __name__ == "__main__":
     warm()
     with tempfile.TemporaryDirectory() as place:
-        figures(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), place)
+        figures(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), place, *sys.argv[4:])

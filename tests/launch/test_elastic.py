@@ -9,12 +9,14 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.agent.server.api import Worker as Place
 
 import shardfold as sf
 from shardfold.checkpoint.held import Held, covering
@@ -25,12 +27,13 @@ from shardfold.engine.elastic import once_only
 from shardfold.errors import ConfigError, StepError
 from shardfold.launch._members import QUEUE, Members
 from shardfold.launch._rendezvous import Attempts
+from shardfold.launch._spares import Spares
 from shardfold.launch._voter import Ballot, Message, Sent, Voter
 from shardfold.launch.workers import Outlet, Worker, watch
 from shardfold.plan.patience import Patience
 from shardfold.testing import Ranks
 from tests.launch.epochs import Violation, Walk
-from tests.launch.survivors import Plan, held, judged, plain
+from tests.launch.survivors import Plan, changing, held, judged, plain
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="launchers leave notes for ranks in a memfd")
 
@@ -44,6 +47,15 @@ def test_every_order_of_three_launchers_and_a_fault_gives_one_record_of_an_epoch
 
 def test_every_order_of_two_launchers_and_two_faults() -> None:
     assert Walk(2, 2).run()["records"] == 2
+
+
+def test_every_order_of_two_launchers_two_faults_and_one_that_joins() -> None:
+    assert Walk(2, 2, spares=1).run()["records"] == 3
+
+
+@pytest.mark.soak
+def test_every_order_of_three_launchers_a_fault_and_two_that_join() -> None:
+    assert Walk(3, 1, spares=2).run()["records"] == 2
 
 
 @pytest.mark.soak
@@ -63,7 +75,24 @@ def forgets(voter: Voter, message: Message) -> tuple[Voter, Sent]:
     return HEAR_PROMISE(voter, replace(message, taken=None, record=None))
 
 
-RECEIVE, HEAR_PROMISE = Voter.receive, Voter._hear_promise
+def takes_all(voter: Voter) -> tuple[Member, ...]:
+    """All that wait, whether members are missing or not."""
+    spares = [each for message in voter.promises for each in message.spares]
+    return tuple([*(each for message in voter.promises for each in message.members), *spares])
+
+
+def offers_them_again(voter: Voter, record: Membership) -> tuple[Voter, Sent]:
+    """A spare that has come in is offered in the next epoch, too."""
+    after, sent = TAKE(voter, record)
+    return replace(after, spares=voter.spares), sent
+
+
+RECEIVE, HEAR_PROMISE, TAKE = Voter.receive, Voter._hear_promise, Voter._take
+JOINS = {
+    "who waits is not let in": (Voter, "_may_grow", property(lambda _: False)),
+    "more come in than are missing": (Voter, "_who", takes_all),
+    "who has come in comes in again": (Voter, "_take", offers_them_again),
+}
 FAULTS: dict[str, tuple[type, str, Any, int]] = {
     "fewer than a majority decide": (Membership, "majority", property(lambda _: 1), 2),
     "ballots of other epochs are heard": (Voter, "receive", of_any_epoch, 2),
@@ -81,6 +110,13 @@ def test_faults_of_the_protocol_are_found(fault: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kind, name, broken)
     with pytest.raises(Violation):
         Walk(3, faults).run()
+
+
+@pytest.mark.parametrize("fault", JOINS)
+def test_faults_of_joining_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*JOINS[fault])
+    with pytest.raises(Violation):
+        Walk(2, 2, spares=2).run()
 
 
 @linux
@@ -107,8 +143,8 @@ def test_a_host_whose_only_rank_is_killed_goes_on_if_that_rank_could_have(elasti
 
 def test_records_and_places_are_read_as_they_were_written() -> None:
     members = tuple(Member(uid, uid // 2, uid % 2) for uid in (0, 2, 3, 5))
-    record = Membership(3, members, "10.0.0.1", 29501)
-    message = Message("PROMISE", 1, 0, 4, Ballot(2, 0), members, record, Ballot(1, 1), "h", 7, frozenset({2}))
+    record = Membership(3, members, "10.0.0.1", 29501, 6)
+    message = Message("PROMISE", 1, 0, 4, Ballot(2, 0), members, record, Ballot(1, 1), "h", 7, frozenset({2}), members)
     assert Message.from_json(message.to_json()) == message
     place = record.place(3)
     assert (place.rank, place.world, place.local_world) == (2, 4, 2)
@@ -206,12 +242,8 @@ def is_once_only(layout: str) -> bool:
 
 def test_what_cannot_go_on_is_refused_on_one_rank() -> None:
     galore = partial(torch.optim.Adagrad, lr=0.1)
-    for options, words in (
-        ({"optimizer": galore}, "element by element"),
-        ({"optimizer": adam, "offload": "host"}, "host memory"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            sf.ElasticRun(lambda _, options=options: sf.Engine(nn.Linear(4, 4), layout="zero2", **options))
+    with pytest.raises(ConfigError, match="element by element"):
+        sf.ElasticRun(lambda _: sf.Engine(nn.Linear(4, 4), layout="zero2", optimizer=galore))
     with pytest.raises(ConfigError, match="it has to give an Engine"):
         sf.ElasticRun(lambda ranks: ranks)  # pyright: ignore
     with pytest.raises(ConfigError, match="builds a model"):
@@ -364,3 +396,105 @@ def test_a_majority_of_launchers_goes_on_without_one(ranks: Ranks, tmp_path: Pat
 @pytest.mark.soak
 def test_two_launchers_of_five_die_each_with_the_store(ranks: Ranks, tmp_path: Path) -> None:
     hold(ranks, [Plan("ddp", 5, 16, ((-1, 4, 0.0), (-2, 4, 2000.0)), rest=0.3, hosts=5, patience=3.0)], tmp_path)
+
+
+# -- ranks that take the places of others
+
+
+class Anybody:
+    """Members of whom the first so many ranks have a place."""
+
+    def __init__(self) -> None:
+        self.new: list[int] = []
+
+    def are_elastic(self) -> bool:
+        return True
+
+    def add(self, uid: int, worker: Any) -> None:
+        self.new.append(uid)
+
+    def waits(self, worker: Any) -> bool:
+        return worker.waits
+
+
+def test_as_many_wait_as_shall() -> None:
+    """Of node 1 of 2 with two ranks, one that waits, and two that may be started."""
+    places, members, said, started = [Place(n, 2 + n, 0, 4, 4) for n in range(2)], Anybody(), list[str](), list[Any]()
+    ranks: Any = [SimpleNamespace(returncode=None) for _ in places]
+
+    def start(place: Any) -> Any:
+        started.append(SimpleNamespace(local_rank=place.local_rank, returncode=None, why="", waits=True))
+        return started[-1]
+
+    spares, among = Spares(1, 2, places, 1, 2, start, said.append), cast(Any, members)
+    spares.keep(ranks, among)
+    spares.keep(ranks, among)
+    assert members.new == [5] and not spares.come_in(among)
+    ranks[0].returncode = -9
+    spares.keep(ranks, among)
+    assert members.new == [5, 7]  # for the rank that was killed
+    started[0].waits = False
+    assert spares.come_in(among) == [started[0]] and not spares.come_in(among)
+    started[1].returncode = -9
+    spares.keep([*ranks, started[0]], among)
+    spares.keep([*ranks, started[0]], among)
+    assert said == ["shardfold run: spare 7 was killed by SIGKILL before it was needed; the ranks go on."]
+    assert members.new == [5, 7, 9]
+    started[2].returncode = 1
+    spares.keep([*ranks, started[0]], among)
+    assert len(said) == 2 and members.new == [5, 7, 9]
+
+
+@linux
+def test_a_spare_takes_the_place_of_a_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """Of two that wait, and the other one ends well."""
+    hold(ranks, [Plan("zero1", 3, 10, ((1, 4, 0.0),), survive="rank", spares=2)], tmp_path)
+
+
+@linux
+def test_a_rank_joins_between_two_steps(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [Plan(ranks=2, steps=24, kills=((0, 4, 0.0),), rest=0.02, replace=1)], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "zero1", "zero2", "zero3", "fsdp2", "hpz"])
+@pytest.mark.parametrize("spares", [0, 1])
+def test_four_become_three_and_four_again(ranks: Ranks, tmp_path: Path, layout: str, spares: int) -> None:
+    hold(ranks, [changing(random.Random(0), layout, 4, 3, spares)], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_three_hundred_steps_with_thirty_changes(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [changing(random.Random(7), "zero1", 4, 15, every=19)], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_one_dies_while_another_joins(ranks: Ranks, tmp_path: Path) -> None:
+    plans = [
+        *(
+            Plan("zero1", 3, 20, ((1, 4, 0.0), (3, 4, later)), survive="rank", rest=0.02, spares=1, replace=3)
+            for later in (0.0, 30.0, 60.0, 100.0, 150.0, 250.0)
+        ),
+        *(Plan("ddp", 3, 24, ((0, 4, 0.0), (1, 4, later)), rest=0.02, replace=2) for later in (50.0, 150.0, 300.0)),
+    ]
+    hold(ranks, plans, tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_spares_of_several_launchers(ranks: Ranks, tmp_path: Path) -> None:
+    plans = [
+        Plan("ddp", 4, 24, ((3, 4, 0.0), (4, 6, 0.0), (5, 4, later)), rest=0.02, hosts=2, spares=1, replace=1)
+        for later in (0.0, 50.0, 120.0, 300.0)
+    ]
+    plans += [Plan("ddp", 3, 30, ((uid, 4, 0.0),), rest=0.02, hosts=3, replace=1) for uid in range(3)]
+    hold(ranks, [*plans, Plan("zero3", 4, 20, ((3, 4, 0.0),), rest=0.02, hosts=2, survive="host", replace=1)], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_a_spare_that_dies_is_not_missed(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [Plan(steps=12, kills=((3, 2, 0.0),), rest=0.02, spares=1)], tmp_path)

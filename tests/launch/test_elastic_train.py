@@ -39,9 +39,9 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def begun(folder: Path, layout: str) -> tuple[subprocess.Popen[str], Path]:
+def begun(folder: Path, layout: str, *more: str) -> tuple[subprocess.Popen[str], Path]:
     """A run on three ranks, and its folder."""
-    given = ("--layout", layout, "--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20")
+    given = ("--layout", layout, "--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20", *more)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     run = command(folder, "run", *given)
@@ -59,6 +59,22 @@ def kill(run: subprocess.Popen[str], folder: Path, behind: int) -> None:
     os.kill(first.pid, signal.SIGKILL)
 
 
+def compare(folder: Path, deaths: int) -> None:
+    """A run with the same on one rank, to its end."""
+    alone = command(folder, "alone", "--procs", "1", "--micro-batch", "6")
+    subprocess.run(alone, cwd=ROOT, capture_output=True, check=True, timeout=240)
+    expected, lines = rows(folder / "alone"), rows(folder / "run")
+    found = {int(each["step"]): each for each in lines}
+    assert len(found) == len(lines) >= STEPS - deaths, "a step is told of twice, or more are missing than died"
+    for row in expected:
+        mine = found.get(int(row["step"]), row)
+        assert abs(mine["loss"] - row["loss"]) < 1e-4, row["step"]
+        told = "held_out_bits_per_byte"
+        assert abs((mine.get(told) or 0) - (row.get(told) or 0)) < 1e-4 or told not in mine
+    assert RunStatus.of(folder / "run").state == "done"
+    assert sf.Checkpoint(folder / "run").index.step == STEPS
+
+
 @linux
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
@@ -70,20 +86,23 @@ def test_ranks_of_train_are_killed_and_it_comes_to_the_same(layout: str, tmp_pat
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, err[-6000:]
     assert "the 2 other ranks go on without it" in err and "1 rank goes on" in err
-    alone = command(tmp_path, "alone", "--procs", "1", "--micro-batch", "6")
-    subprocess.run(alone, cwd=ROOT, capture_output=True, check=True, timeout=240)
-    expected, found = rows(tmp_path / "alone"), {int(each["step"]): each for each in rows(folder)}
-    lines = rows(folder)
-    assert len(found) == len(lines) >= STEPS - len(KILLED), "a step is told of twice, or more are missing than died"
-    for row in expected:
-        mine = found.get(int(row["step"]), row)
-        assert abs(mine["loss"] - row["loss"]) < 1e-4, row["step"]
-        told = "held_out_bits_per_byte"
-        assert abs((mine.get(told) or 0) - (row.get(told) or 0)) < 1e-4 or told not in mine
-    assert RunStatus.of(folder).state == "done"
+    compare(tmp_path, len(KILLED))
     assert [each.rank for each in read_records(folder)[0] if each.rank >= 0] == [0]
-    assert sf.Checkpoint(folder).index.step == STEPS
     assert "Written to" in out  # by the rank that was the last of three
+
+
+@linux
+@pytest.mark.soak
+def test_a_spare_of_train_takes_the_place_of_the_rank_that_prints(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
+    run, folder = begun(tmp_path, "zero3", "--spares", "1")
+    kill(run, folder, 40)
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, err[-6000:]
+    assert "ranks go on from step 4" in err, err
+    assert [each.rank for each in read_records(folder)[0] if each.rank >= 0] == [0, 1, 2] or "joined" not in err
+    compare(tmp_path, 1)
+    assert "Written to" in out
 
 
 def test_a_rank_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Held:
     be one whose collectives have failed.
 
     Args:
-        model: that of the engine.
+        model: that of the engine; None: this rank is new, and has nothing.
         uid: of this rank, equal to no other's in any epoch.
         state: what else is of the step that it is at, by name, as :meth:`Engine.save` takes it.
         copies: whether it holds what another one has, too.
@@ -89,13 +89,15 @@ class Held:
     """
 
     def __init__(
-        self, model: ShardedModel, uid: int, state: Mapping[str, Any] | None = None, *, copies: bool = False
+        self, model: ShardedModel | None, uid: int, state: Mapping[str, Any] | None = None, *, copies: bool = False
     ) -> None:
-        held = (region.nbytes for segment in model.segments() for region in segment.regions.values())
+        segments = [] if model is None else model.segments()
+        held = (region.nbytes for segment in segments for region in segment.regions.values())
         self._shared = SharedFolder.with_room((2 + 2 * copies) * sum(held))
         self._folder, self._uid = self._shared.path, uid
         self._indexes: list[Index] = []
-        self.add(model, state, copies=copies)
+        if model is not None:
+            self.add(model, state, copies=copies)
 
     def add(self, model: ShardedModel, state: Mapping[str, Any] | None = None, *, copies: bool = False) -> None:
         """What this rank has now, too: of another step, where it is not known which one the others have.
@@ -154,9 +156,10 @@ class Held:
         offered = [_Taken(number, each, index) for number, each in enumerate(every) for index in each.indexes]
         taken = [offered[number] for number in covering([each.index for each in offered])]
         if not taken:
+            newest = max((each.index.step for each in offered), default=0)
             raise StepError(
-                f"what is left of step {max(each.index.step for each in offered)} is not whole: ranks that had the "
-                "same part of the states are all gone, or were amid their updates; load a checkpoint."
+                f"what is left of step {newest} is not whole: ranks that had the same part of the states are all "
+                "gone, or were amid their updates; load a checkpoint."
             )
         folder = base / texts[0][0]
         mine = [each.rank for each in taken if each.told.place == told.place]
@@ -175,10 +178,11 @@ class Held:
 
         try:
             each("held/made", lambda: made.append(SharedFolder(folder)), here=leads)
-            own = next((each.index for each in taken if each.rank == rank), self._indexes[0])
-            each("held/shown", lambda: self._show(folder, own), here=rank in mine)
-            index = _joined(taken, folder.name, apart=len({each.place for each in every}) > 1) if leads else own
-            each("held/there", lambda: (folder / INDEX).write_bytes(index.to_bytes()), here=leads)
+            own = [each.index for each in taken if each.rank == rank]
+            each("held/shown", lambda: self._show(folder, own[0]), here=rank in mine)
+            apart = len({each.place for each in every}) > 1
+            whole = [_joined(taken, folder.name, apart=apart)] if leads else []
+            each("held/there", lambda: (folder / INDEX).write_bytes(whole[0].to_bytes()), here=leads)
             yield folder
             exchange("held/read", "")
         finally:

@@ -57,11 +57,12 @@ from shardfold.plan.patience import CONTRADICTIONS, Patience
 __all__ = ["ALIKE", "Agreement", "Claim", "Meeting", "MessageCount"]
 
 SLICE = timedelta(seconds=1)
-# Places in a message; MORE holds the section's number + 1, and LEAVING, that a rank has notice of an end, is heard and
-# changes nothing else. Behind the flags: three hashes, each in front of its complement, of what ranks are about to do,
-# of what they have to have alike for it, and of their bits; then the bits.
+# Places in a message; MORE holds the section's number + 1, and LEAVING, that a rank has notice of an end (1) or knows
+# that an epoch is over (2), is heard and changes nothing else. Behind the flags: three hashes, each in front of its
+# complement, of what ranks are about to do, of what they have to have alike for it, and of their bits; then the bits.
 MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, EXPECTS, FAILED, LEAVING = range(8)
 FLAGS, HEADER = 8, 12
+NOTICED, OVER = 1, 2
 CAUGHT = 2  # of the flags, in front of a backward: a rank has dropped a pass
 CODE = 4  # bytes of the hash
 ALSO = HEADER + 2 * CODE
@@ -178,6 +179,8 @@ class Agreement:
         self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs; None: of a message
         self.notified = False  # whether this rank was told that it shall leave
         self.leaving = False  # whether all ranks know that one was
+        self.is_over: Callable[[], bool] = lambda: False  # whether they shall stop between two steps, as others join
+        self.stopping = False  # whether all ranks know that they shall
         self._given_up: str | None = None  # the sentence with which this engine was given up
         self._aborted = False  # whether that is this rank's
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
@@ -223,6 +226,10 @@ class Agreement:
     def is_noticed(self) -> bool:
         """Whether this rank was told that it shall leave."""
         return self.job.notified or is_given_notice()
+
+    def heed(self, is_over: Callable[[], bool]) -> None:
+        """From now on ranks are told, with their messages, that one of them shall stop between two steps."""
+        self.is_over = is_over
 
     def connect(self, take_part: Callable[[], bool], where: Callable[[object], str]) -> None:
         """Methods of who runs the program, who is not kept alive by them (see the attributes)."""
@@ -626,7 +633,8 @@ class Agreement:
     def _heard(self, values: torch.Tensor) -> list[int]:
         """What all ranks said, once it is there; every rank reads it at the same place of its program."""
         said = values.tolist()
-        self.leaving |= bool(said[LEAVING])
+        self.leaving |= said[LEAVING] == NOTICED
+        self.stopping |= said[LEAVING] == OVER
         if self._room:
             self._heard_besides = bytes(said[-self._room :])
         return said
@@ -646,7 +654,7 @@ class Agreement:
         number, told = self.sequence if sequence is None else sequence, list(map(int, bits))
         codes = [byte for text in (f"{number} {what}".encode(), alike.encode(), bytes(told)) for byte in _code(text)]
         kind = [*map(int, kind), *[0] * (FLAGS - len(kind))]
-        kind[LEAVING] = int(self.is_noticed)
+        kind[LEAVING] = OVER if self.job.is_over() else NOTICED * self.is_noticed
         values = [*kind, *map(int, padded), *codes, *told]
         tensor = torch.zeros(BITS + self.places + self._room, dtype=torch.uint8)
         tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardfold import accelerator
 from shardfold.errors import CollectiveError, ConfigError
 
-__all__ = ["GLOO", "MARGIN", "backend_in", "device_backend", "start_group"]
+__all__ = ["GLOO", "MARGIN", "backend_in", "device_backend", "import_compiler", "start_group"]
 
 LOG = getLogger("shardfold")
 GLOO = "gloo"
@@ -57,6 +57,12 @@ def backend_in(config: str, device: torch.device) -> str:
     return parts[device.type]
 
 
+def import_compiler() -> None:
+    """The first torch.optim optimizer imports torch._dynamo, and what that import does keeps every group there is alive
+    for good: destroy_process_group would not end its threads (see DataMesh.close). So it comes before any group."""
+    importlib.import_module("torch._dynamo")
+
+
 def start_group(device: torch.device, timeout: timedelta, backend: str | None = None, **where: Any) -> None:
     """Initializes ``torch.distributed`` for ranks of which each computes on its ``device``, which becomes the current
     one.
@@ -71,9 +77,7 @@ def start_group(device: torch.device, timeout: timedelta, backend: str | None = 
         ConfigError: ranks share a device of which Gloo carries no tensors.
         CollectiveError: not every rank came.
     """
-    # The first torch.optim optimizer imports torch._dynamo, and what that import does keeps every group there is
-    # alive for good: destroy_process_group would not end its threads (see DataMesh.close). So it comes first.
-    importlib.import_module("torch._dynamo")
+    import_compiler()
     accelerator.use(device)
     more: dict[str, Any] = {}
     if backend is None:

@@ -27,7 +27,9 @@ from shardfold.plan.patience import Patience
 __all__ = [
     "AWAITED",
     "BEAT",
+    "CLOSED",
     "DIGITS",
+    "DISMISSED",
     "ELASTIC",
     "FILE",
     "FOLDER",
@@ -39,6 +41,7 @@ __all__ = [
     "OVER",
     "PLACE",
     "REVOKED",
+    "SPARE",
     "STACK",
     "STACKS",
     "STEP",
@@ -46,9 +49,11 @@ __all__ = [
     "beat",
     "beat_no_more",
     "has_followed",
+    "is_dismissed",
     "is_given_notice",
     "is_over",
     "note_awaited",
+    "note_closed",
     "note_elastic",
     "note_folder",
     "note_given_up",
@@ -60,15 +65,17 @@ __all__ = [
     "tell_launcher",
 ]
 
-FILE, MARK = "SHARDFOLD_FOLLOWS", "SHARDFOLD_RUN"
-"""The variables with its name, and with those of the launchers around this process, the outermost first."""
+FILE, MARK, SPARE = "SHARDFOLD_FOLLOWS", "SHARDFOLD_RUN", "SHARDFOLD_SPARE"
+"""The variables with its name, with those of the launchers around this process, the outermost first, and with the
+number of a process that waits to take a rank's place."""
 MOST, DIGITS = 4000, 20
 STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, GIVEN_UP, STACKS = 4096, 5000, 5008, 5032, 5056, 10240, 14336, 20480
 """Where in the file the number of steps is, and what says that the rank shall leave; when it last gave a sign of life,
 until when it may write, for which ranks it waits, the run folder, for which ranks it has waited in vain, and its stack;
 the reason stands in front."""
-ELASTIC, STOPPED, OVER, PLACE = 18432, 18440, 18464, 18496
-"""And there, of a run that goes on without a rank that dies: that this rank can, the epoch in which it has stopped, how
+ELASTIC, CLOSED, DISMISSED, STOPPED, OVER, PLACE = 18432, 18433, 18434, 18440, 18464, 18496
+"""And there, of a run that goes on without a rank that dies: that this rank can, or waits to take one's place; that it
+is in what a new rank could not take part in; that it is not needed any more; the epoch in which it has stopped, how
 many epochs are over, and its place in the present one."""
 NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
@@ -157,6 +164,18 @@ def note_given_up(ranks: Iterable[int]) -> None:
 def note_elastic() -> None:
     """Leaves that this rank can go on without another one that dies."""
     _write(b"1", ELASTIC)
+
+
+def note_closed(closed: bool) -> None:
+    """Leaves whether what this rank does now, should it be broken off, goes on without ranks that are new in it."""
+    _write(b"%d" % closed, CLOSED)
+
+
+def is_dismissed() -> bool:
+    """Whether the run has ended without this process, which has waited to take a rank's place."""
+    with suppress(OSError):
+        return _opened() is not None and os.pread(_file[0], 1, DISMISSED) == b"1"
+    return False
 
 
 def note_stopped(epoch: int) -> None:

@@ -21,7 +21,7 @@ class Member:
     """A rank that lives.
 
     Attributes:
-        uid: its rank in epoch 0.
+        uid: its rank in epoch 0, or a number above these, of one that has come later.
         agent: the node whose launcher has started it.
         local_rank: there, which stays its device's.
     """
@@ -39,12 +39,19 @@ class Membership:
         epoch: 0 is what the launchers have started; each record takes the place of the one before.
         members: in the order of their ranks.
         address, port: of the store at which they meet.
+        size: how many there shall be, and never more: those of epoch 0.
     """
 
     epoch: int
     members: tuple[Member, ...]
     address: str = ""
     port: int = 0
+    size: int = 0
+
+    @property
+    def room(self) -> int:
+        """How many may join."""
+        return max(self.size - len(self.members), 0)
 
     @property
     def agents(self) -> tuple[int, ...]:
@@ -68,7 +75,7 @@ class Membership:
     @classmethod
     def from_json(cls, text: str | bytes) -> Membership:
         said = json.loads(text)
-        return cls(said["epoch"], cls.members_of(said["members"]), said["address"], said["port"])
+        return cls(said["epoch"], cls.members_of(said["members"]), said["address"], said["port"], said["size"])
 
     @staticmethod
     def members_of(said: Sequence[dict[str, Any]]) -> tuple[Member, ...]:

@@ -31,6 +31,7 @@
     _pass_stack   the pass under way, on top of those that it interrupts
     _pipelined    a batch through the stages of a pipeline
     _reports      memory, traffic, times, text
+    _spare        a process that waits to take the place of a rank
     _step         the optimizer step
     _tf32         TF32 switches of PyTorch while an engine lives
     _virtual_ranks  what a run reads in a step, however many ranks there are

@@ -25,6 +25,9 @@ from shardfold.plan.checks import described
 __all__ = ["MicroBatch", "VirtualRanks"]
 
 
+VIRTUAL = "virtual_ranks"
+
+
 class MicroBatch(NamedTuple):
     """A micro-batch that a rank gets.
 
@@ -103,7 +106,9 @@ class VirtualRanks:
         return _HeldPosition(self, self._sampler.state_dict() if steps > self._steps else self._before)
 
     def go_on_at(self, state: Mapping[str, Any]) -> None:
-        """This is the position of the step that the run goes on from, which may be an earlier one."""
+        """This is the position of the step that the run goes on from, which may be an earlier one; a rank that is new
+        hears from it how many virtual ranks there are."""
+        self._sampler.share_among(state[VIRTUAL])
         self._sampler.load_state_dict(state)
         self._before, self._steps = dict(state), -1
 
@@ -118,7 +123,7 @@ class _HeldPosition:
     """A position in the form in which checkpoints have it."""
 
     def __init__(self, of: VirtualRanks, state: Mapping[str, Any]) -> None:
-        self._of, self._state = of, dict(state)
+        self._of, self._state = of, {**state, VIRTUAL: of.sampler.num_ranks}
 
     def state_dict(self) -> dict[str, Any]:
         return self._state

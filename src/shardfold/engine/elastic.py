@@ -1,4 +1,5 @@
-"""Going on without a rank that dies: no process is started again, and nothing comes from a disk.
+"""Going on without a rank that dies, or with one that is new: no process is started again, and nothing comes from a
+disk.
 
     break    whatever this rank has under way is ended, so that the others' waits end too        (``comm/mesh``)
     agree    the launchers make one record of who is in the next epoch                           (``launch/_members``)
@@ -16,6 +17,10 @@ the program's ``VOTE``, to which all come with what they need for their updates,
 whatever becomes of the others. A rank that fails in the vote itself does not know whether others came through: it holds
 what it has, ends its step too, and holds what that gives. If any other came through, the newest step that all have is
 the new one, or else they may still have either.
+
+``[Note: who joins]`` A rank that is new comes out of :class:`ElasticRun` where the others are about to begin a step,
+and has what they have. Where one has died, it comes with the epoch that begins for that; else ranks agree, in a message
+that a step has anyway, in front of which step they stop.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from logging import getLogger
 from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple
@@ -31,10 +37,19 @@ from typing import Any, NamedTuple
 from shardfold.checkpoint.held import Held
 from shardfold.checkpoint.rng import rng_state, set_rng_state
 from shardfold.checkpoint.run_lock import RunLock
-from shardfold.comm.launcher_notes import FILE, is_over, note_elastic, note_stopped, place_here, tell_launcher
+from shardfold.comm.launcher_notes import (
+    FILE,
+    is_over,
+    note_closed,
+    note_elastic,
+    note_stopped,
+    place_here,
+    tell_launcher,
+)
 from shardfold.comm.membership import EpochPlace
 from shardfold.comm.mesh import begin_epoch
 from shardfold.data import Loader, Sampler
+from shardfold.engine._spare import spare_number, wait_for_place
 from shardfold.engine._step import LOST_IN_STEP
 from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.engine.engine import Engine
@@ -54,14 +69,14 @@ MOST = 3
 
 
 class Recovery(NamedTuple):
-    """How a run went on without a rank.
+    """How a run went on without a rank, or with one more.
 
     Attributes:
         epoch: that began.
-        ranks: that are left.
+        ranks: that are in it.
         step: updates that they had done, all of them.
         repeated: whether this rank takes the step once more that it was in.
-        agreed: seconds from when this rank stopped until it knew who is in.
+        agreed: seconds from when this rank stopped until it knew who is in; of a rank that is new 0.
         met: then, until there was an engine.
         moved: then, until it had the states.
     """
@@ -77,7 +92,7 @@ class Recovery(NamedTuple):
 
 @known_arguments
 class ElasticRun:
-    """A training that goes on with the ranks that are left when one is killed.
+    """A training that goes on with the ranks that are left when one is killed, and with others in its place.
 
     Args:
         make: ``make(ranks)`` builds a model and gives an engine of it, on a mesh of so many ranks; called once more
@@ -88,6 +103,8 @@ class ElasticRun:
     Attributes:
         engine: the present one; another one behind a recovery.
         recoveries: what this rank went through so far.
+        joined: whether this rank has come into a run that was under way: it has the states of the others, loads no
+            checkpoint, and goes straight on to the next step.
 
     Raises:
         ConfigError: the ranks were not started by ``shardfold run``, or the engine is one that cannot go on so.
@@ -106,21 +123,28 @@ class ElasticRun:
     def __init__(self, make: Callable[[int], Engine]) -> None:
         if not callable(make):
             raise ConfigError(f"ElasticRun(make={described(make)}): make(ranks) builds a model and gives its engine.")
-        world, self._place = int(os.environ.get("WORLD_SIZE", "1")), _first_place()
-        if self._place is None and world > 1:
+        number = spare_number()
+        self.joined = number is not None
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        self._place = _first_place() if number is None else None
+        if self._place is None and world > 1 and not self.joined:
             raise ConfigError(
                 "ElasticRun: these ranks were not started by `shardfold run`, which keeps the others alive when one "
                 "dies: start them with it."
             )
         self._within = timedelta(seconds=Patience.of_environment().lost)
-        self._uid = self._place.rank if self._place is not None else 0
+        self._uid = self._place.rank if self._place is not None else number or 0
         self._make = make
         self._held: Held | None = None  # what this rank had when it stopped, until all have gone on
         self._doubts = False  # whether that is of the step before
         self._lock: RunLock | None = None
         self._data: VirtualRanks | None = None  # what is read, of which the position goes with the states
+        self._position: dict[str, Any] | None = None  # that of the others, until it is known what is read
         self._broken = self._broken_at = 0  # attempts in a row that have come to nothing, and behind how many updates
         self.recoveries: list[Recovery] = []
+        if self.joined:
+            self._join()
+            return
         self.engine = self._made(world)
         if world > 1 and (what := once_only(self.engine.sharded)):
             where = "the mesh has one rank along inter" if set(what) <= {"intra"} else "ranks share it out"
@@ -134,13 +158,17 @@ class ElasticRun:
         note_elastic()
 
     @contextmanager
-    def attempt(self) -> Iterator[Engine]:
+    def attempt(self, *, admits: bool = True) -> Iterator[Engine]:
         """One optimizer step, with all that is sent for it: forward, backward, :meth:`Engine.step`.
 
         If another rank dies it ends without an exception, when the ranks that are left can go on; the engine then is
         another one, and its ``steps`` tell whether the step was taken. So a loop that chooses its samples by
         ``engine.steps``, ``engine.data_rank`` and ``engine.data_ranks`` takes it once more if it has to. Generators of
         random numbers are then as they were when the attempt began.
+
+        Args:
+            admits: whether what follows, should it be broken off, is the next step: then another rank may come in the
+                dead one's place. False for an evaluation or a save, in which that one would not take part.
 
         Yields:
             :attr:`engine`.
@@ -150,7 +178,11 @@ class ElasticRun:
                 stop within the timeout of collectives.
             StepError: no step is whole on the ranks that are left; or attempts end so again and again.
         """
+        if admits and self._data is None and not self.engine.micro_batch:
+            self._admit()
         steps, random = self.engine.steps, rng_state()
+        if not admits:
+            note_closed(True)
         try:
             yield self.engine
         except LOST as error:
@@ -158,6 +190,9 @@ class ElasticRun:
             self._go_on(error, steps)
             if self.engine.steps == steps:
                 set_rng_state(random)
+        finally:
+            if not admits:
+                note_closed(False)
 
     def batches(
         self, source: Loader | Sampler, *, steps: int | None = None, epochs: int | None = None
@@ -187,6 +222,9 @@ class ElasticRun:
             if most is not None and not is_integer(most, 0):
                 raise ConfigError(f"run.batches({name}={described(most)}): it is an integer >= 0, or None.")
         self._data = data = VirtualRanks(source, self._accumulate)
+        if self._position is not None:
+            data.go_on_at(self._position)
+            self._position = None
         return self._batches(data, steps, epochs)
 
     def _batches(self, data: VirtualRanks, steps: int | None, epochs: int | None) -> Iterator[Any]:
@@ -203,6 +241,9 @@ class ElasticRun:
                         return
                     if epochs is not None and data.sampler.epoch >= epochs:
                         return
+                    self._admit()
+                    if self.engine is not engine:
+                        break
                     for read in reads:
                         engine.set_micro_batches(micro_batches, read.weight)
                         yield read.batch
@@ -234,6 +275,32 @@ class ElasticRun:
                 "these samples, and go on from a checkpoint without them."
             ) from error
 
+    def _admit(self) -> None:
+        """Between two steps: if all ranks know that others wait to join, they do.
+
+        Raises:
+            CollectiveError, OrderError, CheckpointError, StepError: see :meth:`attempt`.
+        """
+        comm = self.engine.sharded.comm
+        if not (comm.group.stopping or (comm.group.peers.size == 1 and comm.job.is_over())):
+            return
+        error: BaseException = CollectiveError(
+            "ranks have stopped, as another one joins, but it was not heard of again."
+        )
+        try:
+            comm.job.exchange("all have come out of their step", "")
+        except LOST as lost:
+            error = lost
+        self._go_on(error, self.engine.steps)
+
+    def _join(self) -> None:
+        """This process waits until it is a rank, and has what the others have."""
+        self._place = wait_for_place()
+        self._held = Held(None, self._uid)
+        begin_epoch(self._within)
+        begun = perf_counter()
+        self._meet(begun, begun)
+
     def _go_on(self, error: BaseException, steps: int) -> None:
         """
         Args:
@@ -243,15 +310,25 @@ class ElasticRun:
         Raises:
             CollectiveError, OrderError, CheckpointError, StepError: see :meth:`attempt`.
         """
-        random, engine = rng_state(), self.engine
+        random = rng_state()
+        self._meet(*self._end_epoch(self.engine, error), steps)
+        set_rng_state(random)
+
+    def _end_epoch(self, engine: Engine | None, error: BaseException) -> tuple[float, float]:
+        """This rank leaves an epoch and knows its place in the next one; when it stopped, and when it knew."""
+        begun = perf_counter()
+        self._stop(engine)
+        self._place = self._next_place(error)
+        agreed = perf_counter()
+        self._leave(engine)
+        return begun, agreed
+
+    def _meet(self, begun: float, agreed: float, steps: int | None = None) -> None:
+        """Makes an engine with the others of its epoch; ``steps``: that this rank had done; None: it is new."""
         while True:
-            begun = perf_counter()
-            self._stop(engine)
-            self._place = place = self._next_place(error)
-            agreed = perf_counter()
-            self._leave(engine)
+            assert self._place is not None
+            place, engine = self._place, None
             place.enter()
-            engine = None
             try:
                 engine = self._made(place.world)
                 met = perf_counter()
@@ -260,13 +337,11 @@ class ElasticRun:
             except RuntimeError as again:  # another one may be gone meanwhile
                 if isinstance(again, ShardfoldError) and not isinstance(again, LOST):
                     raise
-                error = again
-        set_rng_state(random)
+                begun, agreed = self._end_epoch(engine, again)
         moved = perf_counter()
         self.engine = engine
-        repeated = engine.steps == steps
         times = (agreed - begun, met - agreed, moved - met)
-        self.recoveries.append(Recovery(place.epoch, place.world, engine.steps, repeated, *times))
+        self.recoveries.append(Recovery(place.epoch, place.world, engine.steps, engine.steps == steps, *times))
         if place.rank == 0:
             last = "; from here on a death ends the run" if once_only(engine.sharded) else ""
             many = f"{place.world} ranks go" if place.world > 1 else "1 rank goes"
@@ -281,7 +356,8 @@ class ElasticRun:
             note_stopped(self._place.epoch)
             return
         comm = engine.sharded.comm
-        comm.job.give_up(f"rank {comm.mesh.rank} has stopped, as another rank is gone")
+        if comm.mesh.world > 1:
+            comm.job.give_up(f"rank {comm.mesh.rank} has stopped, as another rank is gone")
         comm.mesh.break_off()
         comm.transport.close()
         note_stopped(self._place.epoch)
@@ -338,7 +414,9 @@ class ElasticRun:
         held, lock = self._held, self._lock
         assert held is not None
         with held.together(engine.sharded.comm.job.exchange, engine.rank) as folder:
-            engine.load(folder, state=self._state(engine))
+            report = engine.load(folder, state=self._state(engine))
+            if self._data is None:
+                self._position = report.state.get("data")
             if engine.copying is not None:  # before what it comes from is gone
                 engine.copying.refresh()
         if lock is not None:
@@ -359,6 +437,8 @@ class ElasticRun:
             raise ConfigError(f"ElasticRun cannot go on without a rank where {what}.")
         self._timeout, self._accumulate = engine.sharded.comm.job.timeout, engine.accumulate
         engine.sharded.run.ask_in_doubt(self._doubt)
+        if self._place is not None:
+            engine.sharded.comm.job.heed(partial(is_over, self._place.epoch))
         return engine
 
 

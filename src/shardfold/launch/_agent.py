@@ -26,10 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from shardfold import accelerator
+from shardfold.comm.launcher_notes import SPARE
 from shardfold.errors import ConfigError
 from shardfold.launch import hosts
 from shardfold.launch._members import Members
 from shardfold.launch._rendezvous import Attempts, address_towards, meeting_of, open_store
+from shardfold.launch._spares import Spares
 from shardfold.launch.death import Death, OomWatch, host_name
 from shardfold.launch.decision import Node, script_command
 from shardfold.launch.leftovers import Leftovers
@@ -108,6 +110,7 @@ class Agent(SimpleElasticAgent):
         self._interface = ""  # that ranks find each other by, where this host's name is of no use for it
         self._ours_until = 0.0  # by the monotonic clock: so long the run is this node's, as was last heard
         self.members: Members | None = None  # of this attempt
+        self.spares: Spares | None = None
         self._without: set[int] = set()  # local ranks of which it was said that the others go on
         self.alike: list[tuple[Any, ...]] = []  # how attempts failed, those of the same kind at the end
 
@@ -125,6 +128,7 @@ class Agent(SimpleElasticAgent):
         finally:
             watch(self.workers, self._ended)
         self.members = self._members_of(worker_group)
+        self.spares = self._spares_of(worker_group)
         return {worker.local_rank: worker.process.pid for worker in self.workers}
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
@@ -145,7 +149,25 @@ class Agent(SimpleElasticAgent):
             return address, store.port, store
 
         meeting = self.meeting
-        return Members(uids, self.workers, meeting, opened)
+        return Members(uids, tuple(self.workers), meeting, opened)
+
+    def _spares_of(self, group: WorkerGroup) -> Spares:
+        """Who may come in."""
+        places = sorted(group.workers, key=lambda place: place.local_rank)
+        meeting, given = self.meeting, self.options
+
+        def started(place: Any) -> Worker:
+            worker = self._start(group, place)
+            self.workers.append(worker)
+            watch([worker], self._ended)
+            return worker
+
+        return Spares(given.spares, given.replace, places, meeting.node_rank, meeting.num_nodes, started, say)
+
+    def _place_of(self, group: WorkerGroup, worker: Worker) -> Any:
+        if self.spares is not None and worker.local_rank in self.spares.places:
+            return self.spares.places[worker.local_rank]
+        return group.workers[worker.local_rank]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         given = self.options.shutdown_timeout
@@ -171,16 +193,18 @@ class Agent(SimpleElasticAgent):
         self.leftovers.reap()
         for worker in self.workers:
             worker.look(self.patience.lost)
-        assert self.members is not None
+        assert self.members is not None and self.spares is not None
+        ranks = [worker for worker in self.workers if not self.members.waits(worker)]
+        self.spares.keep(ranks, self.members)
         by_rank = self.members.by_rank()
         awaited = set[int]().union(*(worker.awaits for worker in self.workers))
         given_up = set[int]().union(*(worker.gave_up for worker in self.workers))
         theirs = self.meeting.awaited(awaited, given_up)
         end_hung(by_rank, awaited | theirs[0], given_up | theirs[1], self.patience.lost)
-        failed = [worker for worker in self.workers if worker.returncode and not self.members.takes(worker)]
+        failed = [worker for worker in ranks if worker.returncode and not self.members.takes(worker)]
         failed.sort(key=lambda worker: worker.ended or 0.0)
         self._tell_without(worker_group)
-        running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in self.workers)
+        running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in ranks)
         if failed and (first := caused(failed, running, self.patience.echo)) is not None:
             self.death = self._own(worker_group, first)
         else:
@@ -190,13 +214,14 @@ class Agent(SimpleElasticAgent):
         self._ours_until = asked + max(self.patience.lease, 2 * self.options.monitor_interval)
         for worker in self.workers:  # the run was this node's when it was asked
             worker.lease(self._ours_until - time.monotonic())
-        if not self._lingers and (lingers := lingering(self.workers, self.patience.lost)):
+        if not self._lingers and (lingers := lingering(ranks, self.patience.lost)):
             self._lingers = lingers
             say(f"shardfold run: {lingers}.")
-        if all(worker.returncode == 0 for worker in self.workers if worker.local_rank not in self._without):
-            for worker in self.workers:
+        if all(worker.returncode == 0 for worker in ranks if worker.local_rank not in self._without):
+            for worker in ranks:
                 worker.drain()
             if self.meeting.finish():
+                self.spares.dismiss(self.members)
                 values = {place.global_rank: None for place in worker_group.workers}
                 return RunResult(WorkerState.SUCCEEDED, return_values=values)
         return RunResult(WorkerState.HEALTHY)
@@ -207,8 +232,11 @@ class Agent(SimpleElasticAgent):
         local_rank, count = place.local_rank, group.spec.local_world_size
         cores = None
         environment = {**os.environ, **self._variables(group, place), PATIENCE: f"{self.patience.seconds:g}"}
+        if local_rank >= count:  # it meets the others at the store of the epoch in which it comes in
+            environment[SPARE] = str(place.global_rank)
+            del environment["MASTER_ADDR"], environment["MASTER_PORT"]
         if self.options.bind_cores_to_rank:
-            cores = share_of_cores(self.options.bind_core_list, local_rank, count)
+            cores = share_of_cores(self.options.bind_core_list, local_rank % count, count)
             environment["OMP_NUM_THREADS"] = str(len(cores))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
         command = script_command(self.options, self.script, self.arguments, environment["LOCAL_RANK"])
@@ -298,15 +326,24 @@ class Agent(SimpleElasticAgent):
         return Death(-1, 0, self.host, 0, at=time.time(), why=members.failed) if members.failed else death
 
     def _tell_without(self, group: WorkerGroup) -> None:
-        """Say which ranks the others have just gone on without."""
-        assert self.members is not None
+        """Say which ranks the others have just gone on without, and which have come in."""
+        assert self.members is not None and self.spares is not None
+        new = self.spares.come_in(self.members)
+        if new:
+            self.meeting.resume()
+        there = " on this host" if self.meeting.num_nodes > 1 else ""
         for worker in self.workers:
             if worker.local_rank in self.members.without and worker.local_rank not in self._without:
                 self._without.add(worker.local_rank)
-                left = sum(each.returncode is None for each in self.workers)
-                there = " on this host" if self.meeting.num_nodes > 1 else ""
-                others = f"{left} other ranks{there} go" if left != 1 else f"other rank{there} goes"
-                say(self._death_of(group, worker).sentence(f"; the {others} on without it"))
+                ranks = [each for each in self.workers if each not in new and not self.members.waits(each)]
+                left = sum(each.returncode is None for each in ranks)
+                many = f"{left} other ranks{there} go" if left else "others go"
+                others = f"other rank{there} goes" if left == 1 else many
+                instead = f", with rank {self._place_of(group, new.pop(0)).global_rank} in its place" if new else ""
+                without = "" if instead else " without it"
+                say(self._death_of(group, worker).sentence(f"; the {others} on{without}{instead}"))
+        for worker in new:
+            say(f"shardfold run: rank {self._place_of(group, worker).global_rank} on host {self.host} has joined.")
 
     def _own(self, group: WorkerGroup, worker: Worker) -> Death:
         """This node's first failure, which the other agents are told of."""
@@ -316,7 +353,7 @@ class Agent(SimpleElasticAgent):
 
     def _death_of(self, group: WorkerGroup, worker: Worker) -> Death:
         returncode = worker.returncode or 0
-        place = group.workers[worker.local_rank]
+        place = self._place_of(group, worker)
         killed = returncode == -signal.SIGKILL and not worker.is_ended_here
         return Death(
             place.global_rank,
@@ -363,7 +400,7 @@ class Agent(SimpleElasticAgent):
         told = self.meeting.first()
         if told is not None and (self.death.follows or not told.follows):
             self.death = told
-        ours = {place.global_rank for place in group.workers}
+        ours = {self._place_of(group, worker).global_rank for worker in self.workers}
         self.mine = self.death.host != self.host if self.death.rank < 0 else self.death.rank in ours
         if self.death.rank < 0 and self.node.backend == "static":
             self._remaining_restarts = 0  # a node with a rank of its own is not replaced: do not wait for it
@@ -393,7 +430,7 @@ class Agent(SimpleElasticAgent):
             say(self.death.sentence(then))
             self._note_death(self.death)
         failures = {
-            group.workers[worker.local_rank].global_rank: ProcessFailure(
+            self._place_of(group, worker).global_rank: ProcessFailure(
                 local_rank=worker.local_rank,
                 pid=worker.process.pid,
                 exitcode=worker.returncode or 0,

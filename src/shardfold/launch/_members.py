@@ -8,8 +8,11 @@
 Launchers talk through the store of their attempt, a queue for each, which node 0 has. As soon as ranks can go on, each
 has another one ready: when the launcher is gone that has the present one, the next node's takes its place. What was
 said in the old one is lost, as on any network: who is to propose does it again. The store of an epoch that is over is
-closed where ranks do not stop by themselves: who waits there for a rank that is gone, as in the middle of a recovery,
-fails then.
+closed where ranks do not stop by themselves although one is gone: who waits there for it, as in the middle of a
+recovery, fails then.
+
+Processes that wait to take a rank's place (``_spares``) come in with the next epoch. Where ranks are missing and one
+begins to wait, that is made for it, and ranks stop between two steps. A node whose ranks have all died asks for it.
 """
 
 from __future__ import annotations
@@ -67,12 +70,13 @@ class Members:
         meeting: Attempts,
         open_store: Callable[[], tuple[str, int, Any]],
     ) -> None:
-        self._agent, self._workers, self._num_nodes = meeting.node_rank, workers, meeting.num_nodes
+        self._agent, self._num_nodes = meeting.node_rank, meeting.num_nodes
         self._meeting, self._store = meeting, meeting.store
         self._ready: Any = None  # a store of this node that may take the place of the present one
         self._others: dict[int, tuple[str, int]] = {}  # where such a store is, by node
         self._open_store = open_store
         self._mine = {uid: worker for uid, worker in zip(uids, workers, strict=True)}
+        self._waiting: dict[int, Worker] = {}  # those that may take a rank's place, by number
         self.without: set[int] = set()
         self.failed = ""
         self._voter: Voter | None = None
@@ -82,6 +86,7 @@ class Members:
         self._offered: tuple[str, int, Any] | None = None  # a store that the next epoch may take
         self._served: list[Any] = []  # that of the present one, then of the one before, which ranks still leave
         self._vain = 0  # epochs in a row that nobody's death has begun
+        self._idle = 0.0  # since when all ranks of this node have stopped
         self._lost = 0.0  # since when the present epoch is over
         self._thread = threading.Thread(target=self._run, name="shardfold-members", daemon=True)
         self._thread.start()
@@ -101,7 +106,22 @@ class Members:
     def by_rank(self) -> dict[int, Worker]:
         """The ranks of this node by what they are in the present epoch."""
         members = () if self._voter is None else self._voter.record.members
-        return {rank: self._mine[each.uid] for rank, each in enumerate(members) if each.agent == self._agent}
+        return {rank: self._mine[each.uid] for rank, each in enumerate(members) if each.uid in self._mine}
+
+    def are_elastic(self) -> bool:
+        """Whether every rank of this node that lives can go on without another, and none has come to its end."""
+        ranks = list(self._mine.values())
+        return all(each.is_elastic for each in ranks if each.returncode is None) and not self._has_ended()
+
+    def add(self, uid: int, worker: Worker) -> None:
+        """A process that is to wait for a place; its number is no other's."""
+        with self._lock:
+            self._waiting[uid] = worker
+        self._wake.set()
+
+    def waits(self, worker: Worker) -> bool:
+        """Whether it is one that may take a rank's place, and has none, be it because it has ended before."""
+        return worker in list(self._waiting.values())
 
     def takes(self, worker: Worker) -> bool:
         """Whether the others go on without this rank, which has ended."""
@@ -134,7 +154,7 @@ class Members:
                 with self._lock:
                     self._look_anywhere()
                     busy = self._voter is not None and self._voter.needed
-                looks = self._num_nodes > 1 or bool(self._served)
+                looks = self._num_nodes > 1 or bool(self._served) or bool(self._waiting)
                 self._wake.wait(AWAKE if busy else LOOK if looks else None)
                 self._wake.clear()
         except RuntimeError:  # the store is gone, and no other one can take its place
@@ -152,7 +172,7 @@ class Members:
         for node in range(self._num_nodes):
             said = json.loads(self._store.get(f"{QUEUE}/ranks/{node}")) if self._num_nodes > 1 else mine
             members += [Member(uid, node, local) for uid, local in said]
-        record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)))
+        record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)), size=len(members))
         with self._lock:
             self._voter = Voter(self._agent, record)
             self._publish(record)
@@ -171,7 +191,7 @@ class Members:
 
     def _stand_by(self) -> None:
         """A store of this node is ready to take the place of the present one, and it is known where the others' are."""
-        lives = any(worker.returncode is None for worker in self._workers)  # and says what it can
+        lives = any(worker.returncode is None for worker in self._mine.values())  # and says what it can
         if self._ready is None and lives and self._are_elastic():
             address, port, self._ready = self._open_store()
             self._meeting.prepare(self._ready)
@@ -217,19 +237,38 @@ class Members:
         if self._num_nodes > 1:
             self._stand_by()
             self._read()
+        self._offer(self._voter)
         if self._voter.record.epoch and not self._voter.needed and self._in_vain():
             self._take(self._voter.lose())
         if self._voter.needed:
             self._stop()
         if self._voter.waits and time.monotonic() - self._tried > AGAIN:
             self._take(self._voter.retry())
+        elif self._voter.asks and time.monotonic() - self._tried > AGAIN:
+            self._take(self._voter.ask())
+
+    def _offer(self, voter: Voter) -> None:
+        """Who waits here for a place."""
+        spares = tuple(
+            Member(uid, self._agent, worker.local_rank)
+            for uid, worker in sorted(self._waiting.items())
+            if worker.returncode is None and worker.is_elastic
+        )
+        if spares != voter.spares and self._are_elastic() and not self._has_ended():
+            self._take(voter.offer(spares))
+
+    def _has_ended(self) -> bool:
+        """Whether a rank of this node has come to its end: then no other one joins."""
+        return any(worker.returncode == 0 for worker in list(self._mine.values()))
 
     def _in_vain(self) -> bool:
         """Whether ranks that were about to go on have all stopped again although none is gone: what they made took too
         long, or a link failed. Then they may try once more, a few times."""
         assert self._voter is not None
-        here, epoch = self._here(self._voter), self._voter.record.epoch
-        if not here or self._vain >= MOST or not all(self._mine[each.uid].has_stopped(epoch) for each in here):
+        here, epoch, now = self._here(self._voter), self._voter.record.epoch, time.monotonic()
+        idle = bool(here) and all(self._mine[each.uid].has_stopped(epoch) for each in here)
+        self._idle = (self._idle or now) if idle else 0.0
+        if not idle or self._vain >= MOST or now - self._idle < AGAIN:  # others may be about to say that one joins
             return False
         self._vain += 1
         return True
@@ -244,10 +283,10 @@ class Members:
     def _are_elastic(self) -> bool:
         """Whether all ranks of this node that live can go on without another; where none lives, those that lived could
         have, and others may on another node."""
-        left = [worker for worker in self._workers if worker.returncode is None]
+        left = [worker for worker in self._mine.values() if worker.returncode is None]
         if not left and self._num_nodes == 1:
             return False
-        return all(worker.is_elastic for worker in left or self._workers)
+        return all(worker.is_elastic for worker in left or self._mine.values())
 
     def _read(self) -> None:
         """Hears what other launchers have said."""
@@ -263,16 +302,20 @@ class Members:
         assert self._voter is not None
         epoch, dead = self._voter.record.epoch, self._dead(self._voter)
         live = [member for member in self._here(self._voter) if member.uid not in dead]
+        if self._has_ended() and not self._voter.broken:
+            return
+        if self._voter.broken:
+            self._lost = self._lost or time.monotonic()
+            if time.monotonic() - self._lost > STUCK:
+                self._served.clear()
         if self._voter.mine is not None and tuple(live) == self._voter.mine:
             return
-        self._lost = self._lost or time.monotonic()
         for member in live:
             self._mine[member.uid].end_epoch(epoch)
         if all(self._mine[member.uid].has_stopped(epoch) for member in live):
             self._offered = self._offered or self._open_store()
-            self._take(self._voter.stop(live, *self._offered[:2]))
-        elif time.monotonic() - self._lost > STUCK:
-            self._served.clear()
+            admits = all(self._mine[member.uid].admits for member in live)
+            self._take(self._voter.stop(live, *self._offered[:2], admits=admits))
 
     def _take(self, done: tuple[Voter, Sent]) -> None:
         """What this node knows now, and what it says; what it says to itself is heard at once."""
@@ -304,4 +347,7 @@ class Members:
         self._lost = 0.0
         for member in record.members:
             if member.agent == self._agent:
+                if member.uid in self._waiting:
+                    self._mine[member.uid] = self._waiting.pop(member.uid)
+                    self._vain = 0
                 self._mine[member.uid].take_place(record.place(member.uid))

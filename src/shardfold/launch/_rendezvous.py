@@ -307,6 +307,13 @@ class Attempts(RendezvousHandler):
             return done >= self.num_nodes - len(self._without)
         return False
 
+    def resume(self) -> None:
+        """Take back that this node's ranks have all ended: others have come in."""
+        if self.finished:
+            self.finished = False
+            with suppress(*GONE):
+                self.store.add("shardfold/done", -1)
+
     def leave(self) -> None:
         """Note that this node asks nothing more of the attempt's store."""
         with suppress(*GONE):

@@ -6,21 +6,27 @@ is suspected by somebody who has a clock. From then on nothing that it says is h
 that was wrong costs it its membership, and never gives two records of one epoch. Who sees fewer than a majority that is
 not suspected proposes nothing and stops.
 
-    CALL       somebody is gone, and who                   to the proposer: the first node that is not suspected
+    CALL       somebody is gone, and who; or may come in   to the proposer: the first node that is not suspected
     PREPARE    a ballot begins                             to all that vote
     PROMISE    none below it is taken any more             with this node's members, once they all have stopped
-    ACCEPT     the record: what an earlier ballot may have decided already, else the members of all who promised
+    ACCEPT     the record: what an earlier ballot may have decided already, else the members of all who promised, and
+               of the spares that wait there as many as are missing
     ACCEPTED   it is taken
     REFUSED    by a promise to a higher ballot
     DECIDED    a majority has taken it
 
 All that is said is about one epoch: who is behind is told the record that there is instead. A machine takes one event
 and gives the next machine and what it sends, so that a checker can try every order of events (tests/launch).
+
+``[Note: spares]`` A spare is a process that no record has had yet. Where one waits and members are missing, an epoch is
+over too, with nobody gone: ranks then stop between two steps. One that dies before it comes in, or while it does, is a
+member that dies. A node without members says in a CALL who waits there, and votes from the epoch on in which one is in.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
@@ -51,6 +57,10 @@ class Message:
         ballot: of which it is; of a refusal the one that was promised.
         members: of a promise: the sender's.
         address, port: of a promise: a store at which they may meet.
+        spares: those that wait: of a promise, at the sender's and as far as it was told; of a call, on nodes without
+            members.
+        admits: of a promise: whether the sender's members can go on together with such.
+        broken: whether the sender knows that somebody is gone.
         record: what is proposed, or decided; of a promise what its sender has taken; else the last.
         taken: of a promise: the ballot of that.
     """
@@ -66,6 +76,9 @@ class Message:
     address: str = ""
     port: int = 0
     suspects: frozenset[int] = frozenset()
+    spares: tuple[Member, ...] = ()
+    admits: bool = True
+    broken: bool = False
 
     def to_json(self) -> str:
         said = {**asdict(self), "record": self.record and self.record.to_json(), "suspects": sorted(self.suspects)}
@@ -75,7 +88,7 @@ class Message:
     def from_json(cls, text: str | bytes) -> Message:
         said = json.loads(text)
         said["ballot"], said["taken"] = Ballot(*said["ballot"]), said["taken"] and Ballot(*said["taken"])
-        said["members"] = Membership.members_of(said["members"])
+        said["members"], said["spares"] = (Membership.members_of(said[name]) for name in ("members", "spares"))
         said["record"] = said["record"] and Membership.from_json(said["record"])
         said["suspects"] = frozenset(said["suspects"])
         return cls(**said)
@@ -93,7 +106,11 @@ class Voter:
         record: the last one that it knows of.
         mine: its live members, once they all have stopped; None: they still run.
         address, port: of a store that it offers the next epoch.
+        spares: of this node, that wait.
+        guests: those that wait on nodes without members, as far as this node was told.
+        admits: whether its members, where they have stopped, can go on together with such.
         needed: whether it knows that the epoch is over.
+        broken: whether that is so because somebody is gone.
         suspects: nodes of which nothing is heard any more.
         promised: the highest ballot that it was asked by; nothing below counts any more.
         taken: the record that it has taken last, and in which ballot.
@@ -108,7 +125,11 @@ class Voter:
     mine: tuple[Member, ...] | None = None
     address: str = ""
     port: int = 0
+    spares: tuple[Member, ...] = ()
+    guests: tuple[Member, ...] = ()
+    admits: bool = True
     needed: bool = False
+    broken: bool = False
     suspects: frozenset[int] = frozenset()
     promised: Ballot = NONE
     taken: tuple[Ballot, Membership] | None = None
@@ -140,6 +161,16 @@ class Voter:
         return [agent for agent in self.record.agents if agent == self.me or agent not in self.suspects]
 
     @property
+    def asks(self) -> bool:
+        """Whether a spare of this node, which has no members, may come in."""
+        return bool(self.spares) and not self.is_member and self.record.room > 0
+
+    @property
+    def _may_grow(self) -> bool:
+        """Whether a spare may come in that this node knows of."""
+        return bool(self.spares or self.guests) and self.record.room > 0 and self.is_member
+
+    @property
     def _next(self) -> int:
         return self.record.epoch + 1
 
@@ -147,19 +178,35 @@ class Voter:
 
     def lose(self) -> tuple[Voter, Sent]:
         """A rank of this node is gone."""
-        return replace(self, needed=True)._go_on()
+        return replace(self, needed=True, broken=True)._go_on()
 
-    def stop(self, mine: Iterable[Member], address: str = "", port: int = 0) -> tuple[Voter, Sent]:
+    def offer(self, spares: Iterable[Member]) -> tuple[Voter, Sent]:
+        """These of this node wait now, and no others."""
+        offered = replace(self, spares=tuple(spares))
+        if not self.is_member:
+            return offered.ask()
+        return replace(offered, needed=self.needed or offered._may_grow)._go_on()
+
+    def ask(self) -> tuple[Voter, Sent]:
+        """A node without members says, once more, who waits here."""
+        if self.is_member or not self.spares or not self._heard:
+            return self, ()
+        return self, (replace(self._say("CALL", self._heard[0], record=self.record), spares=self.spares),)
+
+    def stop(
+        self, mine: Iterable[Member], address: str = "", port: int = 0, *, admits: bool = True
+    ) -> tuple[Voter, Sent]:
         """All ranks of this node that live have stopped, with what they have; and a store that it offers."""
-        stopped = replace(self, mine=tuple(mine), address=address, port=port)
+        stopped = replace(self, mine=tuple(mine), address=address, port=port, admits=admits)
         owed = stopped._promise() if stopped.promised > NONE and stopped.promised.agent != self.me else ()
         stopped, sent = stopped._go_on()
         return stopped, (*owed, *sent)
 
     def suspect(self, agent: int) -> tuple[Voter, Sent]:
         """A node is not heard of any more."""
-        needed = self.needed or agent in self.record.agents
-        return replace(self, suspects=self.suspects | {agent}, needed=needed)._go_on()
+        gone = agent in self.record.agents
+        needed, broken = self.needed or gone, self.broken or gone
+        return replace(self, suspects=self.suspects | {agent}, needed=needed, broken=broken)._go_on()
 
     def retry(self) -> tuple[Voter, Sent]:
         """Some time has passed without a decision."""
@@ -181,7 +228,7 @@ class Voter:
             heard, more = after.receive(message)
             return heard, (*sent, *more)
         hear: dict[str, Callable[[Message], tuple[Voter, Sent]]] = {
-            "CALL": lambda call: self._share(call)._go_on(),
+            "CALL": self._hear_call,
             "PREPARE": self._hear_prepare,
             "PROMISE": self._hear_promise,
             "ACCEPT": self._hear_accept,
@@ -194,7 +241,16 @@ class Voter:
 
     def _share(self, message: Message) -> Voter:
         """Whom another node suspects, this one does too: else each might wait for one that the other does not hear."""
-        return replace(self, suspects=self.suspects | (message.suspects - {self.me}), needed=True)
+        suspects, broken = self.suspects | (message.suspects - {self.me}), self.broken or message.broken
+        return replace(self, suspects=suspects, needed=True, broken=broken)
+
+    def _hear_call(self, call: Message) -> tuple[Voter, Sent]:
+        """One that has died meanwhile comes in, too, as what is said may arrive in any order: its node then says so."""
+        outside = {each for each in call.spares if each.agent not in self.record.agents}
+        heard = replace(self, guests=_in_order({*self.guests, *outside}))
+        if call.source in self.record.agents:
+            return heard._share(call)._go_on()
+        return replace(heard, needed=self.needed or heard._may_grow)._go_on()
 
     def _hear_prepare(self, message: Message) -> tuple[Voter, Sent]:
         heard = self._share(message)
@@ -210,7 +266,8 @@ class Voter:
             return ()
         ballot, record = self.taken if self.taken is not None else (None, None)
         said = self._say("PROMISE", self.promised.agent, self.promised, record)
-        return (replace(said, members=self.mine, taken=ballot, address=self.address, port=self.port),)
+        said = replace(said, members=self.mine, taken=ballot, address=self.address, port=self.port)
+        return (replace(said, spares=(*self.spares, *self.guests), admits=self.admits),)
 
     def _hear_accept(self, message: Message) -> tuple[Voter, Sent]:
         if message.ballot < self.promised or message.record is None:
@@ -226,14 +283,15 @@ class Voter:
             return self, ()
         first = self._heard[0]
         if first != self.me:
-            return self, (replace(self._say("CALL", first, record=self.record), suspects=self.suspects),)
+            call = self._told(self._say("CALL", first, record=self.record))
+            return self, (replace(call, spares=self.guests),)
         if self.mine is None:
             return self, ()
         if self.ballot is not None:
             return self._propose()
         ballot = Ballot(self.promised.number + 1, self.me)
         begun = replace(self, ballot=ballot, promises=frozenset(), proposed=None, accepted=frozenset())
-        said = replace(begun._say("PREPARE", self.me, ballot, self.record), suspects=self.suspects)
+        said = self._told(begun._say("PREPARE", self.me, ballot, self.record))
         return begun, tuple(replace(said, target=agent) for agent in self.record.agents)
 
     def _hear_promise(self, message: Message) -> tuple[Voter, Sent]:
@@ -252,12 +310,24 @@ class Voter:
         if taken:  # it may be decided
             record = max(taken, key=lambda message: message.taken or NONE).record
         else:
-            members = sorted((each for m in self.promises for each in m.members), key=lambda each: each.uid)
             first = min(self.promises, key=lambda message: message.source)
-            record = Membership(self._next, tuple(members), first.address, first.port)
+            record = Membership(self._next, self._who(), first.address, first.port, self.record.size)
         proposed = replace(self, proposed=record)
         said = [proposed._say("ACCEPT", agent, self.ballot, record) for agent in sorted(promised)]
         return proposed, tuple(said)
+
+    def _who(self) -> tuple[Member, ...]:
+        """All that have promised, and as many spares as are missing, where the fewest are of a node. Ranks of a node
+        stand side by side."""
+        members = [each for message in self.promises for each in message.members]
+        if members and all(message.admits for message in self.promises):
+            spares = {each for message in self.promises for each in message.spares}
+            while spares and len(members) < self.record.size:
+                there = Counter(each.agent for each in members)
+                taken = min(spares, key=lambda each: (there[each.agent], each.agent, each.uid))
+                spares.remove(taken)
+                members.append(taken)
+        return tuple(sorted(members, key=lambda each: (each.agent, each.uid)))
 
     def _hear_accepted(self, message: Message) -> tuple[Voter, Sent]:
         if message.ballot != self.ballot:
@@ -265,7 +335,7 @@ class Voter:
         heard = replace(self, accepted=self.accepted | {message.source})
         if len(heard.accepted) < self.record.majority or heard.proposed is None:
             return heard, ()
-        others = [agent for agent in self.record.agents if agent != self.me]
+        others = sorted({*self.record.agents, *heard.proposed.agents} - {self.me})
         said = tuple(self._say("DECIDED", agent, record=heard.proposed) for agent in others)
         decided, sent = heard._take(heard.proposed)
         return decided, (*said, *sent)
@@ -282,9 +352,21 @@ class Voter:
         """It is decided."""
         if record.epoch <= self.record.epoch:
             return self, ()
-        over = bool(self.suspects & set(record.agents))
-        return type(self)(self.me, record, needed=over, suspects=self.suspects)._go_on()
+        gone, spares = bool(self.suspects & set(record.agents)), set(self.spares) - set(record.members)
+        guests = _in_order(each for each in self.guests if each.agent not in record.agents)
+        after = type(self)(
+            self.me, record, broken=gone, suspects=self.suspects, spares=_in_order(spares), guests=guests
+        )
+        return replace(after, needed=gone or after._may_grow)._go_on() if after.is_member else after.ask()
+
+    def _told(self, message: Message) -> Message:
+        """With what this node knows of others that are gone."""
+        return replace(message, suspects=self.suspects, broken=self.broken)
 
     def _say(self, kind: str, target: int, ballot: Ballot = NONE, record: Membership | None = None) -> Message:
         epoch = record.epoch if kind == "DECIDED" and record is not None else self._next
         return Message(kind, self.me, target, epoch, ballot, record=record)
+
+
+def _in_order(members: Iterable[Member]) -> tuple[Member, ...]:
+    return tuple(sorted(members, key=lambda each: each.uid))

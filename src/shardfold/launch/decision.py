@@ -24,6 +24,8 @@ FOR_AGENTS = (
     "nnodes",
     "num_nodes",
     "max_restarts",
+    "spares",
+    "replace",
     "notice",
     "redirects",
     "tee",

@@ -104,6 +104,19 @@ class Options:
     max_restarts: int = option(
         "Start all ranks again up to N times when one dies.", FAILURES, 0, metavar="N", env="MAX_RESTARTS"
     )
+    spares: int = option(
+        "More processes on each node that wait, ready, to take the place of ranks that are killed (docs/elastic.md).",
+        FAILURES,
+        0,
+        metavar="N",
+    )
+    replace: int = option(
+        "Start up to N processes on each node in the place of ranks that are killed, which join the others "
+        "(docs/elastic.md).",
+        FAILURES,
+        0,
+        metavar="N",
+    )
     monitor_interval: float = option(
         "Seconds between two looks at the ranks.", FAILURES, 0.1, metavar="S", env="MONITOR_INTERVAL"
     )
@@ -204,6 +217,8 @@ class Options:
             "--num-nodes": (self.num_nodes, 1),
             "--node-rank": (self.node_rank, 0),
             "--max-restarts": (self.max_restarts, 0),
+            "--spares": (self.spares, 0),
+            "--replace": (self.replace, 0),
             "--shutdown-timeout": (self.shutdown_timeout, 0),
             "--notice": (self.notice, 0),
             "--master-port": (self.master_port, 0),

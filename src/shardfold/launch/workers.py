@@ -24,7 +24,9 @@ from typing import IO, TypeVar
 from shardfold.comm.launcher_notes import (
     AWAITED,
     BEAT,
+    CLOSED,
     DIGITS,
+    DISMISSED,
     ELASTIC,
     FILE,
     FOLDER,
@@ -223,8 +225,18 @@ class Worker:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it can go on without another rank that dies."""
+        """Whether it can go on without another rank that dies; of a spare, whether it waits to take one's place."""
         return self._noted(1, ELASTIC) == "1"
+
+    @property
+    def admits(self) -> bool:
+        """Whether it can go on together with a rank that is new, should it be stopped now."""
+        return self._noted(1, CLOSED) != "1"
+
+    def dismiss(self) -> None:
+        """Tell it, which waits to take a rank's place, that the run has ended."""
+        if self._sign is not None:
+            os.pwrite(self._sign, b"1", DISMISSED)
 
     def has_stopped(self, epoch: int) -> bool:
         """Whether it does nothing more in an epoch."""

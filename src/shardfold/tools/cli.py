@@ -171,21 +171,23 @@ def train(
             resolved = {**given, "out": folder}
             arguments = [argument(name, value) for name, value in resolved.items() if name != "procs"]
             debug = ["--debug"] if invocation.obj else []
-            raise typer.Exit(started(["train", recipe, *arguments, *debug], settings.procs, elastic=settings.elastic))
+            command, spares = ["train", recipe, *arguments, *debug], settings.spares
+            raise typer.Exit(started(command, settings.procs, elastic=settings.elastic, spares=spares))
     with QuickStart.uncollected():
         from shardfold.tools.recipes import lm
 
     raise typer.Exit(lm.train(settings).exit_status)
 
 
-def started(argv: list[str], procs: int, *, elastic: bool) -> int:
+def started(argv: list[str], procs: int, *, elastic: bool, spares: int = 0) -> int:
     """Run the command as so many ranks on this machine and return the exit status to end with."""
     if not elastic:
         return launch.launch_local(argv, procs)
     from shardfold.launch.options import Options
     from shardfold.launch.run_script import run as run_script
 
-    return run_script(Options(standalone=True, nproc_per_node=str(procs), module=True), "shardfold", argv)
+    options = Options(standalone=True, nproc_per_node=str(procs), module=True, spares=spares)
+    return run_script(options, "shardfold", argv)
 
 
 app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 --data my-texts/")(

@@ -19,7 +19,7 @@ class RunAttempts:
     Args:
         make: builds a model and gives an engine of it, on so many ranks.
         elastic: whether ranks go on without one that is killed (:class:`shardfold.ElasticRun`).
-        changed: called on each rank behind that.
+        changed: called on each rank behind that, and when another one has come in.
 
     Raises:
         ConfigError: they cannot go on so.
@@ -29,6 +29,11 @@ class RunAttempts:
         self._run = sf.ElasticRun(make) if elastic else None
         self._engine = make(int(os.environ.get("WORLD_SIZE", "1"))) if self._run is None else None
         self._changed = changed
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has come into a run that was under way."""
+        return self._run is not None and self._run.joined
 
     @property
     def engine(self) -> sf.Engine:
@@ -45,21 +50,26 @@ class RunAttempts:
         while True:
             yield from sampler
 
-    def once(self, do: Callable[[], T]) -> T | None:
+    def once(self, do: Callable[[], T], *, admits: bool = True) -> T | None:
         """What a call comes to in which ranks work together; None if a rank died in it, without which the others are
-        by then."""
+        by then.
+
+        Args:
+            do: the call.
+            admits: see :meth:`shardfold.ElasticRun.attempt`.
+        """
         if self._run is None:
             return do()
-        known = len(self._run.recoveries)
-        with self._run.attempt():
-            return do()
+        known, found = len(self._run.recoveries), list[T]()
+        with self._run.attempt(admits=admits):
+            found.append(do())
         if len(self._run.recoveries) > known:
             self._changed()
-        return None
+        return found[0] if found else None
 
     def whole(self, do: Callable[[], T]) -> T:
         """The same, again until no rank dies in it."""
         found: list[T] = []
         while not found:
-            self.once(lambda: found.append(do()))
+            self.once(lambda: found.append(do()), admits=False)
         return found[0]

@@ -28,6 +28,7 @@ from torch import Tensor
 import shardfold as sf
 from shardfold import accelerator
 from shardfold.checkpoint.folders import IN_RUN
+from shardfold.comm.launcher_notes import SPARE
 from shardfold.comm.mesh import pick_device
 from shardfold.engine.peak_rate import peak_of
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
@@ -141,7 +142,6 @@ class LanguageRun:
             fill_last=True,
         )
         self.windows = held_out_windows(corpus, context=self.shape.context, number=config.eval_windows)
-        self.tokens_per_step = self.engine.data_ranks * config.accumulate * config.micro_batch * self.shape.context
         given = None if config.peak_flops is None else flops_or_file(config.peak_flops)
         self.flops = peak_of(given, self.engine.device, sf.Precision.named(config.precision)).flops
         self.done = self.begun_at = 0
@@ -177,12 +177,16 @@ class LanguageRun:
         return self.attempts.engine
 
     def changed(self) -> None:
-        """Ranks are fewer: this one may be another, and the one that prints and writes."""
+        """Ranks are fewer, or more: this one may be another, and the one that prints and writes."""
         self.peak = Peak(self.config, self.engine, self.text.text)
         if self.written is not None:
             self.written.go_on_as(self.engine.rank, self.engine.world_size)
         if self.progress is not None and self.leads:
             self.progress.enable()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sampler.num_ranks * self.config.accumulate * self.config.micro_batch * self.shape.context
 
     @property
     def leads(self) -> bool:
@@ -401,21 +405,45 @@ def train(config: TrainConfig) -> Result:
             left behind.
         ShardfoldError: the checkpoint to go on from does not fit, or the loss is no longer finite.
     """
-    leads = int(os.environ.get("RANK", "0")) == 0
+    began_as = int(os.environ.get("RANK", "0"))
+    leads = began_as == 0
+    check_spare(config)
     tracker_names(config.track, installed=leads)  # refused before anything is loaded
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
         check_device(config)
         run = LanguageRun(config, load_corpus(config.data), lenient_console())
-        run.check_corpus()
+        joined, resumed = run.attempts.joined, None
+        if joined:  # with what the others have, who have looked at all of this
+            run.done = run.begun_at = run.engine.steps
+        else:
+            run.check_corpus()
         out = run.folder_of_all(folder)
-        resumed = run.resume(config.resume) if config.resume is not None else None
+        if config.resume is not None and not joined:
+            resumed = run.resume(config.resume)
         if run.leads:
             (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
-        with Run(
-            out, steps=config.steps, rank=run.engine.rank, ranks=run.engine.world_size, track=config.track
-        ) as written:
+        rank, world = began_as if joined else run.engine.rank, run.engine.world_size
+        with Run(out, steps=config.steps, rank=rank, ranks=world, track=config.track) as written:
+            if joined:  # its place was another rank's, who leaves it by and by
+                written.go_on_as(run.engine.rank, run.engine.world_size)
             return run_and_report(run, written, resumed)
+
+
+def check_spare(config: TrainConfig) -> None:
+    """Refuse what a process cannot know that comes into the run later (``--spares``, ``--replace``).
+
+    Raises:
+        ConfigError: see above; the ranks go on without it.
+    """
+    if SPARE not in os.environ:
+        return
+    if config.out is None:
+        raise ConfigError("a rank that joins later does not know the folder of the run: give --out.")
+    if not config.micro_batch:
+        raise ConfigError(
+            "a rank that joins later cannot ask the others what --micro-batch max came to: give a number."
+        )
 
 
 def check_device(config: TrainConfig) -> None:

@@ -244,6 +244,13 @@ TRAIN_EFFECTS = (
         "no other rank has what rests in host memory or on disk",
         "give a --layout that keeps it on the device, without --offload",
     ),
+    Effect("spares", lambda run: run.elastic, "without it a rank that is killed ends the run", "give --elastic"),
+    Effect(
+        "spares",
+        lambda run: run.micro_batch > 0,
+        "a rank that joins later cannot ask the others what --micro-batch max came to",
+        "give --micro-batch a number",
+    ),
     Effect("elastic", lambda run: run.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"),
     Effect(
         "top_k",
@@ -393,6 +400,12 @@ class TrainConfig(RecipeSettings):
         False,
         description="Go on without a rank that is killed, in the processes that are left and from the same step; what "
         "no other rank has another one holds a copy of.",
+    )
+    spares: int = Field(
+        0,
+        ge=0,
+        description="Processes beside those of --procs that wait, with all imports done, to take the place of ranks "
+        "that are killed.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")
