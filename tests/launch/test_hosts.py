@@ -538,26 +538,88 @@ def test_a_death_in_words():
     assert death.Death.from_json(killed.to_json()) == killed
 
 
+class Kernel:
+    """What it tells of its memory and of process 5, in files of either version of control groups."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self.proc, self.mounted = folder / "proc", folder / "cgroup"
+        self.group = self.mounted / ("memory" if version == 1 else "") / "job" / "step"
+        self.limit, self.events = (
+            ("memory.limit_in_bytes", "memory.oom_control") if version == 1 else ("memory.max", "memory.events")
+        )
+        for place in (self.proc / "self", self.proc / "5", self.group):
+            place.mkdir(parents=True)
+        for pid in ("self", "5"):
+            lines = "4:memory:/job/step\n3:cpu:/\n" if version == 1 else "0::/job/step\n"
+            (self.proc / pid / "cgroup").write_text(lines)
+        (self.proc / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\nMemAvailable:     80 kB\n")
+        (self.proc / "5/status").write_text("Name:\tx\nVmRSS:\t     77 kB\n")
+
+    def kill(self, count: int, in_group: int | None = None) -> None:
+        """So many were killed on this machine so far, and in the group of process 5."""
+        (self.proc / "vmstat").write_text(f"oom_kill {count}\n")
+        if in_group is not None:
+            (self.group / self.events).write_text(f"oom 2\noom_kill {in_group}\n")
+
+    def watch(self) -> death.OomWatch:
+        """One that has looked at process 5 once."""
+        watch = death.OomWatch(self.proc, self.mounted)
+        watch.look([5, 6])
+        return watch
+
+
 @pytest.mark.parametrize("version", [1, 2])
-def test_memory_and_the_killer_as_the_kernel_tells_them(tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch):
-    """Limits of control groups of both versions, also of an outer one; a kill since the start is noticed once."""
-    monkeypatch.setattr(death, "killed_by_kernel", lambda pid: False)
-    proc, mounted = tmp_path / "proc", tmp_path / "cgroup"
-    group = mounted / ("memory" if version == 1 else "") / "job" / "step"
-    for folder in (proc / "self", proc / "5", group):
-        folder.mkdir(parents=True)
-    (proc / "self/cgroup").write_text("4:memory:/job/step\n3:cpu:/\n" if version == 1 else "0::/job/step\n")
-    (proc / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
-    (proc / "5/status").write_text("Name:\tx\nVmRSS:\t     77 kB\n")
-    assert death.resident(5, proc) == 77 * 1024 and death.resident(6, proc) == 0
-    assert memory_limit(proc, mounted) == 1000 * 1024
-    limit, events = ("memory.limit_in_bytes", "memory.oom_control") if version == 1 else ("memory.max", "memory.events")
-    (group / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
-    (group.parent / limit).write_text("5000\n")
-    assert memory_limit(proc, mounted) == 5000
-    (group / events).write_text("oom 0\noom_kill 1\n")
-    watch = death.OomWatch(proc, mounted)
-    assert watch.witness(5) == ""
-    (group / events).write_text("oom 2\noom_kill 2\n")
-    assert watch.witness(5) == f"cgroup {events}"
-    assert watch.witness(5) == ""
+def test_memory_is_as_much_as_control_groups_leave(tmp_path: Path, version: int) -> None:
+    """Of both versions, also an outer one."""
+    kernel = Kernel(tmp_path, version)
+    assert death.resident(5, kernel.proc) == 77 * 1024 and death.resident(6, kernel.proc) == 0
+    assert memory_limit(kernel.proc, kernel.mounted) == 1000 * 1024
+    (kernel.group / kernel.limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
+    (kernel.group.parent / kernel.limit).write_text("5000\n")
+    assert memory_limit(kernel.proc, kernel.mounted) == 5000
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_process_is_killed_for_want_of_memory_if_its_group_counts_one_more(tmp_path: Path, version: int) -> None:
+    """One of another job that is killed meanwhile is counted on the machine, and not there."""
+    kernel = Kernel(tmp_path, version)
+    kernel.kill(3, in_group=1)
+    watch = kernel.watch()
+    kernel.kill(4, in_group=1)
+    assert watch.witness(5, 10**9) == "" and watch.witness(6, 10**9) == ""
+    kernel.kill(5, in_group=2)
+    assert watch.witness(5, 1) == f"cgroup {kernel.events}"
+
+
+def test_the_machine_counts_a_process_that_held_as_much_as_was_left(tmp_path: Path) -> None:
+    """Where no group counts. Another one was killed if there was more."""
+    kernel = Kernel(tmp_path, 2)
+    kernel.kill(3)
+    watch = kernel.watch()
+    assert watch.witness(5, 80 * 1024) == ""
+    kernel.kill(4)
+    assert watch.witness(5, 80 * 1024) == "/proc/vmstat"
+    assert watch.witness(5, 79 * 1024) == ""
+
+
+def test_the_log_of_the_kernel_names_who_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked instead of all counts, and for what it has said since the watch began."""
+    kernel = Kernel(tmp_path, 2)
+    kernel.kill(3, in_group=1)
+    (kernel.proc / "self/ns").mkdir()
+    (kernel.proc / "self/ns/pid").touch()
+    monkeypatch.setattr(death, "FIRST_NAMESPACE", (kernel.proc / "self/ns/pid").stat().st_ino)
+    log = tmp_path / "kmsg"
+    said = "3,1,2,-;Memory cgroup out of memory: Killed process {} (python) total-vm:1kB\n"
+    log.write_text(said.format(5))
+    watch = death.OomWatch(kernel.proc, kernel.mounted, log)
+    watch.look([5])
+    kernel.kill(4, in_group=2)
+    with log.open("a") as more:
+        more.write(said.format(55) + said.format(7))
+    assert watch.witness(5, 10**9) == "" and watch.witness(7, 1) == "kernel log"
+    monkeypatch.setattr(death, "FIRST_NAMESPACE", 1)  # of numbers that are not those of the log
+    watch = death.OomWatch(kernel.proc, kernel.mounted, log)
+    watch.look([5])
+    kernel.kill(5, in_group=3)
+    assert watch.witness(5, 1) == "cgroup memory.events"

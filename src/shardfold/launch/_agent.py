@@ -193,6 +193,7 @@ class Agent(SimpleElasticAgent):
         self.leftovers.reap()
         for worker in self.workers:
             worker.look(self.patience.lost)
+        self.oom.look(worker.process.pid for worker in self.workers if worker.ended is None)
         assert self.members is not None and self.spares is not None
         ranks = [worker for worker in self.workers if not self.members.waits(worker)]
         self.spares.keep(ranks, self.members)
@@ -362,7 +363,7 @@ class Agent(SimpleElasticAgent):
             returncode,
             worker.resident if returncode < 0 else 0,
             memory_limit() if returncode < 0 else 0,
-            self.oom.witness(worker.process.pid) if killed else "",
+            self.oom.witness(worker.process.pid, worker.resident) if killed else "",
             time.time() - (time.monotonic() - (worker.ended or 0.0)),
             worker.follows,
             worker.why,

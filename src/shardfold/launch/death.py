@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
-import subprocess
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +20,12 @@ from shardfold.tiers.limit import control_groups, number_in
 __all__ = ["Death", "OomWatch", "because", "resident"]
 
 GB = 10**9
+RECENT = 5.0
+"""Seconds for which a count may have risen before a process is gone: one that holds much takes a while to end."""
+FIRST_NAMESPACE = 0xEFFFFFFC
+"""Of process numbers: the kernel's log has those of it."""
+COUNTS = ("memory.events.local", "memory.events", "memory.oom_control")
+"""Of a control group: in which file the kernel counts those whom it killed, of whatever version."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class Death:
         returncode: its exit status, or the negative number of the signal that killed it; of a launcher that is not
             heard of any more 0.
         resident, limit: bytes that it held when last seen, and that there were; 0 if unknown.
-        oom: which witness says that the kernel killed for want of memory at this time; "" if none does.
+        oom: which witness says that the kernel killed it for want of memory; "" if none does.
         at: when, in seconds since 1970 by the clock of its host.
         follows: whether its engine said that another rank's end made it fail.
         why: what its engine said made it fail, without a full stop; "" if nothing.
@@ -82,41 +93,99 @@ def resident(pid: int, proc: Path = Path("/proc")) -> int:
     return (number_in(proc / str(pid) / "status", "VmRSS:", " kB") or 0) * 1024
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What the kernel counted while a process was there.
+
+    Attributes:
+        at: the time, of the monotonic clock.
+        file, in_group: of its control group, and how many were killed in that; None: it has none that counts.
+        on_machine: how many were killed anywhere; None: unknown.
+        available: bytes of memory that were left; 0 if unknown.
+    """
+
+    at: float
+    file: Path | None
+    in_group: int | None
+    on_machine: int | None
+    available: int
+
+
 class OomWatch:
-    """Notices that the kernel's out-of-memory killer was at work since this was made."""
+    """Notices that the kernel's out-of-memory killer ends a process, and no other one.
 
-    def __init__(self, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> None:
+    The kernel's log names the process. Where it may not be read, the control group of the process tells, in which the
+    kernel counts each kill. Where neither is there, the count of the machine does if the process held as much memory as
+    was left: those of other jobs are counted there, too, and then it is said of nobody.
+    """
+
+    def __init__(
+        self, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup"), log: Path = Path("/dev/kmsg")
+    ) -> None:
         self.proc, self.mounted = proc, mounted
-        self.before = self._counts()
+        self._log = self._opened(log)
+        self._named = set[int]()
+        self._looks: dict[int, deque[_Look]] = {}
 
-    def _counts(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for folder in control_groups(self.proc, self.mounted)[:1]:  # an outer group counts other jobs' too
-            for name in ("memory.events", "memory.oom_control"):
-                count = number_in(folder / name, "oom_kill")
-                if count is not None:
-                    counts[f"cgroup {name}"] = count
-        count = number_in(self.proc / "vmstat", "oom_kill")
-        if count is not None:
-            counts["/proc/vmstat"] = count
-        return counts
+    def look(self, pids: Iterable[int]) -> None:
+        """Note the counts while these processes are there; to be called again and again."""
+        if self._log is not None:
+            return
+        now, machine = time.monotonic(), number_in(self.proc / "vmstat", "oom_kill")
+        available = (number_in(self.proc / "meminfo", "MemAvailable:", " kB") or 0) * 1024
+        for pid in pids:
+            if resident(pid, self.proc):
+                looks = self._looks.setdefault(pid, deque())
+                looks.append(_Look(now, *self._in_group(pid), machine, available))
+                while looks[0].at < now - RECENT:
+                    looks.popleft()
 
-    def witness(self, pid: int) -> str:
-        """Return what says that the kernel killed process ``pid`` for want of memory, or another one lately; or ""."""
-        if killed_by_kernel(pid):
-            return "kernel log"
-        now = self._counts()
-        for name, count in now.items():
-            if count > self.before.get(name, count):
-                self.before = now
-                return name
-        return ""
+    def witness(self, pid: int, held: int) -> str:
+        """Return what says that the kernel killed a process, which has ended by SIGKILL, for want of memory; or "".
 
+        Args:
+            pid: its number.
+            held: bytes of memory that it held when last seen.
+        """
+        if self._log is not None and self._read_log():
+            return "kernel log" if pid in self._named else ""
+        looks = self._looks.get(pid)
+        if not looks:
+            return ""
+        last = looks[-1]
+        if last.file is not None:
+            first = next(look for look in looks if look.file == last.file)
+            rose = (number_in(last.file, "oom_kill") or 0) > (first.in_group or 0)
+            return f"cgroup {last.file.name}" if rose else ""
+        rose = (number_in(self.proc / "vmstat", "oom_kill") or 0) > (looks[0].on_machine or 0)
+        return "/proc/vmstat" if rose and held >= min(look.available for look in looks) else ""
 
-def killed_by_kernel(pid: int) -> bool:
-    """Return whether the kernel's log, if it may be read, tells that it killed this process for want of memory."""
-    try:
-        log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return re.search(rf"Killed process {pid}\b", log) is not None
+    def _in_group(self, pid: int) -> tuple[Path | None, int | None]:
+        for folder in control_groups(self.proc, self.mounted, str(pid))[:1]:
+            for name in COUNTS:
+                if (count := number_in(folder / name, "oom_kill")) is not None:
+                    return folder / name, count
+        return None, None
+
+    def _opened(self, log: Path) -> int | None:
+        """The kernel's log from now on; None: it may not be read, or has other numbers for processes."""
+        try:
+            if (self.proc / "self/ns/pid").stat().st_ino != FIRST_NAMESPACE:
+                return None
+            opened = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+        weakref.finalize(self, os.close, opened)
+        os.lseek(opened, 0, os.SEEK_END)
+        return opened
+
+    def _read_log(self) -> bool:
+        """Note whom the kernel says that it has killed; whether nothing of that is lost."""
+        assert self._log is not None
+        try:
+            with suppress(BlockingIOError):
+                while told := os.read(self._log, 1 << 16):
+                    self._named.update(int(number) for number in re.findall(rb"Killed process (\d+)\b", told))
+        except OSError:  # what was older is overwritten
+            return False
+        return True

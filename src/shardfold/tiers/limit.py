@@ -11,10 +11,10 @@ __all__ = ["control_groups", "is_doomed", "memory_limit", "number_in", "process_
 UNLIMITED = 2**60  # control groups write their lack of a limit as a number above this
 
 
-def control_groups(proc: Path, mounted: Path) -> list[Path]:
-    """Return the folders of this process's control groups for memory, the innermost first, of either version."""
+def control_groups(proc: Path, mounted: Path, pid: str = "self") -> list[Path]:
+    """Return the folders of a process's control groups for memory, the innermost first, of either version."""
     try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
+        lines = (proc / pid / "cgroup").read_text().splitlines()
     except OSError:
         return []
     folders: list[Path] = []
