@@ -18,7 +18,6 @@ from tests.chaos.cover import pairs, pairwise
 from tests.chaos.hosts import HostCase
 
 PART, MOST, DRAWN, HOSTS = 10, 270, 200, 4
-LOOPS = "fault=loop"
 FEW = [
     "layout=zero3 ranks=3 fault=kill moment=backward part=0.3 victim=second",
     "layout=zero2 ranks=2 fault=stop moment=step part=0.3 victim=last launcher=train",
@@ -46,13 +45,7 @@ def hold(ranks: Ranks, cases: Sequence[Case], place: Path) -> None:
 
 
 def test_some_cases_hold(ranks: Ranks, tmp_path: Path) -> None:
-    hold(ranks, [Case.read(line) for line in [*FEW, *kept()] if LOOPS not in line], tmp_path)
-
-
-@pytest.mark.soak
-def test_kept_loops_hold(ranks: Ranks, tmp_path: Path) -> None:
-    """Alone on the machine: where much else runs, those that wait may give up before their launcher has judged."""
-    hold(ranks, [Case.read(line) for line in kept() if LOOPS in line], tmp_path)
+    hold(ranks, [Case.read(line) for line in [*FEW, *kept()]], tmp_path)
 
 
 @pytest.mark.soak

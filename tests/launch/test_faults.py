@@ -107,7 +107,10 @@ def hangs():
     elif sys.argv[1] == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)  # it had done all of its work
-    elif sys.argv[1] == "loops":
+    elif "loops" in sys.argv[1]:
+        if "deaf" in sys.argv[1]:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [notes.STACK])
+            open("deaf", "w").close()
         while True:
             pass
     else:
@@ -121,8 +124,10 @@ def hangs():
 if os.environ["RANK"] == "1":
     hangs()
 notes.note_awaited([1])
-if sys.argv[1] == "loops":  # as an engine that has waited as long as it does
-    time.sleep(1)
+if "loops" in sys.argv[1]:  # as an engine that has waited as long as it does
+    while "deaf" in sys.argv[1] and not os.path.exists("deaf"):
+        time.sleep(0.02)
+    time.sleep("deaf" not in sys.argv[1])
     notes.tell_launcher("rank 1 did not come.", follows=True)
     notes.note_given_up([1])
     sys.exit(1)
@@ -168,6 +173,57 @@ def test_a_rank_that_computes_for_ever_is_ended_when_others_give_up(
     assert "its process did not come to where others waited for it until they gave up (state " in error
     assert ", at lives.py:" in error and " in hangs, called at lives.py:" in error and "; so rank 1 o" in error
     assert "rank 0 o" not in error and "kernel OOM" not in error
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_who_gave_up_is_not_named_as_long_as_the_one_it_waited_for_is_there(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, train: bool
+) -> None:
+    """To end that one takes longer than one that failed because of another is held back: it does not say where it is,
+    and is killed when it has had its time."""
+    monkeypatch.setattr(workers, "ANSWER", 1.5)
+    script = write("lives.py", LIVES)
+    if train:
+        monkeypatch.setenv(PATIENCE, "1")
+        status = launch.launch([sys.executable, script, "deaf loops"], 2)
+    else:
+        status = run("--nproc-per-node=2", "--patience=1", script, "deaf loops")
+    error = capfd.readouterr().err
+    assert status == 128 + signal.SIGKILL and "; so rank 1 o" in error and "rank 0 o" not in error
+
+
+OWN = """
+import os, sys
+import torch.distributed as dist
+import torch.nn as nn
+import shardfold as sf
+dist.init_process_group("gloo")
+engine = sf.Engine(nn.Linear(2, 2), runtime=sf.Runtime(timeout=4.0))
+while engine.rank == 1:
+    pass
+if engine.rank == 2:
+    dist.barrier()
+engine.mean(1.0)
+"""
+
+
+@pytest.mark.soak
+def test_who_waited_in_a_collective_of_its_own_is_not_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is waked when another one has given up, which is for whom that one waited."""
+    status = run("--nproc-per-node=3", write("own.py", OWN))
+    error = capfd.readouterr().err
+    assert status == 128 + signal.SIGKILL and "; so rank 1 on host" in error and "; so rank 2 on" not in error
+
+
+def test_the_one_that_others_waited_for_is_named_if_all_failed_because_of_another() -> None:
+    """Whoever ended first: it came late, and raised what they had given up with."""
+    begins = f"import os, sys\nos.pwrite(os.open(os.environ[{FILE!r}], os.O_RDWR), b'1', 0)\nsys.exit(1)"
+    failed = [workers.Worker(n, [sys.executable, "-c", begins], dict(os.environ), (Outlet(), Outlet())) for n in (0, 1)]
+    for rank in failed:  # one behind the other
+        workers.watch([rank])
+        rank.join(60.0)
+    assert workers.caused(failed, False, 1.0) is failed[0]
+    assert workers.caused(failed, False, 1.0, failed[1:]) is failed[1]
 
 
 def test_a_stopped_rank_that_is_deaf_writes_nothing_more(capfd: pytest.CaptureFixture[str]) -> None:

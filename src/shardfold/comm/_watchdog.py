@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -119,8 +119,19 @@ class Watched(Protocol):
         """What proves that this rank and another will never meet."""
         ...
 
-    def give_up(self, message: str) -> bool:
-        """From here on this engine raises ``message``; the device waits no longer. Whether it did."""
+    def late(self, others: Mapping[int, Whereabouts]) -> list[int]:
+        """The ranks that have not come."""
+        ...
+
+    def give_up(self, message: str, late: Collection[int] = ()) -> bool:
+        """From here on this engine raises ``message``; the device waits no longer. Whether it did.
+
+        ``late``: for whom it has waited as long as it waits at all.
+        """
+        ...
+
+    def follow_abort(self, message: str) -> None:
+        """This rank raises what another one gave it up with."""
         ...
 
     def aborted(self) -> str | None:
@@ -375,6 +386,7 @@ class Watchdog:
         elif self._said == "user":
             for _, watched in self._present():
                 if (message := watched.aborted()) is not None:
+                    watched.follow_abort(message)
                     self._raise_in_main(message)
                     return
 
@@ -396,27 +408,27 @@ class Watchdog:
             if not watched.on_streams or (passed and still < BUSY):
                 continue
             # Behind the engine's last it may be a collective of the user's that the device waits in.
-            message = watched.lost() if passed else self._why_in_vain(name, watched, still)
+            late: list[int] = []
+            message = watched.lost() if passed else self._why_in_vain(watched)
+            if message is None and not passed and still * TICK > watched.timeout:
+                late = watched.late(self.read())
+                message = (
+                    f"rank {self.rank}: its device has not finished what was issued up to operation {watched.sequence} "
+                    f"of engine {name} within {watched.timeout:.0f} s."
+                )
             if message is None:
                 continue
             if not passed:  # first, so that it is raised where the host waits, and not somewhere behind that
                 self._raise_in_main(message)
-                watched.give_up(message)
+                watched.give_up(message, late)
                 return True
             if watched.give_up(message):
                 self._raise_in_main(message)
                 return True
         return False
 
-    def _why_in_vain(self, name: str, watched: Watched, still: int) -> str | None:
-        if (message := watched.lost()) is not None or (message := watched.contradiction(self.read())) is not None:
-            return message
-        if still * TICK <= watched.timeout:
-            return None
-        return (
-            f"rank {self.rank}: its device has not finished what was issued up to operation {watched.sequence} of "
-            f"engine {name} within {watched.timeout:.0f} s."
-        )
+    def _why_in_vain(self, watched: Watched) -> str | None:
+        return watched.lost() or watched.contradiction(self.read())
 
     def _raise_in_main(self, message: str) -> None:
         """[Note: a rank in a user's collective] ends when another rank leaves the group; this is what it then raises,

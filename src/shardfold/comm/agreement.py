@@ -29,7 +29,7 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -47,7 +47,7 @@ from shardfold import accelerator
 from shardfold.comm._watchdog import Watchdog, Whereabouts
 from shardfold.comm.answered import Answered
 from shardfold.comm.expected import Coming, Expectation, Place, Sequel, Started
-from shardfold.comm.launcher_notes import is_given_notice, note_given_up, tell_launcher
+from shardfold.comm.launcher_notes import has_followed, is_given_notice, note_given_up, tell_launcher
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
@@ -192,6 +192,9 @@ class Agreement:
             self._watch.join(self.peers.name, self)
         if mesh.on_streams:
             mesh.listen(self.lost, self._say_left)
+        else:
+            exits = WeakMethod(self.exits)
+            mesh.listen(lambda: None, lambda: None if (method := exits()) is None else method())
 
     @property
     def job(self) -> Agreement:
@@ -281,6 +284,16 @@ class Agreement:
             self._watch.leave(self.peers.name)
             self._watch = None
 
+    def exits(self) -> None:
+        """The interpreter does, and this engine is not closed. If that is because another rank has given it up and left
+        a collective of the user's that this one was in, what was raised there says nothing, and the launcher learns
+        it."""
+        store = self.job.peers.store
+        if self._dead is None and store is not None:
+            with suppress(RuntimeError):  # the process that served it may have died
+                if (told := _abort_in(Answered(store, SETTLE))) is not None:
+                    self.follow_abort(told[1])
+
     def _say_left(self) -> None:
         """The others learn up to where they find this rank; and, if the interpreter ends by an exception, which."""
         if (store := self._store) is None:  # a mesh is closed by itself when the interpreter exits
@@ -345,14 +358,22 @@ class Agreement:
         """Whether the device waits for this engine's collectives, and the host goes on."""
         return self._mesh.on_streams
 
-    def give_up(self, message: str) -> bool:
+    def give_up(self, message: str, late: Collection[int] = (), *, follows: bool = False) -> bool:
         """By another thread, while the device waits in vain and this rank's own one for the device: from here on this
-        engine raises ``message`` on every rank. Whether the device did wait in vain."""
+        engine raises ``message`` on every rank. Whether the device did wait in vain.
+
+        ``late``: the ranks for which it has waited as long as it waits at all. ``follows``: what the launcher was told
+        of another rank is why.
+        """
         self.job._end(message)
-        tell_launcher(message)
+        tell_launcher(message, follows=follows or bool(late))
+        if late:
+            note_given_up(late)
         with suppress(RuntimeError):  # the process that served the store may have died
             if self.aborted() is None:
-                self._tell_abort(message)
+                self._tell_abort(message, late)
+            else:
+                self.follow_abort(message)
         return self._mesh.end_kernels()
 
     @property
@@ -923,13 +944,19 @@ class Agreement:
                 f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, did not finish within "
                 f"{self.timeout:.0f} s: {self._describe(others, now - begun)}."
             )
-            self._tell_abort(message)
-            # Who waits as well, in whatever, is not to blame; nor who has said nothing yet, where another is known.
-            late = sorted({rank for rank, entry in others.items() if entry.kind == "busy"} or unheard)
+            late = self.late(others)
+            self._tell_abort(message, late)
             self._give_up(message, follows=bool(late))
             note_given_up(late)
             raise CollectiveError(f"{message}{self._here()}")
         return True
+
+    def late(self, others: Mapping[int, Whereabouts]) -> list[int]:
+        """Those that have not come. Who waits as well, in whatever, is not to blame; nor who has said nothing yet,
+        where another is known to do something else."""
+        here = {rank: entry for rank, entry in others.items() if rank in self.peers.ranks}
+        unheard = {*self.peers.ranks} - {*here, self.peers.rank}
+        return sorted({rank for rank, entry in here.items() if entry.kind == "busy"} or unheard)
 
     def contradiction(self, others: Mapping[int, Whereabouts]) -> str | None:
         """What proves by itself that this rank and another will never meet."""
@@ -977,12 +1004,20 @@ class Agreement:
 
     def aborted(self) -> str | None:
         """The sentence with which some rank gave this engine up."""
-        store = self.job._store
-        return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
+        told = self._abort_told()
+        return None if told is None else told[1]
 
-    def _tell_abort(self, message: str) -> None:
+    def _abort_told(self) -> tuple[list[int], str] | None:
+        """As :func:`_abort_in`; None also without a store."""
+        store = self.job._store
+        return None if store is None else _abort_in(store)
+
+    def _tell_abort(self, message: str, late: Collection[int] = ()) -> None:
+        if self._job is not None:
+            self._job._tell_abort(message, late)
+            return
         self._aborted = True
-        self.job._store.set("abort", message)
+        self._store.set("abort", f"{json.dumps([*late])}\n{message}")
 
     @property
     def gave_up(self) -> bool:
@@ -991,10 +1026,25 @@ class Agreement:
 
     def _check(self) -> None:
         """Raises what another rank gave up with, if one did."""
-        message = self.aborted()
-        if message is not None:
+        told = self._abort_told()
+        if told is not None:
+            late, message = told
             self._wake()
-            raise self._give_up(message, follows=not self._aborted)
+            error = self._give_up(message, follows=not self.job._aborted or has_followed())
+            if not self.job._aborted:
+                self.leave_late(late)
+            raise error
+
+    def follow_abort(self, message: str) -> None:
+        """This rank ends because of what another one gave up with: the launcher is told."""
+        if not self.job._aborted and (told := self._abort_told()) is not None:
+            tell_launcher(message, follows=True)
+            self.leave_late(told[0])
+
+    def leave_late(self, late: Collection[int]) -> None:
+        """The launcher learns for whom another rank has waited in vain, which may take longer to end than this one: as
+        long as one of them is there, nobody that waited for it is the cause."""
+        note_given_up(rank for rank in late if rank != self.peers.rank)
 
     def _give_up(self, message: str, *, follows: bool = False) -> OrderError:
         self.job._end(message)
@@ -1027,6 +1077,14 @@ class Agreement:
             self.aborted(),
         )
         self._mesh.abandon()
+
+
+def _abort_in(store: Any) -> tuple[list[int], str] | None:
+    """The ranks for which some rank has waited in vain, and its sentence."""
+    if not store.check(["abort"]):
+        return None
+    late, _, message = store.get("abort").decode().partition("\n")
+    return json.loads(late), message
 
 
 def _shortened(part: Claim | str) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.coalesced import as_bytes
+from shardfold.comm.launcher_notes import has_followed
 from shardfold.engine.announced import Announced
 from shardfold.engine.backward import Backward
 from shardfold.engine.hooks import UP_TO_32, Hooks, cast_inputs
@@ -404,7 +405,7 @@ class Pipelined:
                     said = f"{what} failed on rank {rank}{at} ({type(error).__name__}: {words})"
                     if not isinstance(error, CollectiveError):
                         said += ", so no rank can go on: close the engine, make it anew and load a checkpoint"
-                    self._job.give_up(f"{said}.")
+                    self._job.give_up(f"{said}.", follows=isinstance(error, CollectiveError) and has_followed())
             raise
         finally:
             self._in_batch = False

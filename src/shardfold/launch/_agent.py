@@ -201,12 +201,15 @@ class Agent(SimpleElasticAgent):
         awaited = set[int]().union(*(worker.awaits for worker in self.workers))
         given_up = set[int]().union(*(worker.gave_up for worker in self.workers))
         theirs = self.meeting.awaited(awaited, given_up)
-        end_hung(by_rank, awaited | theirs[0], given_up | theirs[1], self.patience.lost)
+        late = given_up | theirs[1]
+        end_hung(by_rank, awaited | theirs[0], late, self.patience.lost)
+        late_here = [by_rank[rank] for rank in late if rank in by_rank]
+        echo = self.patience.echo + self.patience.lost * (len(late_here) < len(late))  # another node judges, and tells
         failed = [worker for worker in ranks if worker.returncode and not self.members.takes(worker)]
         failed.sort(key=lambda worker: worker.ended or 0.0)
         self._tell_without(worker_group)
         running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in ranks)
-        if failed and (first := caused(failed, running, self.patience.echo)) is not None:
+        if failed and (first := caused(failed, running, echo, late_here)) is not None:
             self.death = self._own(worker_group, first)
         else:
             self.death = self._heard() or self._lost_node()

@@ -22,7 +22,7 @@ from types import FrameType
 from shardfold.launch.death import because
 from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores, python_module
-from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, watch
+from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, is_awaited, watch
 from shardfold.plan.patience import Patience
 
 __all__ = ["GRACE_AFTER_SIGTERM", "launch", "launch_local", "rank_environment"]
@@ -182,29 +182,35 @@ def first_failure(ended: queue.SimpleQueue[Worker], num_procs: int, interrupts: 
             break
         if rank.returncode not in (0, INTERRUPTED, interrupts.status):
             failed.append(rank)
-        if failed and caused(failed, left > 0, echo) is not None:
+        if failed and caused(failed, left > 0, echo, given_up(interrupts.ranks)) is not None:
             break
-    return caused(failed, False, echo) if failed else None
+    return caused(failed, False, echo, given_up(interrupts.ranks)) if failed else None
+
+
+def given_up(ranks: Sequence[LocalRank]) -> list[Worker]:
+    """Those for which others have waited in vain, and failed."""
+    late = set[int]().union(*(rank.gave_up for rank in ranks))
+    return [rank for rank in ranks if rank.local_rank in late]
 
 
 def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: float) -> Worker | None:
-    """Return the next rank that ends, or None if none does ``until`` then; ranks that were asked to end and do not are
-    killed when their time is over."""
+    """Return the next rank that ends, or None if none does ``until`` then and none is being ended because others have
+    waited for it in vain; ranks that were asked to end and do not are killed when their time is over."""
+    patience = Patience.of_environment().lost
     while True:
+        for rank in interrupts.ranks:
+            rank.look(patience)
+        awaited, late = set[int]().union(*(rank.awaits for rank in interrupts.ranks)), given_up(interrupts.ranks)
+        by_rank = {rank.local_rank: rank for rank in interrupts.ranks}
+        end_hung(by_rank, awaited, [rank.local_rank for rank in late], patience)
         now = time.monotonic()
-        left = min(interrupts.until, until) - now
-        if until <= now < interrupts.until:
+        left = min(interrupts.until, now + LOOK if is_awaited(late) else until) - now
+        if left <= 0 < interrupts.until - now:
             return None
         if left <= 0:
             for rank in interrupts.ranks:
                 rank.send(signal.SIGKILL)
             return ended.get()
-        patience = Patience.of_environment().lost
-        for rank in interrupts.ranks:
-            rank.look(patience)
-        awaited = set[int]().union(*(rank.awaits for rank in interrupts.ranks))
-        given_up = set[int]().union(*(rank.gave_up for rank in interrupts.ranks))
-        end_hung({rank.local_rank: rank for rank in interrupts.ranks}, awaited, given_up, patience)
         if (
             frozen := next((r for r in interrupts.ranks if r.ended and r.process.returncode is None), None)
         ) is not None:

@@ -49,7 +49,7 @@ from shardfold.launch.process import die_with_parent, signal_main_thread
 from shardfold.launch.run_records import note_end
 from shardfold.tiers.limit import process_state, switched
 
-__all__ = ["Outlet", "Worker", "caused", "end_all", "end_hung", "lingering", "watch"]
+__all__ = ["Outlet", "Worker", "caused", "end_all", "end_hung", "is_awaited", "lingering", "watch"]
 
 UNSEEN = 1.0
 """Seconds between two looks at a rank, from which on this process itself may have been stopped meanwhile."""
@@ -415,20 +415,28 @@ def _sign(worker: Worker) -> int | None:
     return sign
 
 
-def caused(failed: Sequence[_Failed], running: bool, echo: float) -> _Failed | None:
+def caused(failed: Sequence[_Failed], running: bool, echo: float, late: Collection[Worker] = ()) -> _Failed | None:
     """Of the ranks that have failed the one that is the cause; None: it may be one that still ends.
 
-    A rank whose process is slow to end is noticed by the others before: they fail and may be gone first.
+    A rank whose process is slow to end is noticed by the others before: they fail and may be gone first. As long as one
+    is there for which others have waited in vain, which :func:`end_hung` ends, none of those is the cause, however long
+    that takes.
 
     Args:
         failed: in the order in which they ended, at least one.
         running: whether other ranks may still run, of this node or of another.
         echo: seconds for which one that failed because of another one is held back, for that one to end.
+        late: of this node, those for which others have waited in vain.
     """
     cause = next((worker for worker in failed if not worker.follows), None)
-    if cause is None and running and time.monotonic() < (failed[0].ended or 0.0) + echo:
+    if cause is None and (is_awaited(late) or (running and time.monotonic() < (failed[0].ended or 0.0) + echo)):
         return None
-    return cause or failed[0]
+    return cause or next((worker for worker in failed if worker in late), failed[0])
+
+
+def is_awaited(late: Collection[Worker]) -> bool:
+    """Whether one of those for which others have waited in vain is being ended, and is there still."""
+    return any(worker.ended is None and worker.is_ended_here for worker in late)
 
 
 def end_hung(
