@@ -115,7 +115,8 @@ def _shared_states(model: ShardedModel, segment: Segment) -> Iterator[tuple[str,
     bounds = start + own.start, start + own.stop
     yield GLOBAL, bounds, segment.regions["global"].values()[own]
     if "momentum" in segment.regions:
-        yield MOMENTUM, bounds, segment.regions["momentum"].values()
+        kept = segment.regions["momentum"].values()
+        yield MOMENTUM, bounds, kept if len(kept) == own.stop - own.start else kept[own]
     if (change := outer.weights.in_flight(segment)) is not None:
         yield CHANGE, bounds, change[own]
 
@@ -131,8 +132,9 @@ def shared_targets(
     if GLOBAL in there:
         yield GLOBAL, bounds, region.values()
     if MOMENTUM in there and "momentum" in segment.regions:
-        own = outer.weights.own(segment)
-        yield MOMENTUM, (bounds[0] + own.start, bounds[0] + own.stop), segment.regions["momentum"].values()
+        own, kept = outer.weights.own(segment), segment.regions["momentum"].values()
+        low, high = (own.start, own.stop) if len(kept) == own.stop - own.start else (0, len(kept))
+        yield MOMENTUM, (bounds[0] + low, bounds[0] + high), kept
     if CHANGE in there and flies:
         yield CHANGE, bounds, outer.weights.put_in_flight(segment).zero_()
     elif CHANGE in there:  # what was on its way has come

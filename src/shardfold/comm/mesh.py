@@ -424,6 +424,13 @@ class DataMesh:
             for way in dict.fromkeys([*ring, *((there, here) for here, there in ring)]):
                 self._ways[way] = self._own_group([list(way)])
 
+    def join_pairs(self, axis: str) -> None:
+        """Makes a group of each two ranks along an axis, for what those send each other that are there; all ranks call
+        it."""
+        for row in self.sizes.rows((axis,)):
+            for low, high in combinations(row, 2):
+                self._ways[low, high] = self._ways[high, low] = self._own_group([[low, high]])
+
     def join_places(self, groups: Iterable[Sequence[int]]) -> None:
         """Makes groups of ranks at some places along the stages, for what those have together; all ranks call it."""
         for places in sorted({tuple(places) for places in groups}):
@@ -435,7 +442,8 @@ class DataMesh:
         return self._among[tuple(places)]
 
     def way(self, source: int, target: int) -> Any:
-        """The group over which the rank ``source`` sends to its neighbour ``target`` along the stages."""
+        """The group over which the rank ``source`` sends to its neighbour ``target`` along the stages, or to one that
+        :meth:`join_pairs` has named."""
         return self._ways[source, target]
 
     def _new_group(self, ranks: list[int] | None, backend: str | None = None, timeout: timedelta | None = None) -> Any:

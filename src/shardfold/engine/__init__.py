@@ -30,6 +30,7 @@
     _parts        what runs passes and steps, made at once
     _pass_stack   the pass under way, on top of those that it interrupts
     _pipelined    a batch through the stages of a pipeline
+    _quorum       which groups an outer step goes on with
     _reports      memory, traffic, times, text
     _spare        a process that waits to take the place of a rank
     _step         the optimizer step

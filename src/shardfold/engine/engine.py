@@ -693,6 +693,8 @@ class Engine:
             runner.close_micro_batches()
         if not self.gradients_ready:
             return StepReport(self.steps, updated=False, loss_scale=runner.handlers.lifted)
+        if self._rounds is not None:
+            self._rounds.told(tokens)
         refuse_during(self.sharded.loans, "engine.step()")
         self._gate.secure()
         return self._stepper.step()

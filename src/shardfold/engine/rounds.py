@@ -7,15 +7,18 @@ has a number among what all ranks do together, so groups that are not where the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from enum import Enum
 from itertools import pairwise
 from typing import Any
 
 from torch.autograd.graph import increment_version
 
+from shardfold.engine._quorum import Quorum
 from shardfold.engine._vote import Vote
 from shardfold.engine.runner import Runner
 from shardfold.optim.global_weights import GlobalWeights
+from shardfold.optim.present_groups import OuterMeeting
 from shardfold.plan.outer import Outer
 from shardfold.plan.program import ROUND
 from shardfold.sharding.changes import Changes
@@ -45,7 +48,8 @@ class Rounds:
     Attributes:
         steps: of this group, skipped ones too, since the first round began.
         flights: by fragment.
-        vote: whether all come in time; None: all are waited for.
+        vote: whether all come in time; None: all are waited for, or there is a quorum.
+        quorum: which groups are gone on with; None: all.
     """
 
     def __init__(
@@ -56,6 +60,12 @@ class Rounds:
         self.steps = 0
         mesh = model.comm.mesh
         self.vote = Vote(mesh.asked, mesh.world, outer.deadline) if outer.deadline is not None else None
+        self.quorum: Quorum | None = None
+        if outer.quorum is not None:
+            leads = not any(place for axis, place in mesh.coords.items() if axis != outer.axis)
+            self.vote = None
+            self.quorum = Quorum(mesh.asked, weights.group, weights.groups, outer, leads=leads)
+        self._learned = 0.0  # tokens since the last outer step, or steps where nobody tells of tokens
         self._in_a_row = [0] * outer.fragments  # outer steps in a row that were put off
         self.flights = [Flight.NONE] * outer.fragments
         self._ended: list[int | None] = [None] * outer.fragments  # behind which step all groups had the same of it
@@ -74,6 +84,9 @@ class Rounds:
         """A step is done, or skipped: what is due behind it is done too."""
         self.steps += 1
         outer = self.outer
+        if self.quorum is not None:
+            self._meet_some(self.quorum, everyone=False)
+            return
         for fragment in range(outer.fragments):
             if outer.due(self.steps, fragment) and not self._put_off(fragment):
                 if not outer.delay:
@@ -85,6 +98,25 @@ class Rounds:
         for fragment, flight in enumerate(self.flights):
             if flight is Flight.USED and outer.due(self.steps, fragment, outer.delay):
                 self._take(fragment)
+
+    def told(self, tokens: float | None) -> None:
+        """So many tokens are what the step learns from that is about to be taken; None: as many as any other."""
+        self._learned += 1.0 if tokens is None else tokens
+
+    def _meet_some(self, quorum: Quorum, *, everyone: bool) -> None:
+        """An outer step of the groups that are there, if they are enough."""
+        due = self.outer.due(self.steps, 0)
+        meeting = quorum.turn(due=due, everyone=everyone, steps=self.steps, tokens=self._learned)
+        if meeting is None:
+            if due:
+                self._model.run.count_put_off()
+            return
+        self.weights.catch_up(meeting)
+        self._send(0)
+        self._use(0)
+        with self.weights.taken_whole() if everyone else nullcontext():
+            self._take(0)
+        self.steps, self._learned = meeting.steps, 0.0
 
     def _put_off(self, fragment: int) -> bool:
         """Whether some group is late, so that the outer step waits for the next turn; all ranks decide the same."""
@@ -100,6 +132,9 @@ class Rounds:
         has just been, and all groups have the same of it, there is nothing to bring together: one more outer step would
         only follow its momentum."""
         outer = self.outer
+        if self.quorum is not None:
+            self._meet_some(self.quorum, everyone=True)
+            return
         for fragment in range(outer.fragments):
             due = outer.due(self.steps, fragment) and not (outer.delay or outer.stays or self._in_a_row[fragment])
             if due or self._ended[fragment] == self.steps:
@@ -111,12 +146,29 @@ class Rounds:
                 self._take(fragment)
 
     def hold_still(self) -> None:
-        """What is in flight has come: only to take it in is left, so that it can be read. All ranks call it."""
+        """What is in flight has come: only to take it in is left, so that it can be read; and all groups have the same
+        global weights. All ranks call it."""
+        if self.quorum is not None:
+            self._align(self.quorum)
         for fragment, flight in enumerate(self.flights):
             if flight is Flight.SENT:
                 self._use(fragment)
         for unit in self._model.units:
             self.weights.arrive((unit,))
+
+    def _align(self, quorum: Quorum) -> None:
+        """Groups that have missed outer steps catch up."""
+        said = self._model.comm.job.exchange("outer steps", f"{self.weights.group} {quorum.version} {self.steps}")
+        versions, steps = dict[int, int](), 0
+        for words in said:
+            group, version, done = map(int, words.split())
+            versions[group], steps = version, max(steps, done)
+        groups, newest = tuple(sorted(versions)), max(versions.values())
+        behind = tuple(group for group in groups if versions[group] < newest)
+        source = next(group for group in groups if versions[group] == newest)
+        shares = (1.0 / len(groups),) * len(groups)
+        self.weights.catch_up(OuterMeeting(groups, shares, behind, source, steps))
+        quorum.begin_anew()
 
     def begin_anew(self, steps: int = 0) -> None:
         """So many steps are done. At the first, nothing is in flight; else what was sent and is not taken in yet is
@@ -125,6 +177,8 @@ class Rounds:
         if not steps:
             self.weights.forget()
         self.steps = steps
+        if self.quorum is not None:
+            self.quorum.begin_anew()
         self._ended = [None] * outer.fragments
         flies = [any(outer.due(steps, fragment, behind) for behind in range(outer.delay)) for fragment in fragments]
         self.flights = [Flight.USED if each else Flight.NONE for each in flies]

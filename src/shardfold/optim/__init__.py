@@ -21,6 +21,7 @@ ordinary ``torch.optim.Optimizer`` and ``LRScheduler`` classes, which also work 
     onebit            1-bit Adam
     onebit_lamb       1-bit LAMB
     parts             what an optimizer of ours sees: parts of parameters, and the ranks that have the other parts
+    present_groups    what groups of ranks send each other while some are away
     requirements      what an engine requires of an optimizer
     schedules         learning-rate schedules
     shard_optimizer   which kind of optimizer over shards stands for the user's

@@ -9,6 +9,9 @@ outer momentum only its group's part, as each group takes the outer step on anot
     pull     the parts of all groups
     mix      global += outer;  master = alpha * master + (1 - alpha) * global
 
+Where groups may be away, each has all of the momentum: the parts of the mean are pulled, weighed by what each group
+that is there has learned from, and ``step`` comes with ``mix``, on all of the shard.
+
 So all groups add the same numbers to the same global weights, whatever the format was that these travelled in, and the
 global weights stay equal to the bit. Sources: arXiv 2311.08105 (algorithm 1), 2501.18512 (sections 2.2 and 2.3).
 """
@@ -17,11 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from shardfold.comm.transport import Pending, drain
+from shardfold.optim.present_groups import OuterMeeting, PresentGroups
 from shardfold.plan.outer import Outer
 from shardfold.plan.program import Op
 from shardfold.plan.report import MemoryRow
@@ -48,6 +53,8 @@ class GlobalWeights:
         self._changes: dict[int, Tensor] = {}  # by segment: its outer gradient, and then the change; (length / parts,)
         self._sums: dict[int, Tensor] = {}  # by segment: the sum of this group's part
         self._pending: dict[str, list[Pending]] = {}  # by unit
+        #: Groups may be away; None: all take part in each outer step.
+        self.present = PresentGroups(self._comm, outer.axis) if outer.quorum is not None and self.groups > 1 else None
         model.rows.append(self._memory)
 
     def own(self, segment: Segment) -> slice:
@@ -80,6 +87,13 @@ class GlobalWeights:
         """Begins to sum them over the groups."""
         for unit, segment, one in _each(units, op):
             outer = self._changes[id(segment)]
+            if self.present is not None:
+                parts = self.present.parts(outer.numel())
+                rows = self._rows(segment, len(outer[parts[self.group]]), outer.dtype)
+                rows[self.group].copy_(outer[parts[self.group]])
+                goes = {group: outer[part] for group, part in parts.items()}
+                self._pending.setdefault(unit.name, []).append(self.present.swap(one, goes, rows))
+                continue
             mine = self._comm.memory.empty(outer.numel() // self.groups, outer.dtype)
             self._sums[id(segment)] = mine
             self._comm.collective(one, outer, pending=self._pending.setdefault(unit.name, []), out=mine)
@@ -94,28 +108,43 @@ class GlobalWeights:
         """The outer optimizer's step on this group's part, whose change takes the place of the outer gradient there."""
         for segment in unit.trainable:
             outer = self._changes[id(segment)]
+            if self.present is not None:
+                self._weigh(segment, outer)
+                continue
             mean = self._sums.pop(id(segment), outer).div_(self.groups)
-            if self.outer.beta:
-                region = segment.regions["momentum"]
-                momentum = region.values()
-                momentum.mul_(self.outer.beta).add_(mean.to(momentum.device))
-                mean.add_(momentum.to(mean.device), alpha=self.outer.beta)
-                region.store(momentum)
+            self._gain_momentum(segment, mean)
             torch.mul(mean, -self.outer.rate, out=outer[self.own(segment)])
             if mean is not outer:
                 self._comm.memory.recycle(mean)
 
+    def _gain_momentum(self, segment: Segment, mean: Tensor) -> None:
+        """What rests of a segment's momentum gains the mean, and is then added to that."""
+        if not self.outer.beta:
+            return
+        region = segment.regions["momentum"]
+        momentum = region.values()
+        momentum.mul_(self.outer.beta).add_(mean.to(momentum.device))
+        mean.add_(momentum.to(mean.device), alpha=self.outer.beta)
+        region.store(momentum)
+
     def pull(self, units: Sequence[Unit], op: Op) -> None:
         """Begins to bring the changes of the other groups' parts."""
         for unit, segment, one in _each(units, op):
-            pending = self._pending.setdefault(unit.name, [])
-            self._comm.collective(one, self._changes[id(segment)], pending=pending)
+            pending, change = self._pending.setdefault(unit.name, []), self._changes[id(segment)]
+            if self.present is not None:
+                parts = self.present.parts(change.numel())
+                goes = dict.fromkeys(parts, change[parts[self.group]])
+                pending.append(self.present.swap(one, goes, {group: change[part] for group, part in parts.items()}))
+            else:
+                self._comm.collective(one, change, pending=pending)
 
     @torch.no_grad()
     def mix(self, unit: Unit) -> None:
         """The global weights change, and this group's weights become them, or come nearer."""
         for segment in unit.trainable:
             change, region = self._changes.pop(id(segment)), segment.regions["global"]
+            if self.present is not None:
+                self._follow(segment, change)
             weights = region.values()
             weights.add_(change.to(weights.device))
             region.store(weights)
@@ -125,6 +154,55 @@ class GlobalWeights:
             if self.outer.stays and not self._whole:
                 new = torch.lerp(new, master.to(new.dtype), self.outer.stays)
             _take(segment, new)
+
+    # -- where groups may be away
+
+    def _rows(self, segment: Segment, size: int, dtype: torch.dtype) -> dict[int, Tensor]:
+        """Room for each group's outer gradients of this group's part."""
+        assert self.present is not None and self.present.meeting is not None
+        groups = self.present.meeting.groups
+        self._sums[id(segment)] = flat = self._comm.memory.empty(size * len(groups), dtype)
+        return dict(zip(groups, flat.view(len(groups), size).unbind(), strict=True))
+
+    def _weigh(self, segment: Segment, outer: Tensor) -> None:
+        """The weighted mean takes the place of this group's part; summed in the order of the groups."""
+        assert self.present is not None and self.present.meeting is not None
+        mine, flat = outer[self.present.parts(outer.numel())[self.group]], self._sums.pop(id(segment))
+        shares = self.present.meeting.shares
+        mine.zero_()
+        for row, share in zip(flat.view(len(shares), -1), shares, strict=True):
+            mine.add_(row, alpha=share)
+        self._comm.memory.recycle(flat)
+
+    def _follow(self, segment: Segment, mean: Tensor) -> None:
+        """The outer optimizer's step on all of a shard, as each group has all of the momentum: the change takes the
+        place of the mean."""
+        self._gain_momentum(segment, mean)
+        mean.mul_(-self.outer.rate)
+
+    @torch.no_grad()
+    def catch_up(self, meeting: OuterMeeting) -> None:
+        """Groups that have missed outer steps take global weights and momentum of one that has not; their own weights
+        move as far as the global ones do, so what they have learned meanwhile counts."""
+        if self.present is None:
+            return
+        self.present.begin(meeting)
+        if self.group != meeting.source and self.group not in meeting.behind:
+            return
+        behind = self.group in meeting.behind
+        for unit in self._model.units:
+            op = Op("PULL", unit.name, (self.outer.axis,))
+            for segment, name in product(unit.trainable, ("global", "momentum") if self.outer.beta else ("global",)):
+                region = segment.regions[name]
+                values = region.values()
+                before = values.clone()
+                goes, comes = ({}, {meeting.source: values}) if behind else (dict.fromkeys(meeting.behind, values), {})
+                self.present.swap(op, goes, comes).wait(self._comm.job.wait)
+                if behind:
+                    region.store(values)
+                if behind and name == "global":
+                    master = _master(segment)
+                    _take(segment, master.to(values.dtype) + (values - before).to(master.device))
 
     # -- beside the rounds
 

@@ -93,7 +93,8 @@ def segment_bytes(
     if layout.outer is not None and not frozen:
         bytes_["global"] = elements * ITEMSIZE[segment.outer_dtype(layout)] / layout.master.parts(mesh)
         if layout.outer.beta:
-            bytes_["momentum"] = bytes_["global"] / mesh[layout.outer.axis]
+            parts = mesh[layout.outer.axis] if layout.outer.quorum is None else 1  # whoever is there steps it on
+            bytes_["momentum"] = bytes_["global"] / parts
     if layout.signs is not None and layout.signs.error and not frozen and mesh[layout.signs.axis] > 1:
         bytes_["worker"] = elements * 4 / layout.master.parts(mesh)
         bytes_["server"] = bytes_["worker"] / mesh[layout.signs.axis]

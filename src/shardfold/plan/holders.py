@@ -76,7 +76,7 @@ def _copies(table: Layout, segment: SegmentSpec) -> dict[str, tuple[tuple[Axes, 
         "moments": (table.moments.over,),
     }
     if table.outer is not None:
-        copies["momentum"] = ((*master, table.outer.axis),)
+        copies["momentum"] = ((*master, table.outer.axis) if table.outer.quorum is None else master,)
     mirrored = {"params": (1,), "master": (0,), "moments": (0,)} if table.copied else {}
     return {state: (each, mirrored.get(state, ())) for state, each in copies.items()}
 

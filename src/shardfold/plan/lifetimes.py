@@ -277,15 +277,18 @@ class Lifetimes:
             self.hold(unit.name, f"{op.source} on their way", num_bytes)
 
     def _change(self, op: Op, unit: UnitSpec) -> None:
-        """The outer gradients of a unit, which stay until they are taken in, or the sums of this group's part."""
-        parts = 1 if op.verb == "DIFF" else prod(self._mesh[axis] for axis in op.axes)
+        """The outer gradients of a unit, which stay until they are taken in, or the sums of this group's part; where
+        groups may be away, what each of them sends of it."""
+        outer = self._layout.outer
+        apart = outer is not None and outer.quorum is not None
+        parts = 1 if op.verb == "DIFF" or apart else prod(self._mesh[axis] for axis in op.axes)
         shards = [
             (s.length / s.table_or(self._layout).master.parts(self._mesh) / parts, s.outer_dtype(self._layout))
             for s in unit.segments
             if s.trainable
         ]
         self._take(unit.name, "outer gradients" if op.verb == "DIFF" else "outer sums", shards)
-        if op.verb == "PUSH":
+        if op.verb == "PUSH" and not apart:
             kept = self._behaviour.temporary(1.0, parts) * parts
             self._take(unit.name, "transport", [(numel * kept, dtype) for numel, dtype in shards])
 

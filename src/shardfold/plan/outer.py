@@ -50,6 +50,9 @@ class Outer:
         tier: where the last global weights and the momentum rest: ``"device"`` or ``"host"``.
         deadline: seconds that a group waits for the others at an outer step; if some group is later, that outer step is
             put off for all, and the round goes on up to the next. None: as long as it takes.
+        quorum: groups, with which an outer step goes on: with a ``deadline``, it is held when so many have come and the
+            others are later than they use to be. They take in what they have missed when they come back; each group
+            counts by the tokens that it has learned from. None: all groups take part.
         put_off: how many outer steps of a fragment in a row may be, with a ``deadline``; the next waits as long as it
             takes. None: 1.
 
@@ -74,6 +77,7 @@ class Outer:
     tier: str = "device"
     deadline: float | None = None
     put_off: int | None = None
+    quorum: int | None = None
 
     def __post_init__(self) -> None:
         for name, least, unit in (
@@ -81,8 +85,9 @@ class Outer:
             ("fragments", 1, "parts"),
             ("delay", 0, "steps"),
             ("put_off", 1, "outer steps"),
+            ("quorum", 2, "groups"),
         ):
-            if name == "put_off" and self.put_off is None:
+            if name in ("put_off", "quorum") and getattr(self, name) is None:
                 continue
             if not is_integer(getattr(self, name), least):
                 raise ConfigError(
@@ -126,11 +131,30 @@ class Outer:
                 f"Outer.deadline is {self.deadline:g} and delay={self.delay}: with a delay no group waits at an outer "
                 "step; leave one of the two out."
             )
+        if self.quorum is not None:
+            self._check_quorum()
         if self.delay >= self.every:
             raise ConfigError(
                 f"Outer.delay is {self.delay} and every={self.every}: what is sent has to come before the same part is "
                 "sent again, so let it be less."
             )
+
+    def _check_quorum(self) -> None:
+        """
+        Raises:
+            ConfigError: another field does not go with a quorum.
+        """
+        if self.deadline is None:
+            raise ConfigError(
+                f"Outer.quorum is {self.quorum} and there is no deadline=: give the seconds that groups are waited for "
+                "at most."
+            )
+        for name, usual in (("fragments", 1), ("format", None), ("put_off", None)):
+            if (value := getattr(self, name)) != usual:
+                raise ConfigError(
+                    f"Outer.quorum is {self.quorum} and {name}={value!r}: where groups come and go the whole model is "
+                    "sent at once, as it is kept, and put off as often as too few have come; leave one of the two out."
+                )
 
     @property
     def rate(self) -> float:
@@ -183,6 +207,8 @@ class Outer:
             said.append(f"keeping {self.stays:g} of a group's own")
         if self.format is not None:
             said.append(f"as {typed(self.format)}")
-        if self.deadline is not None:
+        if self.quorum is not None:
+            said.append(f"with {self.quorum} groups or more, which wait for the others for {self.deadline:g} s at most")
+        elif self.deadline is not None:
             said.append(f"put off if a group is {self.deadline:g} s late, {self.most_put_off} in a row")
         return ", ".join(said)

@@ -288,8 +288,8 @@ class Segment:
             weights.store(exact[a:b].to(dtype))
             weights.values(slice(0, 0))  # ``exact`` may be written to from now on
             if layout.outer.beta:
-                own = ((b - a) // mesh[layout.outer.axis],)
-                self.regions["momentum"] = outer.allocate(own, dtype, zero=True)
+                parts = mesh[layout.outer.axis] if layout.outer.quorum is None else 1
+                self.regions["momentum"] = outer.allocate(((b - a) // parts,), dtype, zero=True)
         if layout.signs is not None and layout.signs.error and mesh[layout.signs.axis] > 1:
             for side, parts in (("worker", 1), ("server", mesh[layout.signs.axis])):
                 self.regions[side] = tiers.device.allocate(((b - a) // parts,), torch.float32, zero=True)
