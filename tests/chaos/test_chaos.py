@@ -12,7 +12,7 @@ import pytest
 
 from shardfold.launch.namespaces import why_not
 from shardfold.testing import Ranks
-from tests.chaos import hosts
+from tests.chaos import healing, hosts
 from tests.chaos.case import Case, kept, of_number
 from tests.chaos.cover import pairs, pairwise
 from tests.chaos.hosts import HostCase
@@ -72,6 +72,15 @@ def test_cases_of_hosts_hold(ranks: Ranks, tmp_path: Path, first: int) -> None:
     cases = [hosts.of_number(number) for number in range(first, first + HOSTS)]
     cases += [HostCase.read(line) for line in kept(hosts=True) if not first]
     hold(ranks, cases, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 200, 2 * PART))
+def test_the_others_go_on_in_drawn_cases(ranks: Ranks, tmp_path: Path, first: int) -> None:
+    """A rank is struck at any operation, and in most of them another one amid the recovery."""
+    numbers = list(range(first, first + 2 * PART))
+    (wrong,) = ranks.run(healing.held, numbers, str(tmp_path), world_size=1, distributed=False, timeout=3000.0)
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_line_is_the_case_that_it_was_written_from() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from torch.distributed import TCPStore
 
 import shardfold as sf
 from shardfold.checkpoint.messages import Messages
-from shardfold.comm.answered import Answered
+from shardfold.comm import launcher_notes
+from shardfold.comm.answered import Answered, StoreLine, ask_no_more
+from shardfold.comm.epoch_watch import EpochWatch
+from shardfold.comm.launcher_notes import BROKEN, FILE
 from shardfold.comm.mesh import DataMesh
 from shardfold.engine._vote import Vote
 from shardfold.errors import CheckpointError, CollectiveError
@@ -139,3 +143,50 @@ def test_a_group_that_cannot_be_made_ends_in_words(how: str) -> None:
     said = {each.rank: each.summary for each in failed.value.failures}
     assert "exited with code 3" in said[0]
     assert "rank 1: a process group of rank 0, 1 was not made within 3 s" in said[1]
+
+
+def test_a_line_does_not_wait_for_what_is_asked_over_another(behind: Behind) -> None:
+    with pytest.raises(dist.DistStoreError):
+        Answered(behind, 0.01).add("key", 1)
+    other = Behind()
+    other.whole.set()
+    assert Answered(other, SILENT, StoreLine()).add("key", 1) == 2
+
+
+def test_who_waits_for_an_answer_waits_no_longer_once_nobody_is_to(behind: Behind) -> None:
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            Answered(behind, 600.0).add("key", 1)
+        except dist.DistStoreError as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    while asking.is_alive():
+        if behind.asked:
+            ask_no_more()
+        asking.join(0.01)
+    assert failed
+
+
+def test_what_is_under_way_ends_when_the_launcher_knows_that_somebody_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, in the epoch that is watched, and not where this rank has noticed by itself."""
+    (tmp_path / "notes").write_bytes(bytes(BROKEN + 20))
+    monkeypatch.setenv(FILE, str(tmp_path / "notes"))
+    monkeypatch.setattr(launcher_notes, "_file", [])
+    watch, ended = EpochWatch(), threading.Semaphore(0)
+    try:
+        watch.watch(0, lambda: ended.release())
+        assert not ended.acquire(timeout=0.1)
+        launcher_notes._write(b"%020d" % 1, BROKEN)
+        assert ended.acquire(timeout=60) and not ended.acquire(timeout=0.1)
+        watch.watch(1, lambda: ended.release())
+        watch.rest()
+        launcher_notes._write(b"%020d" % 2, BROKEN)
+        assert not ended.acquire(timeout=0.1)
+    finally:
+        watch.close()

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from shardfold.errors import ConfigError
 from shardfold.launch import _remote as remote
 from shardfold.launch import death, hosts, scheduler
 from shardfold.launch._rendezvous import (
     Attempts,
+    Endpoint,
     FixedRendezvous,
     RendezvousTimeoutError,
     join_store,
@@ -391,11 +393,11 @@ def test_what_srun_and_mpirun_are_called_with():
     assert "--include=localhost:1,2" in one and "--standalone" in one and "--hostfile=/h" not in one
 
 
-def met(patience: float) -> list[Attempts]:
-    """Three nodes in an attempt."""
-    nodes = [Attempts(None, f"host-{rank}", None, None, 60.0, Patience(patience)) for rank in range(3)]  # pyright: ignore[reportArgumentType]
+def met(patience: float, count: int = 3) -> list[Attempts]:
+    """So many nodes in an attempt."""
+    nodes = [Attempts(None, f"host-{rank}", None, None, 60.0, Patience(patience)) for rank in range(count)]  # pyright: ignore[reportArgumentType]
     for rank, node in enumerate(nodes):
-        node.node_rank, node.num_nodes = rank, 3
+        node.node_rank, node.num_nodes = rank, count
         node.store = (
             open_store("127.0.0.1", 0) if rank == 0 else join_store("127.0.0.1", nodes[0].store.port, timeout=60.0)
         )
@@ -467,6 +469,72 @@ def test_the_store_of_an_attempt_moves_to_another_node():
     while not asked and time.monotonic() < began + 60:  # the launcher on node 1 says nothing any more
         nodes[2].beat(lambda node: not asked.append(node))
     assert asked == [1]
+
+
+def test_who_did_not_answer_where_the_store_could_have_moved_is_lost_once_enough_others_have_come():
+    """Nobody waits for it once more."""
+    nodes, asked = met(600.0, 5), list[int]()
+    store = open_store("127.0.0.1", 0)
+    nodes[2].prepare(store)
+    for node in nodes[2:]:
+        node.voting = range(5)
+        node.move_to(store, 2, [1])
+    for node in (nodes[3], nodes[2], nodes[4], nodes[2]):
+        node._beaten = 0.0  # it is time for a sign of life
+        assert not asked
+        node.beat(lambda each: not asked.append(each))
+    assert asked == [1]
+
+
+def test_a_run_is_a_node_s_own_as_long_as_a_majority_is_heard_of():
+    """On the node that has the store as on the others, and no later than a majority was."""
+    nodes = met(600.0)
+    nodes[0].prepare(nodes[0].store)
+    assert min(node.ours_since for node in nodes) > 0  # nobody votes yet
+
+    def beat(*each: int) -> float:
+        for node in each:
+            nodes[node]._beaten = 0.0  # it is time for a sign of life
+            nodes[node].voting = (0, 1, 2)
+            nodes[node].beat(lambda _: True)
+        return time.monotonic()
+
+    began = beat(0, 2)
+    assert nodes[0].ours_since < began  # it has heard nobody
+    last = beat(1, 0)
+    assert began <= nodes[0].ours_since <= last
+    beat(0, 0)
+    assert nodes[0].ours_since <= last
+    beat(2, 2)
+    assert nodes[2].ours_since <= last
+    heard = nodes[2].ours_since
+    beat(1, 0, 2)
+    assert heard < nodes[2].ours_since
+
+
+class Silent:
+    """Where nodes meet, which does not answer for now."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def num_nodes_waiting(self) -> int:
+        self.over.wait(60)
+        raise RendezvousConnectionError("gone")
+
+
+def test_an_endpoint_that_does_not_answer_holds_nobody_up():
+    """And that it is gone matters only where the ranks would have to meet there once more."""
+    inner = Silent()
+    endpoint = Endpoint(inner)  # pyright: ignore[reportArgumentType]
+    assert endpoint.num_nodes_waiting(needed=True) == 0
+    inner.over.set()
+    asking = endpoint._asking
+    assert asking is not None
+    asking.join()
+    assert endpoint.num_nodes_waiting(needed=False) == 0
+    with pytest.raises(RendezvousConnectionError):
+        endpoint.num_nodes_waiting(needed=True)
 
 
 def test_steps_of_one_job_are_runs_of_their_own():

@@ -8,6 +8,7 @@
     cores              cores of the machine that a rank computes on
     device_mesh        ``torch.distributed.DeviceMesh``: read as ``parallel=``, and made
     dtypes             dtypes of a table as PyTorch's
+    epoch_watch        what a rank waits for ends with its epoch
     expected           what ranks expect to do next, from what followed the last times
     hops               collectives in two hops: over nodes, and over the ranks of each
     launcher_notes     what a rank leaves for its launcher: why it fails, and how far it came

@@ -327,6 +327,11 @@ class Connection:
             part.delivery.fail(self.failure)
         self.into.clear()
 
+    def sever(self) -> None:
+        """On any thread: nothing goes or comes any more, and whoever waits for it raises; the other end, too."""
+        with suppress(OSError):  # that end is gone
+            self.sock.shutdown(socket.SHUT_RDWR)
+
     def end(self) -> None:
         """Nothing more is sent from here, which the other end sees behind what was."""
         with suppress(OSError):  # that end is gone

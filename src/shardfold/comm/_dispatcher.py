@@ -159,6 +159,11 @@ class Dispatcher:
             for connection in self._connections:
                 connection.end()
 
+    def sever(self) -> None:
+        """On any thread: whoever waits for a connection raises."""
+        for connection in self._connections:
+            connection.sever()
+
     def forget(self) -> None:
         """This process is a fork of the one whose connections these are."""
         self._closed = True

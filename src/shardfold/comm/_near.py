@@ -502,6 +502,9 @@ class NearTransport(Transport):
         self._residents.fence(waiter, resident)
         self._other.fence(waiter, resident)
 
+    def sever(self) -> None:
+        self._other.sever()
+
     def close(self) -> None:
         self._other.close()
         if self._leave is not None:

@@ -300,6 +300,9 @@ class SocketTransport(Transport):
         self._leave.detach()
         self._dispatcher.close()
 
+    def sever(self) -> None:
+        self._dispatcher.sever()
+
     @property
     def room(self) -> int:
         """Bytes of others' blocks that are summed."""

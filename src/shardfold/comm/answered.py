@@ -15,9 +15,78 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Answered", "answered", "ask_another"]
+__all__ = ["Answered", "StoreLine", "answered", "ask_another", "ask_no_more"]
 
-_open: list[threading.Event] = []  # of this process: set when an answer came after all
+
+class _Question:
+    """One that is asked.
+
+    Attributes:
+        over: nobody waits for the answer any more, or it came.
+        came: it came, if only after all.
+    """
+
+    def __init__(self) -> None:
+        self.over, self.came = threading.Event(), False
+
+    def end(self) -> None:
+        """The answer is there."""
+        self.came = True
+        self.over.set()
+
+
+class StoreLine:
+    """The connection over which a store is asked, one question at a time.
+
+    Attributes:
+        open: questions whose answer was given up.
+        asked: those whose answer is waited for.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[_Question] = []
+        self.asked: set[_Question] = set()
+
+    def ask(self, ask: Callable[[], Any], limit: float) -> Any:
+        """What ``ask`` returns.
+
+        Raises:
+            DistStoreError: it was not over within so many seconds, or nobody is to wait any more.
+        """
+        self.open = [each for each in self.open if not each.came]
+        said: list[Any] = []
+        failed: list[BaseException] = []
+        question = _Question()
+
+        def run() -> None:
+            try:
+                said.append(ask())
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                question.end()
+
+        if not self.open:
+            self.asked.add(question)
+            threading.Thread(target=run, name="shardfold-ask", daemon=True).start()
+            question.over.wait(min(limit, threading.TIMEOUT_MAX))
+            self.asked.discard(question)
+            if not question.came:
+                self.open.append(question)
+        if self.open:
+            raise dist.DistStoreError(f"it has not answered within {limit:.0f} s")
+        if failed:
+            raise failed[0]
+        return said[0]
+
+    def give_up(self) -> None:
+        """By another thread: whoever waits for an answer waits no longer, and nothing else is asked until it has
+        come."""
+        for question in list(self.asked):
+            question.over.set()
+
+
+_ours = [StoreLine()]  # of this process, to the store of its ranks
 
 
 class Answered:
@@ -26,13 +95,14 @@ class Answered:
     Args:
         store: asked.
         limit: seconds that an answer may take.
+        line: over which it is asked; None: that of this process.
 
     Raises:
         DistStoreError: by each method: none came. It is a RuntimeError, as what a store raises whose process is gone.
     """
 
-    def __init__(self, store: Any, limit: float) -> None:
-        self._store, self.limit = store, limit
+    def __init__(self, store: Any, limit: float, line: StoreLine | None = None) -> None:
+        self._store, self.limit, self._line = store, limit, line
 
     def allow(self, limit: float) -> None:
         """From now on an answer may take so many seconds."""
@@ -41,8 +111,8 @@ class Answered:
     def __getattr__(self, name: str) -> Any:
         ask = getattr(self._store, name)
         if name == "clone":  # a connection of its own
-            return lambda: Answered(answered(ask, self.limit), self.limit)
-        return lambda *given: answered(lambda: ask(*given), self.limit)
+            return lambda: Answered(answered(ask, self.limit, self._line), self.limit, self._line)
+        return lambda *given: answered(lambda: ask(*given), self.limit, self._line)
 
     def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
         """Waits for keys. That the time is over is an answer of the store's too, which may not come either.
@@ -55,39 +125,26 @@ class Answered:
             DistStoreError: the time is over, or no answer came.
         """
         seconds = sum(each.total_seconds() for each in timeout)
-        answered(lambda: self._store.wait(list(keys), *timeout), self.limit + seconds)
+        answered(lambda: self._store.wait(list(keys), *timeout), self.limit + seconds, self._line)
 
 
-def answered(ask: Callable[[], Any], limit: float) -> Any:
-    """What ``ask`` returns, which asks the store of this process, by itself or by what it calls.
+def answered(ask: Callable[[], Any], limit: float, line: StoreLine | None = None) -> Any:
+    """What ``ask`` returns, which asks a store over this line, by itself or by what it calls; None: the store of this
+    process.
 
     Raises:
-        DistStoreError: it was not over within so many seconds.
+        DistStoreError: it was not over within so many seconds, or :func:`ask_no_more` was called.
     """
-    _open[:] = [each for each in _open if not each.is_set()]
-    said: list[Any] = []
-    failed: list[BaseException] = []
-    over = threading.Event()
+    return (line or _ours[0]).ask(ask, limit)
 
-    def run() -> None:
-        try:
-            said.append(ask())
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            over.set()
 
-    if not _open:
-        threading.Thread(target=run, name="shardfold-ask", daemon=True).start()
-        if not over.wait(min(limit, threading.TIMEOUT_MAX)):
-            _open.append(over)
-    if _open:
-        raise dist.DistStoreError(f"it has not answered within {limit:.0f} s")
-    if failed:
-        raise failed[0]
-    return said[0]
+def ask_no_more() -> None:
+    """By another thread: whoever waits for the store of this process waits no longer, and nothing else is asked of it
+    until :func:`ask_another`, or until the answer has come."""
+    _ours[0].give_up()
 
 
 def ask_another() -> None:
-    """The store is another one from now on, over a connection of its own: no answer of the last one is waited for."""
-    _open.clear()
+    """The store is another one from now on, over a connection of its own: no answer of the last one is waited for, nor
+    does it matter when one that was asked there is given up."""
+    _ours[0] = StoreLine()

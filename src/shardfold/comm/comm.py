@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfold.comm._encoded import gather_bundle, gather_encoded, scatter_bundle, scatter_encoded
 from shardfold.comm._transport_choice import data_transport
 from shardfold.comm.agreement import Agreement, MessageCount
+from shardfold.comm.answered import ask_no_more
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.hops import gather_between, gather_within, nodes
 from shardfold.comm.mesh import DataMesh, Given
@@ -113,6 +114,13 @@ class Comm:
     def job(self) -> Agreement:
         """The same among all ranks."""
         return self.agreement.job
+
+    def sever(self) -> None:
+        """On any thread: what is under way comes to nothing, so whoever waits in it raises, here and on other ranks.
+        What others may read of this rank's memory stays as it is."""
+        ask_no_more()
+        self.transport.sever()
+        self.mesh.break_off()
 
     @property
     def waited(self) -> float:

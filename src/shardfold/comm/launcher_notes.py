@@ -27,6 +27,7 @@ from shardfold.plan.patience import Patience
 __all__ = [
     "AWAITED",
     "BEAT",
+    "BROKEN",
     "CLOSED",
     "DIGITS",
     "DISMISSED",
@@ -49,6 +50,7 @@ __all__ = [
     "beat",
     "beat_no_more",
     "has_followed",
+    "is_broken",
     "is_dismissed",
     "is_given_notice",
     "is_over",
@@ -77,6 +79,8 @@ ELASTIC, CLOSED, DISMISSED, STOPPED, OVER, PLACE = 18432, 18433, 18434, 18440, 1
 """And there, of a run that goes on without a rank that dies: that this rank can, or waits to take one's place; that it
 is in what a new rank could not take part in; that it is not needed any more; the epoch in which it has stopped, how
 many epochs are over, and its place in the present one."""
+BROKEN = 18400
+"""And how many are over as somebody is gone, so that whoever waits for that one waits in vain."""
 NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
 """The signal by which a rank writes its stack and ends; one that programs have no other use for."""
@@ -187,6 +191,13 @@ def is_over(epoch: int) -> bool:
     """Whether the launcher knows that an epoch is over: a next one comes."""
     with suppress(OSError):
         return _opened() is not None and int(os.pread(_file[0], DIGITS, OVER).strip(b"\0") or b"0") > epoch
+    return False
+
+
+def is_broken(epoch: int) -> bool:
+    """Whether the launcher knows that somebody of an epoch is gone: what waits there for all ranks waits in vain."""
+    with suppress(OSError):
+        return _opened() is not None and int(os.pread(_file[0], DIGITS, BROKEN).strip(b"\0") or b"0") > epoch
     return False
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from zlib import crc32
 
 __all__ = ["EpochPlace", "Member", "Membership"]
@@ -70,17 +70,28 @@ class Membership:
         return EpochPlace(self.epoch, rank, len(self.members), local, self.address, self.port)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        """As JSON, which is said to every node."""
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps({**said, "members": self.listed(self.members)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Membership:
         said = json.loads(text)
-        return cls(said["epoch"], cls.members_of(said["members"]), said["address"], said["port"], said["size"])
+        return cls(**{**said, "members": cls.members_of(said["members"])})
 
     @staticmethod
-    def members_of(said: Sequence[dict[str, Any]]) -> tuple[Member, ...]:
-        """Members as JSON has them."""
-        return tuple(Member(**each) for each in said)
+    def listed(members: Iterable[Member]) -> list[list[int]]:
+        """Members for JSON: there may be thousands."""
+        return [[each.uid, each.agent, each.local_rank] for each in members]
+
+    @staticmethod
+    def members_of(said: Sequence[Sequence[int]]) -> tuple[Member, ...]:
+        """Members as :meth:`listed` gives them."""
+        return tuple(Member(*each) for each in said)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,9 @@ class Transport(Protocol):
     def close(self) -> None:
         """The transport is not used any more."""
 
+    def sever(self) -> None:
+        """On any thread: whoever waits for a connection of the transport's own raises, here and on the other side."""
+
     def words(self, group: Any) -> Any:
         """What carries small messages of a group's hosts in place of its collectives, as
         :class:`shardfold.comm._words.Words`; None: nothing does."""

@@ -35,8 +35,10 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple
 
 from shardfold.checkpoint.held import Held
+from shardfold.checkpoint.messages import SILENCE_OF_DEAD
 from shardfold.checkpoint.rng import rng_state, set_rng_state
 from shardfold.checkpoint.run_lock import RunLock
+from shardfold.comm.epoch_watch import EpochWatch
 from shardfold.comm.launcher_notes import (
     FILE,
     is_over,
@@ -64,6 +66,8 @@ LOG = getLogger("shardfold")
 LOST = (*LOST_IN_STEP, CheckpointError)
 """What a rank raises when another one is gone, among other reasons."""
 LOOK = 0.001
+LATE = 2.0
+"""Seconds that some ranks may come to meet later than others, besides."""
 MOST = 3
 """Attempts in a row that end because a rank is gone, without an update among them, behind which a run ends."""
 
@@ -132,12 +136,15 @@ class ElasticRun:
                 "ElasticRun: these ranks were not started by `shardfold run`, which keeps the others alive when one "
                 "dies: start them with it."
             )
-        self._within = timedelta(seconds=Patience.of_environment().lost)
+        # Others come to meet later where a save was under way that waits for what who is gone had to write.
+        within = max(Patience.of_environment().lost, SILENCE_OF_DEAD + LATE)
+        self._within = timedelta(seconds=within)
         self._uid = self._place.rank if self._place is not None else number or 0
         self._make = make
         self._held: Held | None = None  # what this rank had when it stopped, until all have gone on
         self._doubts = False  # whether that is of the step before
         self._lock: RunLock | None = None
+        self._watch = EpochWatch()
         self._data: VirtualRanks | None = None  # what is read, of which the position goes with the states
         self._position: dict[str, Any] | None = None  # that of the others, until it is known what is read
         self._broken = self._broken_at = 0  # attempts in a row that have come to nothing, and behind how many updates
@@ -156,6 +163,7 @@ class ElasticRun:
         if self.engine.copying is not None:
             self.engine.copying.refresh()
         note_elastic()
+        self._begin_watch(self.engine)
 
     @contextmanager
     def attempt(self, *, admits: bool = True) -> Iterator[Engine]:
@@ -255,6 +263,7 @@ class ElasticRun:
 
     def close(self) -> None:
         """As :meth:`Engine.close`."""
+        self._watch.close()
         self.engine.close()
 
     # -- a recovery
@@ -340,6 +349,7 @@ class ElasticRun:
                 begun, agreed = self._end_epoch(engine, again)
         moved = perf_counter()
         self.engine = engine
+        self._begin_watch(engine)
         times = (agreed - begun, met - agreed, moved - met)
         self.recoveries.append(Recovery(place.epoch, place.world, engine.steps, engine.steps == steps, *times))
         if place.rank == 0:
@@ -348,9 +358,15 @@ class ElasticRun:
             took = "{:.2f} s to agree, {:.2f} to meet, {:.2f} for the states".format(*times)
             LOG.warning("epoch %d: %s on from step %d (%s)%s", place.epoch, many, engine.steps, took, last)
 
+    def _begin_watch(self, engine: Engine) -> None:
+        """What the engine waits for in this epoch ends with it."""
+        if self._place is not None:
+            self._watch.watch(self._place.epoch, engine.sharded.comm.sever)
+
     def _stop(self, engine: Engine | None) -> None:
         """This rank does nothing more in its epoch."""
         assert self._place is not None
+        self._watch.rest()
         if engine is None:  # it could not be made, and others may wait for this rank in it
             begin_epoch(self._within)
             note_stopped(self._place.epoch)

@@ -215,7 +215,9 @@ class Agent(SimpleElasticAgent):
             self.death = self._heard() or self._lost_node()
         if self.death is not None:
             return self._failed(worker_group, failed)
-        self._ours_until = asked + max(self.patience.lease, 2 * self.options.monitor_interval)
+        self._ours_until = min(asked, self.meeting.ours_since) + max(
+            self.patience.lease, 2 * self.options.monitor_interval
+        )
         for worker in self.workers:  # the run was this node's when it was asked
             worker.lease(self._ours_until - time.monotonic())
         if not self._lingers and (lingers := lingering(ranks, self.patience.lost)):

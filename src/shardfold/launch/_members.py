@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from shardfold.comm.answered import Answered, ask_another
+from shardfold.comm.answered import Answered, StoreLine, answered
 from shardfold.comm.membership import Member, Membership
 from shardfold.comm.shared_folders import remove_left
 from shardfold.launch._rendezvous import GONE, Attempts, join_store
@@ -45,7 +45,7 @@ MOST = 3
 """Epochs in a row that begin although no rank has died."""
 AGAIN = 0.3
 """Seconds without a decision, behind which a launcher that is to propose does it once more."""
-JOIN = 1.0
+JOIN = 0.5
 """Seconds in which another node's store has to answer that takes the place of one that is gone."""
 
 
@@ -196,8 +196,9 @@ class Members:
             address, port, self._ready = self._open_store()
             self._meeting.prepare(self._ready)
             self._store.set(f"{QUEUE}/ready/{self._agent}", json.dumps([address, port]))
-        if self._ready is None:
+        if self._ready is None or self._voter is None:
             return
+        self._meeting.let_vote(self._voter.record.agents)
         for node in range(self._num_nodes):
             if node not in self._others and self._store.check([f"{QUEUE}/ready/{node}"]):
                 address, port = json.loads(self._store.get(f"{QUEUE}/ready/{node}"))
@@ -207,21 +208,30 @@ class Members:
         """The store of the next node takes the place of the one that is gone; whether there is one."""
         if self._voter is None or self._over or self._ready is None or not self._are_elastic():
             return False
-        gone = self._meeting.hub
+        gone, unreached = self._meeting.hub, list[int]()
         for node, place in sorted(self._others.items()):
             if node <= gone:
                 continue
-            ask_another()
             try:
-                limit = self._meeting.patience.lost
-                store = self._ready if node == self._agent else Answered(join_store(*place, JOIN), limit)
-                self._meeting.move_to(store, node)
+                store = self._ready if node == self._agent else self._joined(place)
+                self._meeting.move_to(store, node, unreached)
                 self._store, self._heard = store, 0
                 self._take(self._voter.suspect(gone))
             except (*GONE, RendezvousError):
+                unreached.append(node)
                 continue
             return True
         return False
+
+    def _joined(self, place: tuple[str, int]) -> Any:
+        """Another node's store.
+
+        Raises:
+            RendezvousError, RuntimeError, OSError: it does not answer in time.
+        """
+        line = StoreLine()
+        store = answered(lambda: join_store(*place, JOIN), 2 * JOIN, line)
+        return Answered(store, self._meeting.patience.lost, line)
 
     def _look(self) -> None:
         """Goes as far as it is known what is to be done."""
@@ -312,6 +322,8 @@ class Members:
             return
         for member in live:
             self._mine[member.uid].end_epoch(epoch)
+            if self._voter.broken:
+                self._mine[member.uid].break_epoch(epoch)
         if all(self._mine[member.uid].has_stopped(epoch) for member in live):
             self._offered = self._offered or self._open_store()
             admits = all(self._mine[member.uid].admits for member in live)

@@ -30,13 +30,22 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from shardfold.comm.answered import Answered
+from shardfold.comm.answered import Answered, StoreLine
 from shardfold.errors import ConfigError
 from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
 from shardfold.plan.patience import Patience
 
-__all__ = ["GONE", "Attempts", "FixedRendezvous", "address_towards", "join_store", "meeting_of", "open_store"]
+__all__ = [
+    "GONE",
+    "Attempts",
+    "Endpoint",
+    "FixedRendezvous",
+    "address_towards",
+    "join_store",
+    "meeting_of",
+    "open_store",
+]
 
 POLL = 0.05
 ALREADY = 5.0
@@ -47,6 +56,8 @@ AGAIN = 1.5
 """Seconds that the store where nodes meet has to answer in front of another attempt: whoever lost it has waited for the
 patience already, and is to end no more than three seconds behind that."""
 CONNECT = timedelta(seconds=60)
+NOT_YET = ":0"
+"""In place of the time of a node's last sign of life."""
 Awaited = tuple[frozenset[int], frozenset[int]]
 """Ranks that say nothing and are waited for, and those that were waited for in vain."""
 NOBODY: Awaited = frozenset(), frozenset()
@@ -88,6 +99,12 @@ class Attempts(RendezvousHandler):
         self._without: set[int] = set()  # those of them that the others go on without
         self._awaits = NOBODY  # which ranks those of this node wait for, and did in vain, as others were told
         self._awaited: tuple[float, Awaited] = 0.0, NOBODY  # and those of others; behind which sign of life
+        self.voting: Collection[int] = ()  # nodes of which a majority has to be there; empty: any number is enough
+        self._majority = 0.0, 0.0  # when one was last heard of; and when that was last asked
+        self._told_majority = b""
+        self._moved = 0.0  # when the store became another node's; 0: it did not
+        self._unreached: Collection[int] = ()  # nodes that could not be asked whether they have it
+        self._endpoint = Endpoint(inner)
 
     def get_backend(self) -> str:
         return self.inner.get_backend()
@@ -100,6 +117,8 @@ class Attempts(RendezvousHandler):
         self.store, self.hub = None, 0  # closes the dead attempt's
         self.finished, self._beats, self._lost, self._without = False, {}, set(), set()
         self._awaits, self._awaited = NOBODY, (0.0, NOBODY)
+        self.voting, self._moved, self._unreached, self._majority = (), 0.0, (), (0.0, 0.0)
+        self._endpoint = Endpoint(self.inner)
         if self._met and self.meets is not None:  # torch's handler would wait without end for a thread of its own
             self._await_answer(*self.meets)
         self._met = True
@@ -120,21 +139,27 @@ class Attempts(RendezvousHandler):
             wait_for(asked, ["shardfold/store"], time.monotonic() + self.timeout)
             address, port = json.loads(asked.get("shardfold/store"))
             # A node that is cut off shall notice: what it asks would wait until TCP gives up.
-            self.store = Answered(join_store(address, port, self.timeout), self.patience.lost)
+            self.store = Answered(join_store(address, port, self.timeout), self.patience.lost, StoreLine())
         return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))
 
     def prepare(self, store: Any) -> None:
         """What all nodes may ask of a store is there."""
         for rank in range(self.num_nodes):
-            store.set(f"shardfold/beat/{rank}", f"of node {rank}:0")
+            store.set(f"shardfold/beat/{rank}", f"of node {rank}{NOT_YET}")
             store.set(f"shardfold/awaits/{rank}", "[[], []]")
+        store.set("shardfold/majority", "")
 
-    def move_to(self, store: Any, hub: int) -> None:
+    def move_to(self, store: Any, hub: int, unreached: Collection[int] = ()) -> None:
         """From now on the attempt's store is that of another node, as the one that had it is gone: nothing was said in
-        it yet."""
+        it yet. ``unreached``: nodes that could have had it and did not answer."""
         self._lost.add(self.hub)
         self._without.add(self.hub)
+        if hub == self.node_rank:
+            for node in self._lost:
+                store.set(f"shardfold/told/{node}", "")
+            store.add("shardfold/told", len(self._lost))
         self.store, self.hub, self.finished = store, hub, False
+        self._moved, self._unreached, self._told_majority = time.monotonic(), unreached, b""
         self._beaten, self._beats, self._awaits, self._awaited = 0.0, {}, NOBODY, (0.0, NOBODY)
 
     def _await_answer(self, host: str, port: int) -> None:
@@ -157,7 +182,7 @@ class Attempts(RendezvousHandler):
             raise RendezvousTimeoutError(f"nobody answers at {host}:{port}")
 
     def num_nodes_waiting(self) -> int:
-        return 0 if self.finished else self.inner.num_nodes_waiting()
+        return 0 if self.finished else self._endpoint.num_nodes_waiting(needed=not self.voting)
 
     def is_closed(self) -> bool:
         return self.inner.is_closed()
@@ -253,11 +278,43 @@ class Attempts(RendezvousHandler):
         self._beaten = now
         with suppress(*GONE):
             self.store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
+            lost: Death | None = None
             if self.node_rank == self.hub:
-                return self._look_for_lost(now, goes_on)
-            if self.hub:  # whose launcher may not know that it has the store
-                return self._look_for_lost(now, goes_on, [self.hub])
+                lost = self._look_for_lost(now, goes_on)
+            elif self.hub:  # whose launcher may not know that it has the store
+                lost = self._look_for_lost(now, goes_on, [self.hub])
+            if self.voting:
+                self._hear_majority(now)
+            return lost
         return None
+
+    def let_vote(self, nodes: Collection[int]) -> None:
+        """Of these a majority has to be there."""
+        self.voting = nodes
+
+    @property
+    def ours_since(self) -> float:
+        """When a majority of the nodes was last heard of, which could not go on without this one before: by the
+        monotonic clock of this node, and no later than it was."""
+        return self._majority[0] if self.voting and self._majority[1] else time.monotonic()
+
+    def _hear_majority(self, now: float) -> None:
+        """The node that has the store hears all; the others are told how long ago it has heard enough of them."""
+        if self.node_rank == self.hub:
+            heard = [now if node == self.node_rank else self._heard_of(node) for node in self.voting]
+            since = max(self._majority[0], sorted(heard, reverse=True)[len(heard) // 2])
+            self._majority = since, now
+            self.store.set("shardfold/majority", f"{now} {now - since}")
+        elif told := self.store.get("shardfold/majority"):
+            since, asked = self._majority
+            if told != self._told_majority:  # it was written behind the last time that this was asked
+                since = max(since, (asked or now) - float(told.split()[1]))
+            self._majority, self._told_majority = (since, now), told
+
+    def _heard_of(self, node: int) -> float:
+        """When; 0: not since the store is where it is."""
+        value, at = self._beats.get(node, (NOT_YET.encode(), 0.0))
+        return 0.0 if value.endswith(NOT_YET.encode()) else at
 
     def awaited(self, ours: Collection[int], given_up: Collection[int]) -> Awaited:
         """The ranks that those of all nodes wait for and that say nothing, and those for which they have waited in
@@ -285,19 +342,35 @@ class Attempts(RendezvousHandler):
         others = [rank for rank in among or range(self.num_nodes) if rank not in (self.node_rank, *self._lost)]
         keys = [f"shardfold/beat/{rank}" for rank in others]
         lost: Death | None = None
-        for rank, value in zip(others, self.store.multi_get(keys) if keys else [], strict=True):
+        values = self.store.multi_get(keys) if keys else []
+        for rank, value in zip(others, values, strict=True):
             if self._beats.get(rank, (b"", now))[0] != value:
                 self._beats[rank] = (value, now)
-            elif now - self._beats[rank][1] > self.patience.lost and not self.store.check([f"shardfold/told/{rank}"]):
+        for rank, value in zip(others, values, strict=True):
+            if now - self._beats[rank][1] > self._may_be_silent(rank) and not self._has_told(rank):
                 self._lost.add(rank)
                 if goes_on(rank):
                     self._without.add(rank)
                     self.store.set("shardfold/without", json.dumps(sorted(self._without)))
+                    self._tell_no_more(rank)
                     continue
                 lost = Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
                 self._tell(rank, lost)
                 self._tell_no_more(rank)
         return lost
+
+    def _has_told(self, rank: int) -> bool:
+        return self.store.check([f"shardfold/told/{rank}"])
+
+    def _may_be_silent(self, rank: int) -> float:
+        """Seconds. All notice at nearly the same time that the store has moved: a node that has not come there has half
+        of the patience to come; if enough others have, half of that, or none where it did not answer before."""
+        if not self._moved or self._heard_of(rank):
+            return self.patience.lost
+        come = 1 + sum(bool(self._heard_of(node)) for node in self.voting)
+        if come <= len(self.voting) // 2:
+            return self.patience.echo
+        return 0.0 if rank in self._unreached else self.patience.echo / 2
 
     def finish(self) -> bool:
         """Note that this node's ranks have ended well, and return whether all nodes' have."""
@@ -328,6 +401,40 @@ class Attempts(RendezvousHandler):
                 if self.store.add("shardfold/left", 0) >= self.num_nodes - len(self._lost):
                     return
                 time.sleep(POLL)
+
+
+class Endpoint:
+    """Where new nodes would come, asked by a thread of its own: behind a link that is cut an answer takes long, and
+    this node's signs of life are not to wait for it.
+
+    Args:
+        inner: asked.
+    """
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self._inner = inner
+        self._waiting = 0
+        self._failure: Exception | None = None
+        self._asking: threading.Thread | None = None
+
+    def num_nodes_waiting(self, *, needed: bool) -> int:
+        """As was said last.
+
+        Raises:
+            RendezvousError, RuntimeError, OSError: it does not answer, and is ``needed``: the ranks could not go on.
+        """
+        if self._failure is None and (self._asking is None or not self._asking.is_alive()):
+            self._asking = threading.Thread(target=self._ask, name="shardfold-endpoint", daemon=True)
+            self._asking.start()
+        if self._failure is not None and needed:
+            raise self._failure
+        return self._waiting if self._failure is None else 0
+
+    def _ask(self) -> None:
+        try:
+            self._waiting = self._inner.num_nodes_waiting()
+        except (RendezvousError, *GONE) as error:
+            self._failure = error
 
 
 class FixedRendezvous(RendezvousHandler):

@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from shardfold.comm.membership import Member, Membership
@@ -81,8 +81,10 @@ class Message:
     broken: bool = False
 
     def to_json(self) -> str:
-        said = {**asdict(self), "record": self.record and self.record.to_json(), "suspects": sorted(self.suspects)}
-        return json.dumps(said)
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        said["members"], said["spares"] = Membership.listed(self.members), Membership.listed(self.spares)
+        said["suspects"] = sorted(self.suspects)
+        return json.dumps({**said, "record": self.record and self.record.to_json()})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Message:

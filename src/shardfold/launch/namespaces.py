@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Any, NoReturn
 
@@ -150,6 +150,23 @@ class Namespaces:
             self._road.heal(self.address(node))
         else:
             _do(f"ip -n {self._base}-hub link set node{node} up")
+
+    def part(self, away: Collection[int]) -> None:
+        """These nodes reach each other and none of the rest, until :meth:`rejoin`.
+
+        Raises:
+            UsageError: the links have a delay, so there is no bridge to take nodes from.
+        """
+        if self._road is not None:
+            raise UsageError("nodes whose links have a delay cannot be parted: cut them off one by one.")
+        hub = f"{self._base}-hub"
+        _do(f"ip -n {hub} link add aside type bridge", f"ip -n {hub} link set aside up")
+        _do(*(f"ip -n {hub} link set node{node} master aside" for node in sorted(away)))
+
+    def rejoin(self, away: Collection[int]) -> None:
+        """What :meth:`part` parted."""
+        hub = f"{self._base}-hub"
+        _do(*(f"ip -n {hub} link set node{node} master bridge" for node in sorted(away)), f"ip -n {hub} link del aside")
 
     @staticmethod
     def address(node: int) -> str:

@@ -24,6 +24,7 @@ from typing import IO, TypeVar
 from shardfold.comm.launcher_notes import (
     AWAITED,
     BEAT,
+    BROKEN,
     CLOSED,
     DIGITS,
     DISMISSED,
@@ -247,6 +248,11 @@ class Worker:
         """Tell it that an epoch is over, and a next one comes."""
         if self._sign is not None:
             os.pwrite(self._sign, b"%020d" % (epoch + 1), OVER)
+
+    def break_epoch(self, epoch: int) -> None:
+        """Tell it that somebody of an epoch is gone, so that it waits there in vain."""
+        if self._sign is not None:
+            os.pwrite(self._sign, b"%020d" % (epoch + 1), BROKEN)
 
     def take_place(self, place: EpochPlace) -> None:
         """Tell it what it is from now on."""

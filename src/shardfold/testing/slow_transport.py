@@ -113,6 +113,9 @@ class SlowTransport(Transport):
     def fence(self, waiter: Waiter, resident: Tensor | None = None) -> None:
         self._inner.fence(waiter, resident)
 
+    def sever(self) -> None:
+        self._inner.sever()
+
     def close(self) -> None:
         self._inner.close()
 
