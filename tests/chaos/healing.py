@@ -226,6 +226,8 @@ def main(words: list[str]) -> int:
                 ran, failed = ran + 1, failed + bool(bad)
                 if bad:
                     print(number, of_number(number), *bad, sep="\n    ", flush=True)
+                if ran % 20 == 0:
+                    print(f"{ran} cases, {failed} not as they have to be", flush=True)
     print(f"{ran} cases, {failed} not as they have to be")
     return int(failed > 0)
 
