@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import math
 import os
+import random
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from torch.utils import data
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.checks import check_flags, described, is_integer, known_arguments
 
-__all__ = ["Loader", "Sampler", "seed_of", "shuffled"]
+__all__ = ["Loader", "Sampler", "seed_generators", "seed_of", "shuffled"]
 
 # Of 4, 6, 8, 12, 16 and 24, chi-squared over the permutations of 6 elements (30,000 seeds) sees a bias up to 12.
 ROUNDS = 16
@@ -196,12 +197,13 @@ class Sampler(data.Sampler[list[int]]):
         without an end; does not move it. It is how one rank reads for several.
 
         Args:
-            ranks: from 0 to ``num_ranks - 1``, as often as their batches are to come.
+            ranks: from 0 to ``num_ranks - 1``, as often as their batches are to come; ``-1 - rank``: of that one two
+                samples alone.
         """
         at = self._at
         while True:
             for rank in ranks:
-                yield self._share(at, rank)
+                yield self._share(at, rank) if rank >= 0 else self._share(at, -1 - rank)[:2]
             at = self._after(at)
 
     def advance(self, num_batches: int = 1) -> None:
@@ -382,6 +384,13 @@ def seed_of(*place: int) -> int:
     """A seed for a place in a run, as (seed, epoch, position, rank): 56 bits."""
     text = "/".join(map(str, place))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def seed_generators(seed: int) -> None:
+    """Those of ``random``, numpy and torch begin at this seed of at most 56 bits."""
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    torch.manual_seed(seed)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ import shardfold as sf
 from shardfold.data import seed_of
 from shardfold.engine._virtual_ranks import MicroBatch, VirtualRanks
 from shardfold.errors import CollectiveError, ConfigError, StepError
+from shardfold.plan.report import Straggler
 from shardfold.testing import Ranks
 
 STEPS, ACCUMULATE, VIRTUAL, WIDTH = 6, 2, 3, 6
@@ -30,10 +31,16 @@ def sampler(rank: int = 0, *, length: int = 50, shuffle: bool = True) -> sf.Samp
 
 def test_which_virtual_ranks_a_rank_reads_for() -> None:
     shared = VirtualRanks(sampler(), 1)
-    assert [shared.of_rank(rank, 3) for rank in range(3)] == [[(0, None)], [(1, None)], [(2, None)]]
-    assert [shared.of_rank(rank, 2) for rank in range(2)] == [[(0, 1.0), (2, 1.0)], [(1, 1.0), (1, 0.0)]]
-    assert shared.of_rank(0, 1) == [(0, None), (1, None), (2, None)]
-    assert [shared.of_rank(rank, 5) for rank in range(3, 5)] == [[(0, 0.0)], [(1, 0.0)]]
+
+    def of_ranks(ranks: int) -> list[list[tuple[int, float | None]]]:
+        return [shared.of_rank(rank, shared.shares(ranks)) for rank in range(ranks)]
+
+    assert of_ranks(3) == [[(0, None)], [(1, None)], [(2, None)]]
+    assert of_ranks(2) == [[(0, 1.0), (2, 1.0)], [(1, 1.0), (1, 0.0)]]
+    assert of_ranks(1) == [[(0, None), (1, None), (2, None)]]
+    assert of_ranks(5)[3:] == [[(0, 0.0)], [(1, 0.0)]]
+    wide = VirtualRanks(sf.Sampler(50, 8, rank=0, num_ranks=VIRTUAL), 1)
+    assert [(len(each.batch), each.weight) for each in islice(wide.reads(1, wide.shares(2)), 2)] == [(8, 1.0), (2, 0.0)]
 
 
 def undisturbed(steps: int, *, length: int, shuffle: bool) -> list[list[int]]:
@@ -57,9 +64,12 @@ class Simulated:
         self.steps = 0
         self.seen: list[list[int]] = []  # by step
 
-    def begin(self, rank: int, ranks: int) -> None:
-        self.reads = self.read.reads(rank, ranks)
-        self.number = ACCUMULATE * len(self.read.of_rank(rank, ranks))
+    def begin(self, rank: int, ranks: int, slow: Straggler | None) -> None:
+        shares = self.read.shares(ranks)
+        if slow is not None and ranks > 1:
+            shares.follow(slow._replace(rank=(slow.rank or 0) % ranks), 1)
+        self.reads = self.read.reads(rank, shares)
+        self.number = ACCUMULATE * max(shares.counts)
 
     def go(self, micro_batches: int) -> None:
         """Reads so many micro-batches of the next step."""
@@ -70,14 +80,16 @@ class Simulated:
         assert [each.is_last for each in got[-1:]] == [micro_batches == self.number][: len(got)]
 
 
-def committed(faults: int, *, seed: int, length: int = 50, shuffle: bool) -> list[list[int]]:
+def committed(
+    faults: int, *, seed: int, length: int = 50, shuffle: bool, slow: Straggler | None = None
+) -> list[list[int]]:
     """The samples of each step that was taken, of a run with so many faults: in each a rank ends at any moment, and
     ranks that are left, or that come, go on from what the first one has that came farthest."""
     dice, found = random.Random(seed), list[list[int]]()
     ranks = [Simulated(length, shuffle)]
     while faults:
         for rank, each in enumerate(ranks):
-            each.begin(rank, len(ranks))
+            each.begin(rank, len(ranks), slow)
         for _ in range(dice.randrange(3)):
             for each in ranks:
                 each.go(each.number)
@@ -116,6 +128,14 @@ def test_samples_of_many_faults_are_each_in_one_step(faults: int) -> None:
     assert max(read.values()) - min(read.values()) <= 1 and len(read) == 50
 
 
+def test_samples_are_each_in_one_step_where_a_rank_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has less of each step than the others, also where there are few micro-batches."""
+    monkeypatch.setattr("tests.engine.test_virtual_ranks.VIRTUAL", 9)
+    slow = Straggler(1, "", "computation", 3.0)
+    steps = committed(60, seed=2, shuffle=True, slow=slow)
+    assert len(steps) > 60 and steps == undisturbed(len(steps), length=50, shuffle=True)
+
+
 def test_of_a_shuffled_set_too() -> None:
     steps = committed(40, seed=1, shuffle=True)
     assert steps == undisturbed(len(steps), length=50, shuffle=True)
@@ -152,8 +172,9 @@ def on_ranks(layout: str, *, weighed: bool) -> list[torch.Tensor]:
     rows = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(1))
     with closing(sf.Engine(model(), optimizer=adamw, layout=layout)) as engine:
         read = VirtualRanks(sf.Loader(Drawn(rows), sampler()), ACCUMULATE)
-        micro_batches = ACCUMULATE * len(read.of_rank(engine.data_rank, engine.data_ranks))
-        for each in read.reads(engine.data_rank, engine.data_ranks):
+        shares = read.shares(engine.data_ranks)
+        micro_batches = ACCUMULATE * len(read.of_rank(engine.data_rank, shares))
+        for each in read.reads(engine.data_rank, shares):
             engine.set_micro_batches(micro_batches, each.weight)
             engine.backward(loss_of(engine.module, each.batch), weight=len(each.batch) if weighed else None)
             engine.step()

@@ -1,4 +1,5 @@
-"""`shardfold train --elastic`: ranks of the command are killed, the one that prints and writes first."""
+"""`shardfold train --elastic`, `train face` and `tune`: ranks of the command are killed, the one that prints and writes
+first."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ import shardfold as sf
 from shardfold.launch.run_records import OwnRecord, read_records
 from shardfold.tools.observe.run_folder import Run
 from shardfold.tools.observe.run_status import RunStatus
+from tests.support.clients import needs
+from tests.tools.tune import support
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="launchers leave notes for ranks in a memfd")
@@ -39,13 +42,25 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def begun(folder: Path, layout: str, *more: str) -> tuple[subprocess.Popen[str], Path]:
+def begun(folder: Path, run: list[str]) -> tuple[subprocess.Popen[str], Path]:
     """A run on three ranks, and its folder."""
-    given = ("--layout", layout, "--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20", *more)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    run = command(folder, "run", *given)
     return subprocess.Popen(run, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True), folder / "run"
+
+
+def killed(folder: Path, run: list[str]) -> tuple[dict[int, dict[str, float]], str]:
+    """The figures of a run whose first rank is killed twice, by step, and what it printed."""
+    process, place = begun(folder, run)
+    for behind in KILLED:
+        kill(process, place, behind)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err[-6000:]
+    assert "the 2 other ranks go on without it" in err and "1 rank goes on" in err
+    lines = rows(place)
+    found = {int(each["step"]): each for each in lines}
+    assert len(found) == len(lines) >= STEPS - len(KILLED), "a step is told of twice, or more are missing than died"
+    return found, out
 
 
 def kill(run: subprocess.Popen[str], folder: Path, behind: int) -> None:
@@ -80,12 +95,9 @@ def compare(folder: Path, deaths: int) -> None:
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_ranks_of_train_are_killed_and_it_comes_to_the_same(layout: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
-    run, folder = begun(tmp_path, layout)
-    for behind in KILLED:
-        kill(run, folder, behind)
-    out, err = run.communicate(timeout=240)
-    assert run.returncode == 0, err[-6000:]
-    assert "the 2 other ranks go on without it" in err and "1 rank goes on" in err
+    given = ("--layout", layout, "--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20")
+    _, out = killed(tmp_path, command(tmp_path, "run", *given))
+    folder = tmp_path / "run"
     compare(tmp_path, len(KILLED))
     assert [each.rank for each in read_records(folder)[0] if each.rank >= 0] == [0]
     assert "Written to" in out  # by the rank that was the last of three
@@ -95,7 +107,8 @@ def test_ranks_of_train_are_killed_and_it_comes_to_the_same(layout: str, tmp_pat
 @pytest.mark.soak
 def test_a_spare_of_train_takes_the_place_of_the_rank_that_prints(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
-    run, folder = begun(tmp_path, "zero3", "--spares", "1")
+    given = ("--layout", "zero3", "--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20")
+    run, folder = begun(tmp_path, command(tmp_path, "run", *given, "--spares", "1"))
     kill(run, folder, 40)
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, err[-6000:]
@@ -103,6 +116,40 @@ def test_a_spare_of_train_takes_the_place_of_the_rank_that_prints(tmp_path: Path
     assert [each.rank for each in read_records(folder)[0] if each.rank >= 0] == [0, 1, 2] or "joined" not in err
     compare(tmp_path, 1)
     assert "Written to" in out
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["ddp", "zero2"])
+def test_ranks_of_train_face_are_killed_and_it_comes_to_the_same(layout: str, tmp_path: Path) -> None:
+    sizes = ["--identities", "11", "--shots", "4", "--held-out", "5", "--size", "16", "--width", "16", "--far", "0.1"]
+    fixed = [sys.executable, "-m", "shardfold", "train", "face", *sizes, "--embedding", "12", "--head", "replicated"]
+    fixed += ["--steps", f"{STEPS}", "--layout", layout, "--lr", "1e-4"]  # Adam makes much of roundings, by the rate
+    given = ["--procs", "3", "--batch", "4", "--elastic", "--out", str(tmp_path / "run")]
+    found, _ = killed(tmp_path, [*fixed, *given])
+    quiet = [*fixed, "--procs", "3", "--batch", "4", "--out", str(tmp_path / "quiet")]
+    subprocess.run(quiet, cwd=ROOT, capture_output=True, check=True, timeout=240)
+    apart = [abs(found.get(int(row["step"]), row)["loss"] / row["loss"] - 1) for row in rows(tmp_path / "quiet")]
+    assert max(apart[: KILLED[0]]) < 1e-6 and max(apart) < 1e-4, apart
+    assert RunStatus.of(tmp_path / "run").state == "done"
+
+
+@linux
+@pytest.mark.soak
+@needs("transformers", "peft")
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_ranks_of_tune_are_killed_and_it_comes_to_the_same(layout: str, tmp_path: Path) -> None:
+    support.model_folder(tmp_path / "base")
+    support.write_rows(tmp_path / "rows.jsonl", support.chats(90))
+    fixed = [sys.executable, "-m", "shardfold", "tune", "sft", "--model", str(tmp_path / "base"), "--lr", "1e-2"]
+    fixed += ["--data", str(tmp_path / "rows.jsonl"), "--steps", f"{STEPS}", "--cache", str(tmp_path / "cache")]
+    given = ["--procs", "3", "--micro-batch", "2", "--elastic", "--layout", layout, "--out", str(tmp_path / "run")]
+    found, _ = killed(tmp_path, [*fixed, *given])
+    alone = [*fixed, "--procs", "1", "--micro-batch", "6", "--out", str(tmp_path / "alone")]
+    subprocess.run(alone, cwd=ROOT, capture_output=True, check=True, timeout=240)
+    for row in rows(tmp_path / "alone"):
+        assert abs(found.get(int(row["step"]), row)["loss"] - row["loss"]) < 1e-4, row["step"]
+    assert RunStatus.of(tmp_path / "run").state == "done"
 
 
 def test_a_rank_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]
     """The command lines that ranks would have been started with; nothing is started."""
     calls: list[list[str]] = []
 
-    def note(argv: list[str], num_procs: int) -> int:
+    def note(argv: list[str], num_procs: int, **_: object) -> int:
         calls.append([str(num_procs), *argv])
         return 0
 

@@ -37,6 +37,13 @@ IDLE: list[tuple[type[RecipeSettings], dict[str, Any], str, dict[str, Any]]] = [
     (TrainConfig, {"spares": 1}, "give --elastic", {"elastic": True}),
     (TrainConfig, {"spares": 1, "elastic": True, "micro_batch": "max"}, "-batch a number", {"micro_batch": 2}),
     (TrainConfig, {"elastic": True, "optimizer": "muon"}, "give --optimizer adamw", {"optimizer": "adamw"}),
+    (FaceConfig, {"elastic": True}, "give --head replicated", {"head": "replicated"}),
+    (
+        FaceConfig,
+        {"elastic": True, "head": "replicated", "offload": "host"},
+        "in host memory or on disk: give a",
+        {"offload": None},
+    ),
     (FaceConfig, {"identities": 9, "data": "faces"}, "--identities has no effect here", {"data": None}),
     (FaceConfig, {"shots": 3, "data": "faces"}, "--shots has no effect here", {"data": None}),
     (FaceConfig, {"difficulty": 1.0, "data": "faces"}, "only where there is no --data", {"data": None}),

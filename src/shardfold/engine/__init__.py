@@ -21,6 +21,7 @@
     rounds        when groups of ranks that train apart come together
     runner        events in, operations out
     stats         what a step costs, as data
+    step_position  where a run is in what it reads, by steps
     track         operations bound to their calls, and the one place that runs them
     _away         states that rest in host memory for a while, between steps
     _delayed      updates that go on behind their step
@@ -31,6 +32,7 @@
     _pass_stack   the pass under way, on top of those that it interrupts
     _pipelined    a batch through the stages of a pipeline
     _quorum       which groups an outer step goes on with
+    _rank_shares  how many micro-batches of a step each rank computes
     _reports      memory, traffic, times, text
     _spare        a process that waits to take the place of a rank
     _step         the optimizer step

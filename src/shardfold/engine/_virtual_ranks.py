@@ -5,20 +5,19 @@ rank takes those whose number is its own modulo the number of ranks, one micro-b
 are in a step, how they are put together to micro-batches, and the random numbers that are drawn for each of these do
 not depend on how many ranks there are; the gradient does in the order of its sums alone.
 
-Where ranks do not divide the virtual ones, some have one micro-batch less than others. They read one of theirs a second
-time, with weight 0: all ranks do the same passes, and those that have nothing to do would only wait.
+Where some have fewer micro-batches than others, as ranks do not divide the virtual ones or one of them is slow, they
+read two samples of one of theirs a second time, with weight 0: all ranks do the same passes, which take next to nothing
+where there is nothing to do. Two, as statistics of a batch need more than one.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
-from shardfold.data import Loader, Sampler, seed_of
+from shardfold.data import Loader, Sampler, seed_generators, seed_of
+from shardfold.engine._rank_shares import RankShares
+from shardfold.engine.step_position import HeldPosition, StepPosition
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described
 
@@ -42,7 +41,7 @@ class MicroBatch(NamedTuple):
     is_last: bool
 
 
-class VirtualRanks:
+class VirtualRanks(StepPosition):
     """The samples of a run, and how far it is in them.
 
     Args:
@@ -62,78 +61,57 @@ class VirtualRanks:
             )
         self._source, self._accumulate = source, accumulate
         self._sampler = source if isinstance(source, Sampler) else source.follows
-        self._before, self._steps = self._sampler.state_dict(), -1  # the position when a step began, and which one
+        super().__init__(self._sampler)
 
     @property
     def sampler(self) -> Sampler:
         """Whose position it is."""
         return self._sampler
 
-    def of_rank(self, rank: int, ranks: int) -> list[tuple[int, float | None]]:
-        """Which virtual ranks a rank reads for, with their weights."""
-        count = self._sampler.num_ranks
-        mine = range(rank, count, ranks)
-        even = count % ranks == 0
-        each = [(virtual, None if even else 1.0) for virtual in mine]
-        spare = mine[-1] if mine else rank % count
-        return [*each, *[(spare, 0.0)] * (-(-count // ranks) - len(each))]
+    def shares(self, ranks: int) -> RankShares:
+        """How so many ranks begin."""
+        return RankShares(self._sampler.num_ranks, ranks)
 
-    def reads(self, rank: int, ranks: int) -> Iterator[MicroBatch]:
-        """What one of so many ranks gets, from the present position on and without an end. The position moves with the
+    @staticmethod
+    def of_rank(rank: int, shares: RankShares) -> list[tuple[int, float | None]]:
+        """Which virtual ranks a rank reads for, with their weights."""
+        owners, most = shares.owners(), max(shares.counts)
+        even = min(shares.counts) == most
+        each: list[tuple[int, float | None]] = [
+            (virtual, None if even else 1.0) for virtual, owner in enumerate(owners) if owner == rank
+        ]
+        spare = each[-1][0] if each else rank % len(owners)
+        return [*each, *[(spare, 0.0)] * (most - len(each))]
+
+    def reads(self, rank: int, shares: RankShares) -> Iterator[MicroBatch]:
+        """What a rank gets, from the present position on and without an end. The position moves with the
         last micro-batch of a step, and generators of random numbers are set for each."""
-        mine = self.of_rank(rank, ranks)
-        batches = iter(self._source.batches_of([virtual for virtual, _ in mine]))
+        mine = self.of_rank(rank, shares)
+        batches = iter(self._source.batches_of([-1 - virtual if weight == 0 else virtual for virtual, weight in mine]))
         while True:
             place = (self._sampler.seed, self._sampler.epoch, self._sampler.consumed)
             for number in range(self._accumulate):
                 for slot, (virtual, weight) in enumerate(mine):
                     is_last = number == self._accumulate - 1 and slot == len(mine) - 1
-                    _seed_generators(seed_of(*place, number, virtual))  # of what changes samples too
+                    seed_generators(seed_of(*place, number, virtual))  # of what changes samples too
                     batch = next(batches)
                     if is_last:
                         self._sampler.advance(self._accumulate)
                     yield MicroBatch(batch, weight, is_last)
 
-    # -- where a run is, which ranks that go on have from one of them
-
-    def begin(self, steps: int) -> None:
-        """A step begins, behind so many updates."""
-        self._before, self._steps = self._sampler.state_dict(), steps
-
-    def at(self, steps: int) -> _HeldPosition:
-        """The position of a run that has had so many updates: behind the step under way if it was taken, else in front
-        of it."""
-        return _HeldPosition(self, self._sampler.state_dict() if steps > self._steps else self._before)
+    def at(self, steps: int) -> HeldPosition:
+        """As of every position, with the number of virtual ranks, which a rank that is new hears from it."""
+        held = super().at(steps)
+        held.add({VIRTUAL: self._sampler.num_ranks})
+        return held
 
     def go_on_at(self, state: Mapping[str, Any]) -> None:
-        """This is the position of the step that the run goes on from, which may be an earlier one; a rank that is new
-        hears from it how many virtual ranks there are."""
+        """This is the position of the step that the run goes on from, which may be an earlier one."""
         self._sampler.share_among(state[VIRTUAL])
-        self._sampler.load_state_dict(state)
-        self._before, self._steps = dict(state), -1
+        super().go_on_at(state)
 
     def told(self, steps: int) -> str:
         """Where the samples of the next step of such a run are, for people."""
         at = self.at(steps).state_dict()
         most = self._accumulate * self._sampler.global_batch
         return f"{most} samples from position {at['consumed']} of epoch {at['epoch']} on"
-
-
-class _HeldPosition:
-    """A position in the form in which checkpoints have it."""
-
-    def __init__(self, of: VirtualRanks, state: Mapping[str, Any]) -> None:
-        self._of, self._state = of, {**state, VIRTUAL: of.sampler.num_ranks}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._of.go_on_at(state)
-
-
-def _seed_generators(seed: int) -> None:
-    """Those of ``random``, numpy and torch begin at this seed of at most 56 bits."""
-    random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-    torch.manual_seed(seed)

@@ -26,13 +26,13 @@ that a step has anyway, in front of which step they stop.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from logging import getLogger
 from time import monotonic, perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from shardfold.checkpoint.held import Held
 from shardfold.checkpoint.messages import SILENCE_OF_DEAD
@@ -51,16 +51,18 @@ from shardfold.comm.launcher_notes import (
 from shardfold.comm.membership import EpochPlace
 from shardfold.comm.mesh import begin_epoch
 from shardfold.data import Loader, Sampler
+from shardfold.engine._rank_shares import RankShares
 from shardfold.engine._spare import spare_number, wait_for_place
 from shardfold.engine._step import LOST_IN_STEP
 from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.engine.engine import Engine
+from shardfold.engine.step_position import Positioned, StepPosition
 from shardfold.errors import CheckpointError, CollectiveError, ConfigError, ShardfoldError, StepError
 from shardfold.plan.checks import described, is_integer, known_arguments
 from shardfold.plan.patience import Patience
 from shardfold.sharding.model import ShardedModel
 
-__all__ = ["ElasticRun", "Recovery", "once_only"]
+__all__ = ["ElasticRun", "Recovery", "StepReads", "StepSource", "once_only"]
 
 LOG = getLogger("shardfold")
 LOST = (*LOST_IN_STEP, CheckpointError)
@@ -70,6 +72,28 @@ LATE = 2.0
 """Seconds that some ranks may come to meet later than others, besides."""
 MOST = 3
 """Attempts in a row that end because a rank is gone, without an update among them, behind which a run ends."""
+
+
+class StepReads(Protocol):
+    """What a rank reads in a step."""
+
+    @property
+    def batches(self) -> Sequence[Any]:
+        """Its micro-batches."""
+        ...
+
+
+class StepSource(Positioned, Protocol):
+    """What is read a step at a time."""
+
+    @property
+    def virtual_ranks(self) -> int:
+        """The ranks for which it is cut."""
+        ...
+
+    def window_of(self, ranks: Sequence[int], count: int) -> StepReads:
+        """What these of them read in the next step, as much as ``count`` do: what is missing has weight 0."""
+        ...
 
 
 class Recovery(NamedTuple):
@@ -145,7 +169,7 @@ class ElasticRun:
         self._doubts = False  # whether that is of the step before
         self._lock: RunLock | None = None
         self._watch = EpochWatch()
-        self._data: VirtualRanks | None = None  # what is read, of which the position goes with the states
+        self._data: StepPosition | None = None  # what is read, of which the position goes with the states
         self._position: dict[str, Any] | None = None  # that of the others, until it is known what is read
         self._broken = self._broken_at = 0  # attempts in a row that have come to nothing, and behind how many updates
         self.recoveries: list[Recovery] = []
@@ -236,15 +260,21 @@ class ElasticRun:
         return self._batches(data, steps, epochs)
 
     def _batches(self, data: VirtualRanks, steps: int | None, epochs: int | None) -> Iterator[Any]:
+        known, shares = self.engine, data.shares(self.engine.data_ranks)
         try:
             while True:
                 engine = self.engine
                 if engine.micro_batch:  # of a step that a loop before has left
                     engine.zero_grad()
-                micro_batches = self._accumulate * len(data.of_rank(engine.data_rank, engine.data_ranks))
-                reads = data.reads(engine.data_rank, engine.data_ranks)
+                if engine is not known:
+                    known, shares = engine, data.shares(engine.data_ranks)
+                micro_batches = self._accumulate * max(shares.counts)
+                reads = data.reads(engine.data_rank, shares)
                 while self.engine is engine:
                     data.begin(engine.steps)
+                    if engine.data_ranks > 1 and shares.follow(engine.stats().straggler, engine.steps):
+                        self._tell_shares(shares)
+                        break
                     if steps is not None and engine.steps >= steps:
                         return
                     if epochs is not None and data.sampler.epoch >= epochs:
@@ -260,6 +290,26 @@ class ElasticRun:
         finally:
             if not self.engine.closed:
                 self.engine.set_micro_batches(self._accumulate)
+
+    def _tell_shares(self, shares: RankShares) -> None:
+        if self.engine.rank == 0:
+            said = ", ".join(map(str, shares.counts))
+            LOG.warning("from step %d on ranks read for %s of the virtual ranks", self.engine.steps + 1, said)
+
+    def windows(self, source: StepSource) -> Iterator[Any]:
+        """As :meth:`batches`, without an end, where all micro-batches of a step are read together, and each counts by
+        how much it has: ``source`` has virtual ranks too, for which it is asked, and a rank that has less than others
+        is given batches of weight 0."""
+        self._data = data = StepPosition(source)
+        while True:
+            engine = self.engine
+            if engine.micro_batch:  # of a step that a loop before has left
+                engine.zero_grad()
+            mine = range(engine.data_rank, source.virtual_ranks, engine.data_ranks)
+            data.begin(engine.steps)
+            window = source.window_of(mine, -(-source.virtual_ranks // engine.data_ranks))
+            engine.set_micro_batches(len(window.batches))
+            yield window
 
     def close(self) -> None:
         """As :meth:`Engine.close`."""

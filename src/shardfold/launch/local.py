@@ -122,8 +122,16 @@ class Interrupts:
                 signal.signal(number, handler)
 
 
-def launch_local(argv: list[str], num_procs: int) -> int:
-    """Run `shardfold ARGV` as `num_procs` ranks on this machine and return the exit status to end with."""
+def launch_local(argv: list[str], num_procs: int, *, elastic: bool = False, spares: int = 0) -> int:
+    """Run `shardfold ARGV` as `num_procs` ranks on this machine and return the exit status to end with; `elastic`: by
+    the launcher under which ranks can go on without one that is killed, which takes longer to start; `spares`: of its
+    option."""
+    if elastic:
+        from shardfold.launch.options import Options
+        from shardfold.launch.run_script import run
+
+        options = Options(standalone=True, nproc_per_node=str(num_procs), module=True, spares=spares)
+        return run(options, "shardfold", argv)
     return launch([*python_module("shardfold"), *argv], num_procs, held=True)
 
 

@@ -21,6 +21,7 @@
     planning      the command `shardfold plan`: models by name, what fits where, as text
     quick_start   what lets a command begin sooner
     recipes       complete trainings to run, read and copy: `lm` trains a byte-level GPT on any text
+    run_attempts  what ranks of a run do together, taken again where one of them dies
     run_engine    what runs of every recipe ask of their engine
     serve         a model answers over HTTP: `shardfold serve`
     stop_signal   the signals that end a run at a step, and not within one

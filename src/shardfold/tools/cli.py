@@ -171,23 +171,13 @@ def train(
             resolved = {**given, "out": folder}
             arguments = [argument(name, value) for name, value in resolved.items() if name != "procs"]
             debug = ["--debug"] if invocation.obj else []
-            command, spares = ["train", recipe, *arguments, *debug], settings.spares
-            raise typer.Exit(started(command, settings.procs, elastic=settings.elastic, spares=spares))
+            argv = ["train", recipe, *arguments, *debug]
+            status = launch.launch_local(argv, settings.procs, elastic=settings.elastic, spares=settings.spares)
+            raise typer.Exit(status)
     with QuickStart.uncollected():
         from shardfold.tools.recipes import lm
 
     raise typer.Exit(lm.train(settings).exit_status)
-
-
-def started(argv: list[str], procs: int, *, elastic: bool, spares: int = 0) -> int:
-    """Run the command as so many ranks on this machine and return the exit status to end with."""
-    if not elastic:
-        return launch.launch_local(argv, procs)
-    from shardfold.launch.options import Options
-    from shardfold.launch.run_script import run as run_script
-
-    options = Options(standalone=True, nproc_per_node=str(procs), module=True, spares=spares)
-    return run_script(options, "shardfold", argv)
 
 
 app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 --data my-texts/")(
@@ -224,7 +214,8 @@ def train_face(
             resolved = {**given, "out": folder}
             arguments = [argument(name, value) for name, value in resolved.items() if name != "procs"]
             flags = ["--study"] * study + (["--debug"] if invocation.obj else [])
-            raise typer.Exit(launch.launch_local(["train", "face", *arguments, *flags], settings.procs))
+            argv = ["train", "face", *arguments, *flags]
+            raise typer.Exit(launch.launch_local(argv, settings.procs, elastic=settings.elastic))
     if study:
         from shardfold.tools.recipes.face.study import study as run_study
 

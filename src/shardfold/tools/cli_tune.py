@@ -169,7 +169,9 @@ def launch_ranks(recipe: str, settings: TuneConfig, *, debug: bool) -> int:
         before = os.environ.get(RESOLVED)
         os.environ[RESOLVED] = str(path)
         try:
-            status = launch.launch_local(["tune", recipe, *["--debug"] * debug], settings.procs)
+            status = launch.launch_local(
+                ["tune", recipe, *["--debug"] * debug], settings.procs, elastic=settings.is_elastic
+            )
             if status == launch.SAID:
                 withdraw(folder)
             return status

@@ -10,5 +10,4 @@ train_config    the settings of the language-model recipe: the shape of the mode
 _corpus         the corpus and the windows cut from it
 _needed_memory  the least that a run needs of each memory, so that what cannot fit is refused before any of it is taken
 _planned_peak   the peak of a step as planned beside the one of a step that ran, for the end of a run
-_run_attempts   what ranks of a recipe do together, taken again where one of them dies
 """

@@ -48,11 +48,11 @@ from shardfold.tools.observe.working_line import working
 from shardfold.tools.recipes._corpus import Corpus, Windows, baselines, held_out_windows, load_corpus
 from shardfold.tools.recipes._needed_memory import check_memory
 from shardfold.tools.recipes._planned_peak import Peak
-from shardfold.tools.recipes._run_attempts import RunAttempts
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
 from shardfold.tools.recipes.train_config import SHAPE, TrainConfig, flops_or_file
+from shardfold.tools.run_attempts import RunAttempts
 from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite, parallel_of
 from shardfold.tools.stop_signal import StopSignal
 
@@ -284,9 +284,11 @@ class LanguageRun:
         done, number, count = None, 1, 0.0
         for indices in batches:
             weight = self.engine.micro_batch_weight
-            value, number = self.loss(*self.text.batch(indices))
+            value, tokens = self.loss(*self.text.batch(indices))
             self.engine.backward(value)
-            done = self.engine.step(tokens=number)
+            done = self.engine.step(tokens=0 if weight == 0 else tokens)
+            if weight != 0:
+                number = tokens
             loss += value.detach() * (1.0 if weight is None else weight)
             count += 1.0 if weight is None else weight
             if not self.engine.micro_batch:

@@ -227,7 +227,8 @@ def _gathers(settings: TrainConfig) -> bool:
     return any(cell.over for state, cell in cells.items() if state in ("params", "held", "master"))
 
 
-def _rests_near(settings: TrainConfig) -> bool:
+def rests_near(settings: Any) -> bool:
+    """Whether all states that the settings' layout has are on the device."""
     return all(cell.tier is Tier.DEVICE for cell in settings.table().cells().values())
 
 
@@ -240,7 +241,7 @@ TRAIN_EFFECTS = (
     ),
     Effect(
         "elastic",
-        _rests_near,
+        rests_near,
         "no other rank has what rests in host memory or on disk",
         "give a --layout that keeps it on the device, without --offload",
     ),

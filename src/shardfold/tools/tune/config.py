@@ -23,7 +23,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.named_optimizers import check_optimizer
-from shardfold.tools.recipes.train_config import RecipeSettings, Trackers, TrainConfig, read_settings
+from shardfold.tools.recipes.train_config import RecipeSettings, Trackers, TrainConfig, read_settings, rests_near
 
 __all__ = [
     "Adapter",
@@ -235,6 +235,24 @@ TUNE_EFFECTS = (
 )
 
 
+ELASTIC_EFFECTS = (
+    Effect(
+        "elastic",
+        lambda run: all(size == 1 for size in run.axes().values()),
+        "a rank that shares the model with others cannot be gone on without",
+        "give each of --tensor, --sequence and --pipeline 1",
+    ),
+    Effect(
+        "elastic",
+        rests_near,
+        "no other rank has what rests in host memory or on disk",
+        "give a --layout that keeps it on the device, without --offload",
+    ),
+    Effect("elastic", lambda run: run.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"),
+    Effect("elastic", lambda run: not run.text.noise, "noise is drawn by rank", "leave --noise out"),
+)
+
+
 class TuneConfig(RecipeSettings):
     """What all recipes have. Field descriptions are the command line's help."""
 
@@ -390,6 +408,11 @@ class TuneConfig(RecipeSettings):
         """Return how many processes there are on each axis but those of data."""
         return {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ranks go on without one that is killed; recipes that cannot have no such setting."""
+        return bool(getattr(self, "elastic", False))
+
     def cache_folder(self) -> Path:
         """Return the folder of what is prepared once."""
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -405,12 +428,18 @@ class PTConfig(TuneConfig):
 
     recipe: ClassVar[str] = "pt"
     kind: ClassVar[Kind] = "text"
+    effects: ClassVar[tuple[Effect, ...]] = (*TUNE_EFFECTS, *ELASTIC_EFFECTS)
+
+    elastic: bool = _as_in_train("elastic")
 
 
 class SFTConfig(TuneConfig):
     """Supervised fine-tuning: the tokens of answers are targets."""
 
     recipe: ClassVar[str] = "sft"
+    effects: ClassVar[tuple[Effect, ...]] = (*TUNE_EFFECTS, *ELASTIC_EFFECTS)
+
+    elastic: bool = _as_in_train("elastic")
 
 
 class RewardConfig(TuneConfig):

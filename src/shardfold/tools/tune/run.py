@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.checkpoint.folders import IN_RUN
+from shardfold.data import seed_generators
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
 from shardfold.optim.schedules import renew_rates
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.working_line import working
+from shardfold.tools.run_attempts import RunAttempts
 from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite, parallel_of
 from shardfold.tools.stop_signal import StopSignal
 from shardfold.tools.tune._model_config import changed_config, with_length
@@ -92,7 +95,9 @@ class Recipe:
         if run.config.pipeline > 1:
             self.through_stages(run, window, totals, train=True)
             return run.engine.step(tokens=totals.tokens), totals
-        for batch in window.batches:
+        for number, batch in enumerate(window.batches):
+            if run.config.is_elastic:  # whoever reads it draws the same numbers for it
+                seed_generators(window.seeds[number])
             loss = self.loss(run, batch)
             run.engine.backward(loss.value, weight=loss.weight)
             said = run.engine.step(tokens=int((batch.documents >= 0).sum()))
@@ -200,15 +205,11 @@ class TuneRun:
         self.rows = self.prepare(config.data, config.kind)
         self.held_out = self.prepare(config.eval_data, config.kind) if config.eval_data else None
         self.model_config = changed_config(config, self.place)
-        task = config.task
-        self.model, self.tensors = beginning(
-            hollow_model(self.model_config, task), self.place, config.adapter, task, config.seed, config.base.resting
-        )
-        self.recipe.made(self, self.model)
-        self.noise = EmbeddingNoise(self.model, config.text.noise, config.seed) if config.text.noise else None
-        self.numel = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
-        self.trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.engine = self.engine_of(self.model, self.tensors, (config.steps or 1) * self.recipe.updates)
+        self.total = config.steps or 1
+        self.written: Run | None = None
+        self.progress: Progress | None = None
+        self.attempts = RunAttempts(self.make, elastic=config.is_elastic, changed=self.changed)
+        self.attempts.refuse_joining("tune")
         self.part: Any = None  # of the model, in whose place it is called while a batch goes through stages
         if config.text.pack and (why := self._why_not_packed()) is not None:
             words = f"{type(self.model).__name__} cannot be packed: {why}. Samples are padded."
@@ -232,9 +233,33 @@ class TuneRun:
         self.split = "train"
         self.out: Path | None = None
         self.began = time.perf_counter()
-        self.model.train()
 
     # -- what it is made of
+
+    def make(self, ranks: int) -> sf.Engine:
+        """Build the model and its engine, on however many ranks there are."""
+        config, task = self.config, self.config.task
+        self.model, self.tensors = beginning(
+            hollow_model(self.model_config, task), self.place, config.adapter, task, config.seed, config.base.resting
+        )
+        self.recipe.made(self, self.model)
+        self.noise = EmbeddingNoise(self.model, config.text.noise, config.seed) if config.text.noise else None
+        self.numel = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        self.trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.model.train()
+        return self.engine_of(self.model, self.tensors, self.total * self.recipe.updates)
+
+    @property
+    def engine(self) -> sf.Engine:
+        """The present one; another one behind the death of a rank."""
+        return self.attempts.engine
+
+    def changed(self) -> None:
+        """Ranks are fewer: this one may be another, and the one that prints and writes."""
+        if self.written is not None:
+            self.written.go_on_as(self.engine.rank, self.engine.world_size)
+        if self.progress is not None and self.leads:
+            self.progress.enable()
 
     def engine_of(self, model: nn.Module, tensors: Mapping[str, Tensor], updates: int, lr: float | None = None) -> Any:
         """An engine that trains a model by the settings, for so many updates; ``lr``: in place of the settings'."""
@@ -255,6 +280,7 @@ class TuneRun:
                 clip_norm=clip_of(config),
                 lr_schedule=schedule_of(config, updates),
                 init=sf.Init(weights=told, seed=config.seed),
+                runtime=sf.Runtime(survive="rank" if config.is_elastic else None),
             )
 
     def prepare(self, sources: tuple[Source, ...], kind: Kind) -> Prepared:
@@ -416,30 +442,36 @@ class TuneRun:
 
     def train(self, progress: Progress, written: Run) -> None:
         """Step until the end, or until some rank was asked to stop; checkpoints go to the run folder."""
-        config, out = self.config, written.folder
-        self.began, self.out = time.perf_counter(), out
+        config, out, attempts = self.config, written.folder, self.attempts
+        self.began, self.out, self.written, self.progress = time.perf_counter(), out, written, progress
         with self.stop as stop:
-            windows = iter(self.batches)
+            windows = attempts.windows(self.batches)
             while self.done < self.total:
-                metrics = self.step(windows)
+                steps = self.engine.steps
+                metrics = attempts.once(lambda: self.step(windows))
+                if metrics is None:  # a rank has died; if others had taken the step, it counts
+                    self.done += self.engine.steps - steps
+                    continue
                 last = self.done == self.total
                 if self.held_out is not None and config.eval_every and self.done % config.eval_every == 0 and not last:
                     with written.during("evaluating"), progress.during("evaluating"):
-                        metrics = replace(metrics, held_out_loss=self.evaluate()["loss"])
+                        metrics = replace(metrics, held_out_loss=attempts.whole(self.evaluate)["loss"])
                 self.history.append(metrics)
                 progress.update(metrics)
                 written.write(metrics.row())
                 if config.save_every and self.done % config.save_every == 0 and not last:
                     with written.during("saving"), progress.during("saving"):
-                        self.save(out)
+                        attempts.whole(partial(self.save, out))
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
-                self.interrupted = int(self.engine.max_over_ranks([float(stop.received)])[0])
+                asked = attempts.whole(lambda: self.engine.max_over_ranks([float(stop.received)]))
+                self.interrupted = int(asked[0])
                 if self.interrupted:
                     progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
         if config.save_every:
             with written.during("saving"), progress.during("saving"):
-                self.save(out, wait=True)
+                attempts.whole(partial(self.save, out, wait=True))
+        self.progress = None
 
     # -- checkpoints
 

@@ -131,9 +131,9 @@ def _whole(run: TuneRun, written: Run, notes: Sequence[str]) -> TuneResult:
         run.train(progress, written)
     last, out = run.history[-1], written.folder
     with written.during("saving"), working("saving"):
-        model = write_model(run, out)
+        model = run.attempts.whole(lambda: write_model(run, out))
     with written.during("evaluating"):
-        held_out = run.evaluate() if run.held_out is not None else {}
+        held_out = run.attempts.whole(run.evaluate) if run.held_out is not None else {}
     if run.leads:
         with written.during("saving"):
             _write_summary(run, out, held_out)

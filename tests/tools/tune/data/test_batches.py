@@ -46,6 +46,22 @@ def contents(batches: Batches, windows: int) -> list[list[tuple[int, ...]]]:
     return found
 
 
+def test_a_rank_reads_for_others_too(tmp_path: Path) -> None:
+    """Two ranks for three: the same batches with the same seeds, and one without rows where there is none."""
+    rows = prepared(tmp_path, chats(40))
+    given: dict[str, Any] = {"length": 64, "pack": False, "micro_batch": 2}
+    each = [Batches(rows, **given, accumulate=2, data_rank=k, data_ranks=3) for k in range(3)]
+    alone, (first, second, _) = [next(iter(one)) for one in each], each
+    for one in (first, second):
+        one.load_state_dict(Batches(rows, **given).state_dict())
+    mine, other = first.window_of([0, 2], 2), second.window_of([1], 2)
+    assert [b.rows for b in mine.batches] == [b.rows for window in (alone[0], alone[2]) for b in window.batches]
+    assert [*mine.seeds] == [*alone[0].seeds, *alone[2].seeds] and len({*mine.seeds, *other.seeds}) == 8
+    assert [b.rows for b in other.batches] == [*(b.rows for b in alone[1].batches), [], []]
+    assert [b.trained for b in other.batches[2:]] == [0, 0] and mine.trained == alone[0].trained + alone[2].trained
+    rows.close()
+
+
 FACTORS = [(m, a, r) for m in (1, 2, 3, 4, 6, 12) for a in (1, 2, 3, 4, 6, 12) for r in (1, 2, 3, 4) if m * a * r == 12]
 
 

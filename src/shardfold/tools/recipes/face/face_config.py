@@ -13,11 +13,11 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.packages import package_of
-from shardfold.tools.recipes.train_config import RecipeSettings, Trackers, TrainConfig
+from shardfold.tools.recipes.train_config import RecipeSettings, Trackers, TrainConfig, rests_near
 
 __all__ = ["DEFAULT_WARMUP", "STUDY_CHOOSES", "FaceConfig"]
 
-STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every", "track"}
+STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every", "track", "elastic"}
 """Settings that the study itself chooses, or does without."""
 DEFAULT_WARMUP = 40
 
@@ -25,6 +25,18 @@ DEFAULT_WARMUP = 40
 DRAWN = "faces are drawn only where there is no --data"
 OF_TIMM = "a model of timm has its own sizes"
 FACE_EFFECTS = (
+    Effect(
+        "elastic",
+        lambda run: run.head == "replicated",
+        "the classes of a rank are on no other one",
+        "give --head replicated",
+    ),
+    Effect(
+        "elastic",
+        rests_near,
+        "no other rank has what rests in host memory or on disk",
+        "give a --layout that keeps it on the device, without --offload",
+    ),
     *(Effect(name, lambda run: run.data is None, DRAWN) for name in ("identities", "shots", "difficulty")),
     *(
         Effect(name, lambda run: not run.backbone.startswith("timm:"), OF_TIMM)
@@ -87,6 +99,7 @@ class FaceConfig(RecipeSettings):
     transforms: Literal["own", "torchvision"] = Field(
         "own", description="Whose changes these are: torchvision's v2 mirrors, turns, scales, adds noise and covers."
     )
+    elastic: bool = Field(False, description=TrainConfig.model_fields["elastic"].description)
     workers: int = Field(0, ge=0, le=1024, description="Processes of each rank that make images.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of identities, parameters and batches.")
     far: str = Field("0.1,0.01,0.001", description="False-accept rates at which Precision is measured.")

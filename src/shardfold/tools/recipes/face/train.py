@@ -40,6 +40,7 @@ from shardfold.tools.recipes.face.images import Encoded, EpochSampler, ImageBatc
 from shardfold.tools.recipes.face.verification import PairVerification, cosine_scores, identification, verify
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
+from shardfold.tools.run_attempts import RunAttempts
 from shardfold.tools.stop_signal import StopSignal
 
 __all__ = ["FaceResult", "FaceRun", "train"]
@@ -71,23 +72,9 @@ class FaceRun:
     def __init__(self, config: FaceConfig, images: tuple[ImageSource, ImageSource] | None = None) -> None:
         self.config = config
         self.images, self.held_out = images or sources(config)
-        identities, ranks = len(self.images.names), int(os.environ.get("WORLD_SIZE", "1"))
-        if config.head == "sharded":
-            config.check_classes(identities, ranks)
-        with sf.meta_init() if config.backbone == "vit" else seeded(config.seed):  # packages' own have values at once
-            model = FaceModel(config, identities)
-        self.engine = sf.Engine(
-            model,
-            optimizer=partial(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay),
-            layout=config.layout,
-            offload=config.offload,
-            precision={"head": "fp32", "*": config.precision}
-            if "autocast" not in config.precision
-            else config.precision,
-            clip_norm=config.clip_norm or None,
-            lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.02),
-            init=sf.Init(seed=config.seed),
-        )
+        self.written: Run | None = None
+        self.attempts = RunAttempts(self.make, elastic=config.elastic, changed=self.changed)
+        self.attempts.refuse_joining("train face")
         self.sampler = EpochSampler(
             len(self.images.labels),
             config.batch,
@@ -100,18 +87,45 @@ class FaceRun:
         more: dict[str, Any] = {"persistent_workers": True} if config.workers else {}
         self.loader = sf.Loader(dataset, self.sampler, num_workers=config.workers, collate_fn=unchanged, **more)
         self.done = 0
+        self.images_per_step = config.batch * self.engine.data_ranks  # of all ranks
         self.losses: list[float] = []
         self.seconds: list[float] = []
+
+    def make(self, ranks: int) -> sf.Engine:
+        """Build the model and its engine, on so many ranks."""
+        config, identities = self.config, len(self.images.names)
+        if config.head == "sharded":
+            config.check_classes(identities, ranks)
+        with sf.meta_init() if config.backbone == "vit" else seeded(config.seed):  # packages' own have values at once
+            model = FaceModel(config, identities)
+        return sf.Engine(
+            model,
+            optimizer=partial(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay),
+            layout=config.layout,
+            offload=config.offload,
+            precision={"head": "fp32", "*": config.precision}
+            if "autocast" not in config.precision
+            else config.precision,
+            clip_norm=config.clip_norm or None,
+            lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.02),
+            init=sf.Init(seed=config.seed),
+            runtime=sf.Runtime(survive="rank" if config.elastic else None),
+        )
+
+    @property
+    def engine(self) -> sf.Engine:
+        """The present one; another one behind the death of a rank."""
+        return self.attempts.engine
+
+    def changed(self) -> None:
+        """Ranks are fewer: this one may be another, and the one that prints and writes."""
+        if self.written is not None:
+            self.written.go_on_as(self.engine.rank, self.engine.world_size)
 
     @property
     def leads(self) -> bool:
         """Whether this rank prints and writes."""
         return self.engine.rank == 0
-
-    @property
-    def images_per_step(self) -> int:
-        """Of all ranks."""
-        return self.config.batch * self.engine.data_ranks
 
     def images_per_s(self) -> float:
         """Of all ranks; the median of the steps so far but the first two, in which orders are recorded."""
@@ -120,18 +134,26 @@ class FaceRun:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's, epoch after epoch."""
-        while True:
-            yield from self.loader
+        return self.attempts.batches(self.loader)
 
     def step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, Any]:
         """One step; what it came to."""
-        images, labels = (t.to(self.engine.device) for t in next(batches))
-        began = time.perf_counter()  # of the engine alone: what images cost is the loader's
-        loss = self.engine(images, labels)
-        self.engine.backward(loss)
-        said = self.engine.step(samples=len(labels))
-        self.seconds.append(time.perf_counter() - began)
-        mean = self.engine.mean(loss.item())
+        said, seconds, total, weight = None, 0.0, 0.0, 0.0
+        for batch in batches:  # one, but where ranks are gone whose batches this one reads
+            images, labels = (t.to(self.engine.device) for t in batch)
+            counted = self.engine.micro_batch_weight
+            began = time.perf_counter()  # of the engine alone: what images cost is the loader's
+            loss = self.engine(images, labels)
+            self.engine.backward(loss)
+            said = self.engine.step(samples=0 if counted == 0 else len(labels))
+            seconds += time.perf_counter() - began
+            total += loss.item() * (1.0 if counted is None else counted)
+            weight += 1.0 if counted is None else counted
+            if not self.engine.micro_batch:
+                break
+        assert said is not None
+        self.seconds.append(seconds)
+        mean = self.engine.mean(total / max(weight, 1.0), weight=weight)
         if not math.isfinite(mean) and self.engine.loss_scale is None:
             raise ShardfoldError(
                 f"the loss is {mean} at step {self.done + 1}: lower the learning rate (--lr, now {self.config.lr:g})."
@@ -242,14 +264,15 @@ def train(config: FaceConfig) -> FaceResult:
 
 def whole(run: FaceRun, written: Run, console: Console) -> FaceResult:
     """Verify, train, verify again, and write and print what came of it."""
-    out = written.folder
+    out, attempts = written.folder, run.attempts
+    run.written = written
     with written.during("evaluating"), working("verifying"):
-        before = run.verify()
+        before = attempts.whole(run.verify)
     interrupted = steps(run, written, console)
     with written.during("evaluating"), working("verifying"):
-        found = run.verify(BOOTSTRAP)
-        held = run.embeddings(run.held_out)
-        seen = run.embeddings(run.images, MATCHED) if run.config.matcher else None
+        found = attempts.whole(lambda: run.verify(BOOTSTRAP))
+        held = attempts.whole(lambda: run.embeddings(run.held_out))
+        seen = attempts.whole(lambda: run.embeddings(run.images, MATCHED)) if run.config.matcher else None
     result = FaceResult(steps=run.done, images_per_s=run.images_per_s(), found=found, interrupted=interrupted, out=out)
     if run.leads:
         with written.during("saving"):
@@ -284,10 +307,15 @@ def introduce(run: FaceRun, console: Console, notes: list[str]) -> None:
 
 def steps(run: FaceRun, written: Run, console: Console) -> int:
     """Train until the end, or until some rank was asked to stop; return the number of the signal that did, or 0."""
-    config, batches, out, asked = run.config, run.batches(), written.folder, 0
+    config, attempts, out, asked = run.config, run.attempts, written.folder, 0
+    batches = run.batches()
     with StopSignal() as stop:
         while run.done < config.steps:
-            said = run.step(batches)
+            before = run.engine.steps
+            said = attempts.once(lambda: run.step(batches))
+            if said is None:  # a rank has died; if others had taken the step, it counts
+                run.done += run.engine.steps - before
+                continue
             written.write(said)
             if run.leads and (run.done % max(config.steps // 10, 1) == 0 or run.done == config.steps):
                 console.print(
@@ -295,15 +323,15 @@ def steps(run: FaceRun, written: Run, console: Console) -> int:
                 )
             if config.save_every and run.done % config.save_every == 0 and run.done < config.steps:
                 with written.during("saving"):
-                    run.save(out)
-            asked = int(run.engine.max_over_ranks([float(stop.received)])[0])
+                    attempts.whole(partial(run.save, out))
+            asked = int(attempts.whole(lambda: run.engine.max_over_ranks([float(stop.received)]))[0])
             if asked:
                 if run.leads:
                     console.print(f"Stopping after step {run.done} of {config.steps}; {stop.then}.", highlight=False)
                 break
     if config.save_every:
         with written.during("saving"):
-            run.save(out, wait=True)
+            attempts.whole(partial(run.save, out, wait=True))
     return asked
 
 

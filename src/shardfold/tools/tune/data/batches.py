@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardfold.data import seed_of
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described, is_integer
 from shardfold.tools.tune.data._sampling import Reached, Sample, SampleOrder
@@ -61,16 +62,18 @@ class Window:
     """What one step of the optimizer reads.
 
     Attributes:
-        batches: of this rank, ``accumulate`` of them.
+        batches: of this rank, ``accumulate`` of them, or of several ranks.
         trained: targets in them.
         epoch: from 0.
         last: whether it is the last one of its epoch.
+        seeds: one for each batch, the same whoever reads it.
     """
 
     batches: list[Batch]
     trained: int
     epoch: int = 0
     last: bool = False
+    seeds: Sequence[int] = ()
 
 
 def collate(
@@ -190,8 +193,18 @@ class Batches:
     def __iter__(self) -> Iterator[Window]:
         """Yield windows from the present position on; it is behind a window as soon as that is handed out."""
         while True:
-            epoch, found = self._at.epoch, self._take()
-            yield self._window(found, epoch, self._at.epoch != epoch)
+            yield self.window_of([self.data_rank], 1)
+
+    @property
+    def virtual_ranks(self) -> int:
+        """The ranks for which windows are cut."""
+        return self.data_ranks
+
+    def window_of(self, ranks: Sequence[int], count: int) -> Window:
+        """What these ranks read of the next window, one behind the other, and batches without rows for as many as are
+        missing to ``count``; the position is behind the window then."""
+        at, found = self._at, self._take()
+        return self._window(found, ranks, count, at, self._at.epoch != at.epoch)
 
     def epoch(self) -> Iterator[Window]:
         """Yield the windows that are left of the present epoch."""
@@ -207,13 +220,17 @@ class Batches:
                 return found
         raise ConfigError("data: no row is left to train on: all are empty, too long, or have nothing that is trained.")
 
-    def _window(self, bins: list[list[Sample]], epoch: int, last: bool) -> Window:
-        """This rank's share. What is long comes together with what is long, at all ranks at once: less is filled up."""
+    def _window(self, bins: list[list[Sample]], ranks: Sequence[int], count: int, at: Reached, last: bool) -> Window:
+        """The shares of some ranks. What is long comes together with what is long, at all ranks at once: less is
+        filled up."""
         if not self.pack:
             bins = sorted(bins, key=lambda each: -each[0].length)
-        mine = bins[self.data_rank :: self.data_ranks]
-        batches = [self._batch(mine[k * self.micro_batch : (k + 1) * self.micro_batch]) for k in range(self.accumulate)]
-        return Window(batches, sum(each.trained for each in batches), epoch, last)
+        shares = [bins[rank :: self.data_ranks] for rank in ranks] + [[]] * (count - len(ranks))
+        size, numbers = self.micro_batch, range(self.accumulate)
+        batches = [self._batch(share[k * size : (k + 1) * size]) for share in shares for k in numbers]
+        readers = [*ranks, *[self.data_ranks] * (count - len(ranks))]
+        seeds = [seed_of(self.order.seed, at.epoch, at.group, at.done, rank, k) for rank in readers for k in numbers]
+        return Window(batches, sum(each.trained for each in batches), at.epoch, last, seeds)
 
     def _batch(self, bins: list[list[Sample]]) -> Batch:
         read = [[(item.row, self._sequences(item)) for item in each] for each in bins]

@@ -1,12 +1,14 @@
-"""What ranks of a recipe do together, taken again where one of them dies and the others go on."""
+"""What ranks of a run do together, taken again where one of them dies and the others go on."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import shardfold as sf
+from shardfold.engine.elastic import StepSource
+from shardfold.errors import ConfigError
 
 __all__ = ["RunAttempts"]
 
@@ -35,6 +37,14 @@ class RunAttempts:
         """Whether this rank has come into a run that was under way."""
         return self._run is not None and self._run.joined
 
+    def refuse_joining(self, command: str) -> None:
+        """
+        Raises:
+            ConfigError: this rank has come into a run that was under way, which a command does not know to go on with.
+        """
+        if self.joined:
+            raise ConfigError(f"`shardfold {command}` takes no rank into a run that is under way: leave out --spares.")
+
     @property
     def engine(self) -> sf.Engine:
         """The present one."""
@@ -43,12 +53,18 @@ class RunAttempts:
         assert self._run is not None
         return self._run.engine
 
-    def batches(self, sampler: sf.Sampler) -> Iterator[list[int]]:
-        """This rank's micro-batches, epoch after epoch, from the sampler's position on."""
+    def batches(self, source: sf.Sampler | sf.Loader) -> Iterator[Any]:
+        """This rank's micro-batches, epoch after epoch, from the position on: those of a loader, or indices."""
         if self._run is not None:
-            yield from self._run.batches(sampler)
+            yield from self._run.batches(source)
         while True:
-            yield from sampler
+            yield from source
+
+    def windows(self, source: StepSource) -> Iterator[Any]:
+        """What this rank reads in each step, from the source's position on."""
+        while self._run is None:
+            yield source.window_of([self.engine.data_rank], 1)
+        yield from self._run.windows(source)
 
     def once(self, do: Callable[[], T], *, admits: bool = True) -> T | None:
         """What a call comes to in which ranks work together; None if a rank died in it, without which the others are

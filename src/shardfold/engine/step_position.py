@@ -1,0 +1,68 @@
+"""Where a run is in what it reads, by steps: it goes on with the states, from any rank that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+__all__ = ["HeldPosition", "Positioned", "StepPosition"]
+
+
+class Positioned(Protocol):
+    """Something read from a position, which is equal on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Reading goes on there."""
+        ...
+
+
+class StepPosition:
+    """The position in front of the step under way and the one behind it.
+
+    Args:
+        of: what is read; its position is behind the step's samples when these were handed out.
+    """
+
+    def __init__(self, of: Positioned) -> None:
+        self._of = of
+        self._before, self._steps = of.state_dict(), -1  # when a step began, and which one
+
+    def begin(self, steps: int) -> None:
+        """A step begins, behind so many updates."""
+        self._before, self._steps = self._of.state_dict(), steps
+
+    def at(self, steps: int) -> HeldPosition:
+        """The position of a run that has had so many updates: behind the step under way if it was taken, else in front
+        of it."""
+        return HeldPosition(self, self._of.state_dict() if steps > self._steps else self._before)
+
+    def go_on_at(self, state: Mapping[str, Any]) -> None:
+        """This is the position of the step that the run goes on from, which may be an earlier one."""
+        self._of.load_state_dict(state)
+        self._before, self._steps = dict(state), -1
+
+    def told(self, steps: int) -> str:
+        """Where the samples of the next step of such a run are, for people."""
+        at = self.at(steps).state_dict()
+        return ", ".join(f"{name} {at[name]}" for name in ("epoch", "consumed", "group", "done") if name in at)
+
+
+class HeldPosition:
+    """A position in the form in which checkpoints have it."""
+
+    def __init__(self, of: StepPosition, state: Mapping[str, Any]) -> None:
+        self._of, self._state = of, dict(state)
+
+    def add(self, more: Mapping[str, Any]) -> None:
+        """It has these, too."""
+        self._state.update(more)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._of.go_on_at(state)
