@@ -29,6 +29,7 @@ OTHERS = {  # names with an underscore that are Python's or other libraries'
     "_import_structure", "_object_missing_backend",  # of its packages, which are read once
     "_apply_gate",  # of its modules of experts
     "_disable_adapters",  # of peft's layers
+    "_get_num_items_in_batch", "_set_sync_gradients",  # of the Trainer's loop, which elastic runs go on with
 }  # fmt: skip
 
 

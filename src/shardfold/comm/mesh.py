@@ -45,6 +45,7 @@ __all__ = [
     "DataMesh",
     "Given",
     "begin_epoch",
+    "keep_default",
     "parse_device",
     "pick_device",
     "refusals_told",
@@ -718,6 +719,13 @@ class _Process:
         self.starts += 1
         self.default = _Default()
 
+    def keep(self) -> None:
+        """The default group is the meshes', and stays."""
+        if self.default is None:
+            self.started()
+        assert self.default is not None
+        self.default.keep()
+
     def begin_anew(self, within: timedelta) -> None:
         """Nobody has started any at the store that comes."""
         self.starts, self.within = 0, within
@@ -780,6 +788,13 @@ def begin_epoch(within: timedelta) -> None:
     _PROCESS.begin_anew(within)
     count_groups_anew()
     ask_another()
+
+
+def keep_default() -> None:
+    """The default group is the meshes', also if others have started it, and stays until the interpreter exits or an
+    epoch ends."""
+    if dist.is_available() and dist.is_initialized():
+        _PROCESS.keep()
 
 
 @contextmanager

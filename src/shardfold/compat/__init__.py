@@ -17,6 +17,6 @@ environment that :func:`environment` gives.
     finder     how ``import deepspeed`` finds this layer
 """
 
-from shardfold.compat.finder import VERSION, environment, install, uninstall
+from shardfold.compat.finder import ELASTIC, VERSION, environment, install, uninstall
 
-__all__ = ["VERSION", "environment", "install", "uninstall"]
+__all__ = ["ELASTIC", "VERSION", "environment", "install", "uninstall"]

@@ -25,10 +25,13 @@ from shardfold.errors import UsageError
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = ["VERSION", "Finder", "enter", "environment", "install", "uninstall"]
+__all__ = ["ELASTIC", "VERSION", "Finder", "enter", "environment", "install", "is_elastic", "uninstall"]
 
 VERSION = "0.19.8"
 """Of the DeepSpeed whose interface this is."""
+
+ELASTIC = "SHARDFOLD_ELASTIC"
+"""The variable by which a launcher says that engines go on without a rank that is killed."""
 
 NAME = "deepspeed"
 PACKAGE = f"{__package__}.{NAME}"
@@ -76,6 +79,11 @@ class Alias(Loader):
         """For ``python -m deepspeed...``."""
         spec = importlib.util.find_spec(f"{__package__}.{fullname}")
         return spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+
+
+def is_elastic() -> bool:
+    """Whether the launcher has said, of several ranks, that engines go on without one that is killed."""
+    return bool(os.environ.get(ELASTIC)) and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def install() -> None:

@@ -184,6 +184,11 @@ class Options:
         SCRIPT,
         False,
     )
+    elastic: bool = option(
+        "With --as-deepspeed: ranks go on without one that is killed, in a script of the transformers Trainer.",
+        SCRIPT,
+        False,
+    )
     no_local_rank: bool = option("With --as-deepspeed: no --local_rank=N for the script.", SCRIPT, False)
     virtual_local_rank: bool = option(
         "Each rank sees its own GPU only, as device 0.", SCRIPT, False, env="VIRTUAL_LOCAL_RANK"
@@ -195,6 +200,16 @@ class Options:
         self._check_counts()
         self._check_hosts()
         self._check_meeting()
+        if self.elastic and not self.as_deepspeed:
+            raise ConfigError(
+                "--elastic is for scripts of the Trainer, with --as-deepspeed: give that too. A loop of your own goes "
+                "on without a rank by shardfold.ElasticRun, without an option here."
+            )
+        if self.elastic and (self.spares or self.replace):
+            raise ConfigError(
+                "--spares and --replace with --elastic: a process that comes in would begin the Trainer's loop at its "
+                "first step; leave them out."
+            )
         if self.no_python and self.module:
             raise ConfigError("--no-python and --module contradict each other: a module is run by Python.")
         if self.bind_core_list is not None and not self.bind_cores_to_rank:

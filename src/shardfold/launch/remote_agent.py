@@ -35,7 +35,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     try:
         if options["as_deepspeed"]:
-            become_deepspeed()
+            become_deepspeed(elastic=options["elastic"])
         return quietly_imported()(Node(**node), Options(**options), command)
     except ShardfoldError as error:
         print(f"Error: host {node['name']}: {error}", file=sys.stderr)

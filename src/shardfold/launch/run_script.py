@@ -32,7 +32,7 @@ def run(options: Options, script: str, arguments: list[str]) -> int:
     if not options.standalone and find_task(os.environ) is not None:
         die_with_parent()  # also what this process becomes: what Slurm or mpirun has started ends with it
     if options.as_deepspeed:
-        become_deepspeed()
+        become_deepspeed(elastic=options.elastic)
     if isinstance(plan, Rank):
         command = script_command(options, script, arguments, plan.local_rank)
         sys.stdout.flush()
@@ -53,10 +53,13 @@ def quietly_imported() -> Callable[[Node, Options, list[str]], int]:
     return run_node
 
 
-def become_deepspeed() -> None:
-    """Let `deepspeed` mean this layer, the module and the command, in all processes that are started from now on."""
+def become_deepspeed(*, elastic: bool) -> None:
+    """Let `deepspeed` mean this layer, the module and the command, in all processes that are started from now on;
+    ``elastic``: whose engines go on without a rank that is killed."""
     from shardfold import compat
 
     os.environ.update(compat.environment())
+    if elastic:
+        os.environ[compat.ELASTIC] = "1"
     os.environ.setdefault("PYTHON_EXEC", sys.executable)  # for the command
     os.environ["PATH"] = os.pathsep.join([str(Path(__file__).with_name("bin")), os.environ.get("PATH", os.defpath)])

@@ -22,6 +22,7 @@ from shardfold.comm.runtime import Runtime
 from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.config_files import check_files
+from shardfold.compat.deepspeed.elastic_core import ElasticCore, refuse_axes
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
@@ -32,6 +33,7 @@ from shardfold.compat.deepspeed.takeover import made_here, take_over
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
+from shardfold.compat.finder import is_elastic
 from shardfold.engine.engine import Engine
 from shardfold.parallel.parallel import Parallel
 from shardfold.sharding.init import Init
@@ -110,26 +112,66 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
         limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
         take_over(model)
         tensor = self._tensor_plan(model)
-        self._core = Engine(
-            model,
-            optimizer=optimizer,
-            layout=settings.table,
-            precision=settings.precision,
-            activations=self._activations(model),
-            accumulate=settings.accumulate,
-            clip_norm=limit,
-            loss_scale=settings.loss_scale if optimizer is not None else None,
-            parallel=Parallel(mesh=with_experts(settings.mesh, model), tensor=tensor, stages=self._stages(model)),
-            overlap=settings.overlap,
-            init=Init(units=self._units(model)),
-            runtime=Runtime(device=_device(args)),
-        )
+
+        mesh = with_experts(settings.mesh, model)
+
+        def build() -> Engine:
+            return Engine(
+                model,
+                optimizer=optimizer,
+                layout=settings.table,
+                precision=settings.precision,
+                activations=self._activations(model),
+                accumulate=settings.accumulate,
+                clip_norm=limit,
+                loss_scale=settings.loss_scale if optimizer is not None else None,
+                parallel=Parallel(mesh=mesh, tensor=tensor, stages=self._stages(model)),
+                overlap=settings.overlap,
+                init=Init(units=self._units(model)),
+                runtime=Runtime(device=_device(args), survive="rank" if is_elastic() else None),
+            )
+
+        self.elastic: ElasticCore | None = None
+        if is_elastic() and optimizer is not None:
+            refuse_axes(mesh)
+            self.elastic = ElasticCore(model, optimizer, build)
+        self._core = build() if self.elastic is None else self.elastic.run.engine
         self._cross(model)
-        self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
-        made_here(self._core)
         self.device = self._core.device
         self.basic_optimizer = optimizer
-        self._divide_by(settings.accumulate)
+        self._begin_core()
+
+    def _begin_core(self) -> None:
+        """The engine underneath is new."""
+        self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
+        made_here(self._core)
+        self._divide_by(self._settings.accumulate)
+
+    def _follow_elastic(self, *, taken: bool) -> None:
+        """Ranks are fewer, and the engine underneath is another one.
+
+        Args:
+            taken: the step under way was taken by all ranks, and this one has not counted it.
+        """
+        assert self.elastic is not None
+        self._core = core = self.elastic.run.engine
+        self._begin_core()
+        self.optimizer.follow(core)
+        self.observers.follow(core)
+        if self._settings.stage == 3:
+            from shardfold.compat.deepspeed import zero
+
+            zero.note_parameters(self)
+        self._begun, self._lost = 0, core._runner.losses
+        self.global_rank, self.world_size = core.rank, core.world_size
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self.inside_no_sync_ctxt = False
+        if taken:
+            self.micro_steps += 1
+            self.global_steps += 1
+            self.global_samples += self.train_batch_size()
+            self._count_applied({})
+        self._tell_boundary()
 
     def _stages(self, model: nn.Module) -> Sequence[str] | None:
         """Where stages of the model begin; None: there are none."""
@@ -232,6 +274,8 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
         self.observers.note_loss(loss if scale_wrt_gas else loss.detach() * accumulate)
         if scale_wrt_gas and accumulate > 1:
             loss = loss / accumulate
+        if self.elastic is not None:
+            loss = self.elastic.take(loss, last=self.is_gradient_accumulation_boundary())
         if accumulate > 1:
             self._divide_by(1)
         try:
@@ -380,14 +424,18 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             self._norm = math.inf
         else:
             self._norm = report.norm
-            self._step_applied = True
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
+            self._count_applied(lr_kwargs)
         self.global_steps += 1
         self.global_samples += samples
         self.observers.after_step(
             report, step=self.global_steps, samples=self.global_samples, rates=self.get_lr(), momenta=self.get_mom()
         )
+
+    def _count_applied(self, lr_kwargs: dict[str, Any]) -> None:
+        """The weights are updated."""
+        self._step_applied = True
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` updated the weights."""

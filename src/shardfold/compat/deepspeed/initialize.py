@@ -105,10 +105,19 @@ def initialize(
         model.to(engine.device)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    _offer_kv_offload(model, engine.device, trains=basic is not None)
+    _enter_client(engine, trains=basic is not None)
     if notes := [*settings.notes, *_unused_schedule(basic, settings, lr_scheduler)]:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _enter_client(engine: DeepSpeedEngine, *, trains: bool) -> None:
+    """What a client finds at its model and in its loop, where it is one that is known."""
+    _offer_kv_offload(engine.module, engine.device, trains=trains)
+    if engine.elastic is not None:
+        from shardfold.compat.deepspeed.elastic_trainer import enter_trainer  # elsewhere nothing of it is needed
+
+        enter_trainer(engine)
 
 
 def _offer_kv_offload(model: nn.Module, device: torch.device, *, trains: bool) -> None:

@@ -75,6 +75,10 @@ class Observers:
         if settings.dump_state and is_rank_0():
             print(f"{effective(settings)}\n\n{engine.explain()}")
 
+    def follow(self, engine: Engine) -> None:
+        """From now on this one is observed, with the same model."""
+        self._engine = engine
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around a forward, a backward or a step."""
         if self._timed or (self.flops_profiler is not None and name == "forward"):

@@ -40,10 +40,14 @@ class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
     """
 
     def __init__(self, core: Engine) -> None:  # no super().__init__: groups and state are the inner one's
+        self.report: StepReport | None = None
+        self.follow(core)
+
+    def follow(self, core: Engine) -> None:
+        """From now on it is this engine's."""
         assert core.optimizer is not None
         self._core = core
         self.optimizer: Optimizer = core.optimizer
-        self.report: StepReport | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

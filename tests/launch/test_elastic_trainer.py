@@ -1,0 +1,110 @@
+"""``shardfold run --elastic``: ranks of a script of transformers' Trainer are killed, and its loop goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardfold.errors import ConfigError, UsageError
+from shardfold.launch.options import Options
+from tests.support.clients import needs
+
+ROOT, SCRIPT = Path(__file__).parents[2], Path(__file__).with_name("elastic_script.py")
+STEPS, RANKS = 12, 3
+TOLERANCE = 1e-6
+"""Between losses in fp32 of about 4: sums in another order differ by a rounding, 2.4e-7, or two."""
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="launchers leave notes for ranks in a memfd")
+
+
+def trained(folder: Path, stage: int, accumulate: int, *moments: str) -> dict[str, Any]:
+    """What a run came to."""
+    folder.mkdir()
+    words = ["run", "--elastic", "--as-deepspeed", "--no_local_rank", "--standalone", f"--nproc-per-node={RANKS}"]
+    words += [str(SCRIPT), str(folder), f"{stage}", f"{accumulate}", f"{STEPS}", *moments]
+    more = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, **more, "PYTHONPATH": paths}
+    run = [sys.executable, "-m", "shardfold", *words]
+    done = subprocess.run(run, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stderr.count("go on without it") + done.stderr.count("goes on without it") == len(moments), done.stderr
+    return torch.load(folder / "found")
+
+
+def told(found: dict[str, Any], name: str) -> dict[int, float]:
+    return {each["step"]: each[name] for each in found["log"] if "loss" in each}
+
+
+def samples(folder: Path) -> list[Counter[int]]:
+    """Of each step that was taken, how often a forward of it has read each sample that counts."""
+    lines = [json.loads(line) for path in folder.glob("read-*") for line in path.read_text().splitlines()]
+    found: list[Counter[int]] = []
+    for step in range(STEPS):
+        mine = [each for each in lines if each[0] == step]
+        last = max(each[1] for each in mine)
+        found.append(Counter(i for _, epoch, ids, factor in mine if epoch == last and factor for i in ids))
+    return found
+
+
+@LINUX
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (2, 1), (3, 2)])
+def test_ranks_of_the_trainer_are_killed_and_it_comes_to_the_same(stage: int, accumulate: int, tmp_path: Path) -> None:
+    """Two of three, at drawn moments, the one that prints too: losses, rates, norms and weights of a run of which none
+    is, and in each step the samples of that."""
+    quiet, draw = trained(tmp_path / "quiet", stage, accumulate), random.Random(stage)
+    order = draw.sample(range(RANKS), 2)
+    moments = [
+        f"{rank}:{step}:{draw.choice([0, draw.randrange(1, 60)])}" for rank, step in zip(order, (3, 8), strict=True)
+    ]
+    found = trained(tmp_path / "killed", stage, accumulate, *moments)
+    losses = told(found, "loss")
+    assert len(losses) == STEPS, moments
+    for name in ("loss", "learning_rate"):
+        expected, mine = told(quiet, name), told(found, name)
+        assert max(abs(mine[step] - value) for step, value in expected.items()) < TOLERANCE, (moments, name)
+    far = max(float((found["weights"][name] - value).abs().max()) for name, value in quiet["weights"].items())
+    assert far < 1e-4, moments  # Adam makes more of a rounding where a gradient is next to nothing
+    assert samples(tmp_path / "killed") == samples(tmp_path / "quiet"), moments
+
+
+def test_elastic_is_for_scripts_of_the_trainer() -> None:
+    with pytest.raises(ConfigError, match="with --as-deepspeed: give that too"):
+        Options(elastic=True)
+    with pytest.raises(ConfigError, match="would begin the Trainer's loop at its first step"):
+        Options(elastic=True, as_deepspeed=True, spares=1)
+    assert Options(elastic=True, as_deepspeed=True).argv() == ["--as-deepspeed", "--elastic"]
+
+
+def test_what_cannot_go_on_is_refused() -> None:
+    """Loops of others, axes of ranks, and an order of samples that other ranks do not know."""
+    from shardfold.compat.deepspeed.elastic_core import ElasticCore, refuse_axes
+    from shardfold.compat.deepspeed.elastic_trainer import Readers
+
+    core = object.__new__(ElasticCore)
+    core._is_inside = False  # pyright: ignore[reportPrivateUsage]  # as behind its making
+    with pytest.raises(UsageError, match="Accelerate or Lightning, nobody knows what to do again"):
+        core.take(torch.zeros(()), last=True)
+    with pytest.raises(ConfigError, match="--elastic with ranks along axes \\(tensor 2\\)"):
+        refuse_axes({"tensor": 2})
+    refuse_axes(None)
+    loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, shuffle=True)
+    with pytest.raises(ConfigError, match="over NoneType: when a rank dies others read its samples"):
+        Readers(loader, 2)
