@@ -25,6 +25,8 @@ import shardfold as sf
 from shardfold.testing import run_ranks
 
 GROUPS, EVERY, PADDED = 4, 30, 0.03
+MEASURED = 0.7
+"""Of a group's steps: behind them another one may have come to its end, for which the others wait."""
 AWAY, THERE = 2.0, 8.0
 """Seconds on average."""
 
@@ -53,7 +55,8 @@ def train(steps: int, outer: sf.Outer, seed: int | None) -> Came:
     begun = time.monotonic()
     leaves = begun + dice.expovariate(1 / THERE) if seed is not None else float("inf")
     away, put_off, took, met = 0.0, 0, list[float](), list[float]()
-    for _ in range(steps):
+    there, gone, usual, waits = 0.0, 0.0, 0.0, list[float]()
+    for step in range(steps):
         if time.monotonic() > leaves:
             length = dice.expovariate(1 / AWAY)
             time.sleep(length)
@@ -66,19 +69,21 @@ def train(steps: int, outer: sf.Outer, seed: int | None) -> Came:
         waited = put_off != (put_off := engine.stats().put_off)
         outer_step = waited or any(row.sent for row in engine.traffic().rows if row.purpose == "outer")
         (met if outer_step else took).append(time.monotonic() - began)
-    there, usual = time.monotonic() - begun - away, statistics.median(took)
+        if step == int(MEASURED * steps):
+            there, gone, waits, usual = time.monotonic() - begun - away, away, list(met), statistics.median(took)
     engine.outer_step()
     with torch.no_grad():
         seen = torch.stack([engine(windows(other, 16, torch.Generator().manual_seed(i))) for i in range(8)])
     engine.close()
-    lost = sum(max(0.0, each - usual) for each in met)
-    return Came(there, there - lost, away, max(met, default=0.0), put_off, float(seen.mean()))
+    lost = sum(max(0.0, each - usual) for each in waits)
+    return Came(there, there - lost, gone, max(waits, default=0.0), put_off, float(seen.mean()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--quorum", type=int, default=2)
+    parser.add_argument("--only", help="runs whose name has this in it")
     options = parser.parse_args()
     diloco = partial(sf.Outer, every=EVERY, optimizer="nesterov", lr=0.7, momentum=0.5)
     quorum = diloco(deadline=10.0, quorum=options.quorum)
@@ -88,6 +93,8 @@ def main() -> None:
         ("away, quorum", quorum, 1),
         ("away, all waited for", diloco(), 1),
     ):
+        if options.only and options.only not in name:
+            continue
         found = run_ranks(train, GROUPS, options.steps, outer, seed, timeout=3600.0)
         there, trained, away = (sum(each) for each in list(zip(*found, strict=True))[:3])
         print(

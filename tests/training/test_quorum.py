@@ -192,6 +192,9 @@ def test_too_few_put_it_off_and_so_do_enough_without_the_newest_weights() -> Non
 def test_groups_are_waited_for_as_long_as_they_use_to_be_late() -> None:
     quorum = parts(3, deadline=60.0)[0]
     assert quorum.grace == 60.0  # nothing is known yet
+    quorum._step = 2.0
+    assert quorum.grace == 3.0  # half of a round
+    quorum._step = 0.0
     quorum._lags.extend([0.0, 0.1, 0.1, 0.1, 0.2, 0.1, 0.1, 0.3])
     assert quorum.grace == pytest.approx(0.1)
     quorum._step = 0.2

@@ -163,7 +163,7 @@ class Quorum:
     def grace(self) -> float:
         """Seconds that groups are waited for once enough have come."""
         if len(self._lags) < KNOWN:
-            return self._deadline
+            return min(self._deadline, self._step * self._every / 2) if self._step else self._deadline
         middle = median(self._lags)
         usual = middle + SPREAD * median(abs(lag - middle) for lag in self._lags)
         return min(self._deadline, max(usual, STEPS * self._step))
