@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=7e9)
     options = parser.parse_args()
     costs = measured()
-    print(f"a call {costs.call * 1e6:.0f} us, a MB {costs.byte * 1e6 * 1e3:.1f} ms, as JSON {costs.text * 1e9:.1f} s\n")
+    print(f"a call {costs.call * 1e6:.0f} us, a MB {costs.byte * 1e6 * 1e3:.1f} ms, as JSON {costs.text * 1e6:.2f} s\n")
     print("| hosts | ranks | messages | MB | calls of the store | seconds to agree | GB moved | GB of a rank |")
     print("|---" * 8 + "|")
     for hosts in options.hosts:
