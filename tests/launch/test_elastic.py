@@ -453,7 +453,8 @@ def test_a_spare_takes_the_place_of_a_rank(ranks: Ranks, tmp_path: Path) -> None
 
 @linux
 def test_a_rank_joins_between_two_steps(ranks: Ranks, tmp_path: Path) -> None:
-    hold(ranks, [Plan(ranks=2, steps=24, kills=((0, 4, 0.0),), rest=0.02, replace=1)], tmp_path)
+    """Of one that is left, and of two."""
+    hold(ranks, [Plan(ranks=n, steps=20, kills=((0, 4, 0.0),), rest=0.02, replace=1) for n in (2, 3)], tmp_path)
 
 
 @linux
