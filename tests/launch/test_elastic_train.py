@@ -92,7 +92,7 @@ def compare(folder: Path, deaths: int) -> None:
 
 @linux
 @pytest.mark.soak
-@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "offload"])
 def test_ranks_of_train_are_killed_and_it_comes_to_the_same(layout: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
     given = ("--layout", layout, "--procs", "3", "--micro-batch", "2", "--elastic", "--save-every", "20")

@@ -17,10 +17,12 @@ from torch import nn
 
 import shardfold as sf
 from shardfold.comm import launcher_notes
+from shardfold.engine.copying import copies_of
 from shardfold.errors import ConfigError, StepError
 from shardfold.plan.presets import PRESETS
 from shardfold.sharding.checksums import summed
 from shardfold.testing import Ranks
+from tests.support.copied import differing
 
 FLIPS = """
 import os, sys
@@ -65,7 +67,7 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def made(layout: str, precision: str = "bf16") -> tuple[sf.Engine, list[Block]]:
+def made(layout: str, precision: str = "bf16", survive: str | None = None) -> tuple[sf.Engine, list[Block]]:
     torch.manual_seed(0)
     blocks = [Block() for _ in range(3)]
     model = nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks)))
@@ -74,14 +76,15 @@ def made(layout: str, precision: str = "bf16") -> tuple[sf.Engine, list[Block]]:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         layout=layout,
         precision=precision,
-        runtime=sf.Runtime(checksums=True),
+        loss_scale=128.0 if precision == "fp16" else None,
+        runtime=sf.Runtime(checksums=True, survive=survive),
     )
     return engine, blocks
 
 
-def step(engine: sf.Engine) -> None:
+def step(engine: sf.Engine) -> bool:
     engine.backward(engine(torch.ones(2, 33)).float().square().sum())
-    engine.step()
+    return engine.step().updated
 
 
 def flipped(layout: str, count: int, seed: int) -> list[tuple[int, str, str]]:
@@ -157,6 +160,88 @@ def test_a_flipped_bit_is_found_and_located(ranks: Ranks, layout: str) -> None:
 def test_a_thousand_flipped_bits_are_found_and_located(ranks: Ranks, layout: str) -> None:
     needs_memory()
     check(ranks.run(flipped, layout, 200, 7, world_size=3)[0])
+
+
+def healed(layout: str, precision: str, count: int, seed: int) -> tuple[int, list[str]]:
+    """So many steps, in each of which a bit is flipped, and each taken again if it was skipped; how many were, and what
+    is not as without flips to the bit."""
+    engine, blocks = made(layout, precision, survive="rank")
+    flipper, draw, skipped, at_all = Flipper(), random.Random(seed), 0, 0
+    step(engine)
+    for number in range(count):
+        victim, unit = draw.randrange(engine.world_size), draw.choice(engine.sharded.units)
+        segment = unit.segments[0]
+        regions = [region for name, region in segment.regions.items() if name in ("params", "master")]
+        regions += engine._updater.regions_of(segment)  # type: ignore[union-attr]
+        regions += copies_of(engine._updater, segment)  # type: ignore[arg-type]
+        values: torch.Tensor | None = draw.choice(regions).resting
+        block = next((each for name, each in enumerate(blocks) if unit.name == f"blocks.{name}"), None)
+        at, bit = draw.random(), draw.randrange(8)
+
+        def flip(given: torch.Tensor | None) -> None:
+            assert given is not None
+            flipper.flip(given.data_ptr() + int(at * given.numel() * given.element_size()), bit)  # noqa: B023
+
+        gathered = segment.split and block is not None and number % 4 == 0
+        if victim == engine.rank and gathered:
+            block.heard = lambda: flip(segment.flat)  # type: ignore[union-attr]  # noqa: B023
+        elif victim == engine.rank:
+            flip(values)
+        at_all += 1
+        updated = step(engine)
+        for each in blocks:
+            each.heard = lambda: None
+        if not updated:
+            skipped += 1
+            assert step(engine), "what was skipped is taken again"
+    flipper.close()
+    wrong = differing(engine)
+    found = {name: value.clone() for name, value in engine.state_dict().items()}
+    assert engine.steps == 1 + at_all
+    engine.close()
+    plain, _ = made(layout, precision)
+    for _ in range(1 + count):
+        step(plain)
+    wrong += [name for name, value in plain.state_dict().items() if not torch.equal(value, found[name])]
+    plain.close()
+    return skipped, wrong
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("zero1", "fp32"), ("zero3", "bf16")])
+def test_what_has_changed_comes_from_a_rank_that_has_the_same(ranks: Ranks, layout: str, precision: str) -> None:
+    needs_memory()
+    for skipped, wrong in ranks.run(healed, layout, precision, 8, 1, world_size=3):
+        assert wrong == [] and 0 < skipped < 8
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "fsdp2", "hpz"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_hundreds_of_flipped_bits_are_healed(ranks: Ranks, layout: str, precision: str) -> None:
+    needs_memory()
+    for skipped, wrong in ranks.run(healed, layout, precision, 60, 5, world_size=3):
+        assert wrong == [] and skipped < 60
+
+
+def both_gone() -> str:
+    """The first moment of rank 1, and the copy of it on the next rank."""
+    engine, _ = made("zero3", survive="rank")
+    step(engine)
+    flipper, segment = Flipper(), next(engine.sharded.segments())
+    place = {1: engine._updater.regions_of(segment)[0], 2: copies_of(engine._updater, segment)[1]}.get(engine.rank)  # type: ignore
+    if place is not None and place.resting is not None:
+        flipper.flip(place.resting.data_ptr(), 3)
+    flipper.close()
+    with pytest.raises(StepError) as told:
+        step(engine)
+    engine.close()
+    return str(told.value)
+
+
+def test_what_no_rank_has_as_it_was_is_told(ranks: Ranks) -> None:
+    needs_memory()
+    for said in ranks.run(both_gone, world_size=3):
+        assert "rank 1: the shard of moments of " in said and "rank 2: the copy of another rank's states of " in said
 
 
 def blamed() -> tuple[str, bool]:

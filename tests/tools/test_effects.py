@@ -33,7 +33,7 @@ IDLE: list[tuple[type[RecipeSettings], dict[str, Any], str, dict[str, Any]]] = [
     (TrainConfig, {"temperature": 1.0, "sample": 0}, "give --sample another number", {"sample": 1}),
     (TrainConfig, {"keep": 5}, "give --save-every", {"save_every": 1}),
     (TrainConfig, {"elastic": True, "tensor": 2}, "give each of --tensor, .* and --expert 1", {"tensor": 1}),
-    (TrainConfig, {"elastic": True, "layout": "offload"}, "in host memory or on disk: give a", {"layout": "zero2"}),
+    (TrainConfig, {"elastic": True, "offload": "disk"}, "with gradients on disk: give --offload", {"offload": "host"}),
     (TrainConfig, {"spares": 1}, "give --elastic", {"elastic": True}),
     (TrainConfig, {"spares": 1, "elastic": True, "micro_batch": "max"}, "-batch a number", {"micro_batch": 2}),
     (TrainConfig, {"elastic": True, "optimizer": "muon"}, "give --optimizer adamw", {"optimizer": "adamw"}),

@@ -12,6 +12,7 @@ held             what ranks that have stopped hold of a run, together
 imports          others' files as a checkpoint
 index           what the index says, as values: pieces and where their elements are; what its text may say
 inspect          what is in a checkpoint, by its index alone; no torch
+lent             copies of other ranks' states that a save reads beside the training
 load             loading into an engine of any layout
 messages         what ranks tell each other during a save, through the key-value store
 names            names that differ from the model's

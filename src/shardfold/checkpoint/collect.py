@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shardfold.checkpoint.files import DTYPES, NAMES, UnwrittenPiece, dtype_name
 from shardfold.checkpoint.index import Index, Parameter, Piece, checksum
+from shardfold.checkpoint.lent import Lending, LentMemory
 from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.comm.comm import Comm
@@ -169,8 +170,10 @@ def collect(
     lost: Mapping[int, Tensor],
     *,
     every: bool = False,
+    lending: Lending | None = None,
 ) -> tuple[list[UnwrittenPiece], Index]:
-    """This rank's parts, and what it alone knows: numbers kept once, its own tree.
+    """This rank's parts, and what it alone knows: numbers kept once, its own tree. With a ``lending`` the parts of what
+    is trained are those of another rank, of which this one holds the copies, read when it is their turn.
 
     Where a state is whole on several ranks, each writes an equal share of it; with ``every`` each writes all that it
     has, as any other may be gone. ``left_out``: see :meth:`FrozenBase.left_out`; ``lost``: see :func:`sums_of_lost`.
@@ -180,8 +183,16 @@ def collect(
     for unit in model.units:
         for segment in unit.segments:
             for slot, place in enumerate(segment.spec.slots):
+                if lending is not None and segment.spec.trainable:
+                    if _is_seen(segment):
+                        parts += _own_weight(model, segment, place)
+                    continue
                 if place.name not in left_out and model.counts(segment) and (segment.spec.trainable or not group):
                     _of_parameter(model, segment, slot, parts, once, lost.get(id(segment)), every=every)
+    if lending is not None:
+        others, numbers = _copied_trained(model, lending)
+        parts += others
+        once.update(numbers)
     parts = _of_group(parts, group)
     if group:
         once.clear()
@@ -367,21 +378,47 @@ def _of_parameter(
 
 def copied(model: ShardedModel) -> tuple[list[UnwrittenPiece], dict[str, dict[str, Any]]]:
     """What this rank holds of another's states, as that one would write it; and what that one keeps once."""
-    parts: list[UnwrittenPiece] = []
-    once: dict[str, dict[str, Any]] = {}
+    parts, once = _copied_trained(model, None)
     for segment in model.segments():
         if segment.copied_range is not None:
             parts += _copied_frozen(segment)
+    return parts, once
+
+
+def _is_seen(segment: Segment) -> bool:
+    """Whether users have the master itself in their parameters, and may write it without a trace."""
+    return segment.master_is_rest and not segment.split
+
+
+def _own_weight(model: ShardedModel, segment: Segment, place: Slot) -> Iterator[UnwrittenPiece]:
+    """This rank's part of a parameter's values."""
+    weights, (low, high), _ = most_precise(model, segment)
+    a, b = max(low, place.offset), min(high, place.offset + place.numel)
+    if a < b:
+        yield _range(place, "weight", a - place.offset, weights.part(slice(a - low, b - low)))
+
+
+def _copied_trained(
+    model: ShardedModel, lending: Lending | None
+) -> tuple[list[UnwrittenPiece], dict[str, dict[str, Any]]]:
+    """The same of what is trained, as lent to a save."""
+    parts: list[UnwrittenPiece] = []
+    once: dict[str, dict[str, Any]] = {}
     update = model.updater
     found = [(s, update.copied(s)) for s in model.trainable()] if update is not None else []
     for segment, held in found:
         if held is None:
             continue
+        whole: dict[str, Shard] = {}
+        weight = {"weight": held.segment.regions["copies"]} if lending is None or not _is_seen(segment) else {}
+        for name, region in {**weight, **held.moments}.items():
+            whole[name] = Shard(region, 0, held.segment.shard_numel)
+            if lending is not None:
+                held.segment.lend(lent := LentMemory(lending, region))
+                whole[name] = lent.shard()
         for slot, place in enumerate(segment.spec.slots):
             piece, of = held.segment.own_piece(slot)
             if piece.start < piece.stop:
-                states = {"weight": held.segment.regions["copies"], **held.moments}
-                whole = {name: Shard(region, 0, held.segment.shard_numel) for name, region in states.items()}
                 parts += [_range(place, name, of.start, shard.part(piece)) for name, shard in whole.items()]
             if place.offset in range(*held.segment.master_range) and not any(place.starts):
                 once[place.name] = {"step": encode(held.steps[slot], f"step of {place.name}", {})}

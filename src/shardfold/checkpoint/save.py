@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -33,6 +33,7 @@ from shardfold.checkpoint.collect import collect, header, sums_of_lost
 from shardfold.checkpoint.draft import Draft, Host, find_hosts
 from shardfold.checkpoint.files import UnwrittenPiece, write_file
 from shardfold.checkpoint.index import ITEMSIZES, Index, checksum
+from shardfold.checkpoint.lent import Lending, LentShard
 from shardfold.checkpoint.messages import SILENCE_AT_EXIT, SILENCE_OF_DEAD, Messages, ask, words
 from shardfold.checkpoint.run_lock import RunLock
 from shardfold.comm.agreement import Claim
@@ -154,12 +155,13 @@ class Job:
         self._rank, self._ranks = model.rank, model.world_size
         self.draft, self._keep, self._nonfinite = draft, keep, nonfinite
         self.messages = Messages(model.comm.mesh.asked, f"save/{draft.token}", model.rank)
-        self._begun, self.stall = begun, 0.0
+        self._begun, self._stall = begun, 0.0
         self._held = 0
         self._parts: list[UnwrittenPiece] = []
         self._index = Index()  # this rank's
         self._header = Index()  # rank 0's
         self._problem = ""
+        self._lending: Lending | None = None  # of copies, which are read as they lie
         self._outcome: Outcome | None = None
         self.error: BaseException | None = None
 
@@ -170,14 +172,16 @@ class Job:
         rank_state: Mapping[str, Any],
         left_out: Mapping[str, str],
         lost: Mapping[int, Tensor],
+        lending: Lending | None,
     ) -> str:
-        """Finds what this rank writes; what went wrong, or nothing."""
+        """Finds what this rank writes, with a ``lending`` of copies; what went wrong, or nothing."""
+        self._lending = lending
         try:
             tensors: dict[str, Tensor] = {}
             if self._rank == 0:
                 self.draft.begin()
                 self._header, tensors = header(model, state, left_out)
-            self._parts, self._index = collect(model, rank_state, tensors, left_out, lost)
+            self._parts, self._index = collect(model, rank_state, tensors, left_out, lost, lending=lending)
         except BaseException as error:  # also an interruption: the others are about to ask
             self.error = error
             return words(error)
@@ -191,13 +195,16 @@ class Job:
     @property
     def reads_files(self) -> bool:
         """Whether some of it rests on disk: a copy of that would be memory as large as what does not fit into it."""
-        return any(isinstance(part.values, Shard) for part in self._parts)
+        return any(isinstance(each.values, Shard) and not isinstance(each.values, LentShard) for each in self._parts)
 
     def copy(self, blocks: list[Tensor]) -> list[Tensor]:
         """Takes what is to be written out of the memory that training goes on to change, into blocks if it fits."""
         try:
-            self._parts, blocks = _copied(self._parts, blocks)
+            lent = [part for part in self._parts if isinstance(part.values, LentShard)]
+            parts, blocks = _copied([part for part in self._parts if not isinstance(part.values, LentShard)], blocks)
+            self._parts = [*parts, *lent]
             self._held = sum(block.nbytes for block in blocks)
+            self._stall = perf_counter() - self._begun
         except Exception as error:  # told with the outcome: the others are past the question
             self._problem = words(error)
         return blocks
@@ -212,7 +219,8 @@ class Job:
             else:
                 nonfinite = self._outcome.follow(self._index, problem)
             seconds = perf_counter() - self._begun
-            stall = self.stall or seconds
+            stall = self._stall or seconds
+            self._held += self._lending.taken if self._lending is not None else 0
             report = SaveReport(self.draft.target, written, self._held, stall, seconds, tuple(nonfinite))
         except BaseException as error:
             self.give_up(error)
@@ -223,6 +231,7 @@ class Job:
 
     def give_up(self, error: BaseException) -> None:
         """Leaves the save; whoever waits for this rank hears so at once."""
+        self._end_lending()
         self._parts = []
         if self._outcome is not None:
             with suppress(CheckpointError):  # the store is gone: they find out by themselves
@@ -245,8 +254,14 @@ class Job:
                 self._index.add_file(name, *done)
         except Exception as error:
             problem = words(error)
+        finally:
+            self._end_lending()
         self._parts = []
         return problem, num_bytes
+
+    def _end_lending(self) -> None:
+        if self._lending is not None:
+            self._lending.end()
 
 
 def _copied(parts: list[UnwrittenPiece], blocks: list[Tensor]) -> tuple[list[UnwrittenPiece], list[Tensor]]:
@@ -298,19 +313,24 @@ LOG = getLogger("shardfold")
 class Saver:
     """An engine's saves, one at a time.
 
+    Args:
+        model: of the engine.
+        lends: whether this rank's copies of another one's states can be read in place of what that one has.
+
     Attributes:
         last: the last of them.
         lock: the folders that are this run's.
     """
 
-    def __init__(self, model: ShardedModel) -> None:
-        self._model = model
+    def __init__(self, model: ShardedModel, lends: Callable[[], bool]) -> None:
+        self._model, self._lends = model, lends
         self.lock = RunLock()
         self.last: Saving | None = None
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
         # Kept from save to save: to write into fresh memory takes four times as long as into this.
         self._blocks: list[Tensor] = []
+        self._spares: list[Tensor] = []  # the same, of what was taken out of the way of updates
         self._told = False  # that hosts do not share a folder
 
     def save(
@@ -340,16 +360,17 @@ class Saver:
         place = target.name if shared is False else str(target)  # each host may have its own folder around it
         check_buffers(model)
         options = f"{place}, keep={keep}, nonfinite={nonfinite!r}, latest={latest}, shared={shared}"
-        token = self._agree(options, busy == "skip")
+        plain = wait or bool(model.run.averages) or not self._lends()
+        token, plain = self._agree(options, skip=busy == "skip", plain=plain)
         if token is None:
             return None
         self._refuse_after_failure(target, token)
         lost = sums_of_lost(model.comm, list(model.trainable()), "engine.save()")
         self.lock.begin(token)
         draft = Draft(target, token, latest=latest, lock=self.lock, adds=keep is None)
-        job = Job(model, draft, keep, nonfinite, begun)
+        job, lending = Job(model, draft, keep, nonfinite, begun), None if plain or lost else Lending(self._spares)
         try:
-            said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out, lost))
+            said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out, lost, lending))
             if job.error is not None and not isinstance(job.error, Exception):
                 raise job.error
             if any(said):
@@ -370,7 +391,6 @@ class Saver:
             model.rows.append(self._memory)
         try:
             self._blocks = job.copy(self._blocks)
-            job.stall = perf_counter() - begun
             thread = threading.Thread(target=job.run, args=(saving,), name="shardfold-save", daemon=True)
             thread.start()
         except BaseException as error:
@@ -382,8 +402,9 @@ class Saver:
         atexit.register(self._at_exit)
         return saving
 
-    def _agree(self, text: str, skip: bool) -> str | None:
+    def _agree(self, text: str, *, skip: bool, plain: bool) -> tuple[str | None, bool]:
         """The token of a save that all ranks make to the same place; None if it is skipped, as another is under way.
+        And whether any rank has to write what is its own.
 
         Raises:
             ConfigError: on all ranks: they were given different ones.
@@ -392,16 +413,16 @@ class Saver:
         code = float(int.from_bytes(sha256(text.encode()).digest()[:6], "big"))
         token = float(int.from_bytes(os.urandom(6), "big")) if model.rank == 0 else 0.0
         under_way = self.last is not None and not self.last.done
-        flags = model.comm.control([float(skip and under_way), token, code, -code], dist.ReduceOp.MAX)
+        flags = model.comm.control([float(skip and under_way), token, code, -code, float(plain)], dist.ReduceOp.MAX)
         if flags[0]:
-            return None
+            return None, plain
         name = f"{int(flags[1]):012x}"
         if flags[2] != -flags[3]:
             said = self._everyone(f"save/{name}/place", text)
             raise ConfigError(
                 f"engine.save() was given different places or options: {by_rank(said)}; give every rank the same."
             )
-        return name
+        return name, bool(flags[4])
 
     def _hosts(self, job: Job, token: str, shared: bool | None) -> list[Host]:
         """The hosts that write a folder each.
@@ -478,7 +499,7 @@ class Saver:
         self.lock.release()
         if self._memory in self._model.rows:
             self._model.rows.remove(self._memory)
-        self._blocks = []
+        self._blocks, self._spares = [], []
 
     def leave(self) -> RunLock:
         """Another rank is gone, so a save under way ends soon; and the folders go on as the run's, whose next engine
@@ -505,7 +526,7 @@ class Saver:
         return None if self.last is None else self.last._untold()
 
     def _memory(self) -> MemoryRow:
-        held = sum(block.nbytes for block in self._blocks)
+        held = sum(block.nbytes for block in (*self._blocks, *self._spares))
         return MemoryRow("checkpoint", "host", held, 0.0, held)
 
     def _at_exit(self) -> None:

@@ -201,20 +201,22 @@ class Comm:
         parts = nodes(self.mesh)[0] if op.target == "node" else 1
         return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state, parts=parts)
 
-    def _passed_on(self, sent: Tensor, received: Tensor, axes: Axes) -> Pending:
-        """What each rank along the axes sends to the next one, and the last to the first."""
+    def _passed_on(self, sent: Tensor, received: Tensor, axes: Axes, *, back: bool = False) -> Pending:
+        """What each rank along the axes sends to the next one, and the last to the first; ``back``: to the one
+        before."""
         here, ranks = self.mesh.coords[axes[0]], self.mesh.parts(axes)
-        to, by = [0] * ranks, [0] * ranks
-        to[(here + 1) % ranks], by[here - 1] = sent.numel(), received.numel()
+        to, by, far = [0] * ranks, [0] * ranks, -1 if back else 1
+        to[(here + far) % ranks], by[(here - far) % ranks] = sent.numel(), received.numel()
         return self.transport.exchange(sent, to, received, by, self.mesh.group(axes))
 
-    def pass_on(self, sent: Tensor, received: Tensor, axes: Axes, what: str) -> None:
-        """Each rank along the axes gets what the one before it has, at once; asked for, and of no step."""
+    def pass_on(self, sent: Tensor, received: Tensor, axes: Axes, what: str, *, back: bool = False) -> None:
+        """Each rank along the axes gets what the one before it has, or ``back`` what the next one has, at once; asked
+        for, and of no step."""
         agreement = self._among(axes)
         with agreement.uninterrupted():
             agreement.issue(what)
             self.memory.after_compute()
-            drain([self._passed_on(sent, received, axes)], agreement.wait)
+            drain([self._passed_on(sent, received, axes, back=back)], agreement.wait)
         self.meter.ask("LOG", axes, sent.nbytes)
 
     def bundle(

@@ -28,7 +28,9 @@ class Runtime:
         debug: freed memory is filled with NaN instead, so that stale aliases show.
         checksums: each step looks whether bytes of states and of gathered parameters have changed that nobody wrote,
             and whether ranks that should have the same have it; it raises before anything is updated with them, and
-            says which rank, unit and state. What rests in files is not looked at. See ``sharding.checksums``.
+            says which rank, unit and state. With copies (``survive``) it comes from a rank that has the same, and a
+            step whose gradients were made with it is skipped. What rests in files is not looked at. See
+            ``sharding.checksums``.
         survive: ``"rank"``: another rank holds a copy of what the optimizer has on each, where none has the same
             anyway, so that :class:`ElasticRun` goes on without one that dies; ``"host"``: one on another host does.
             Short for the column ``copies`` of the layout (see ``plan.copies``). None: as the layout says.

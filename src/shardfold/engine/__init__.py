@@ -12,6 +12,7 @@
     fitting       ``layout="auto"``, with and without a micro-batch; a warning where states do not fit
     freeze        when ranks sum gradients, and when they send signs of momentum
     handlers      one for each verb
+    healing       what has changed in memory by itself comes from a rank that has the same
     hooks         a model's forward and backward as events
     pace          who is slower than the others, and by what, from times that ranks tell each other on the way
     pass_context  what kind of pass runs, as a value

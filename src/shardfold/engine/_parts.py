@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from shardfold.engine._reports import Reports
 from shardfold.engine._step import Stepper
 from shardfold.engine.announced import Announced
 from shardfold.engine.backward import Backward
-from shardfold.engine.copying import Copying
+from shardfold.engine.copying import Copying, copies_of
 from shardfold.engine.freeze import Freeze
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.hooks import Hooks
@@ -160,7 +161,7 @@ def make_parts(
         stepper = Stepper(sharded, updater, runner, changes, *own, *met, checksums, copying)
     gate = PassGate(runner, hooks, changes, stepper)
     sharded.connect(gate)
-    saver, base = Saver(sharded), FrozenBase(sharded)
+    saver, base = Saver(sharded, lambda: copying is not None and copying.lends), FrozenBase(sharded)
     held.callback(saver.close)
     if versions is not None:
         check_ahead(
@@ -217,7 +218,7 @@ def _make_checksums(sharded: ShardedModel, updater: ShardedOptimizer | None, hel
     # Along an axis of tensor ranks compute what they have alike each for itself; of formats that round a rank may keep
     # its own part exact.
     compares = not sizes.of_role(Role.TENSOR) and FORMATS[table.gather.format].native is not None
-    checksums = Checksums(lambda: sharded.units, updater.regions_of, compares=compares)
+    checksums = Checksums(lambda: sharded.units, updater.regions_of, partial(copies_of, updater), compares=compares)
     checksums.connect()
     held.callback(checksums.close)
     return checksums

@@ -23,6 +23,7 @@ from shardfold.engine.consistency import same_settings, settings
 from shardfold.engine.copying import Copying
 from shardfold.engine.damage import StepFailure
 from shardfold.engine.freeze import Freeze
+from shardfold.engine.healing import Healing
 from shardfold.engine.replicated import Replicated
 from shardfold.engine.rounds import Rounds
 from shardfold.engine.runner import STEP, Runner
@@ -96,6 +97,7 @@ class Stepper:
         self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
         self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
         self._replicated, self._checksums, self._copying = replicated, checksums, copying
+        self._healing = Healing(model, copying) if copying is not None else None
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
         self.rounds, self.freeze = rounds, freeze
         runner.expect_steps(self.expectation)
@@ -126,8 +128,6 @@ class Stepper:
             self.rounds.tell(None)
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
         said = self._meet()
-        if said.flags[0] and self._copying is not None:
-            self._copying.refresh()
         if said.flags[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX, group=True))
         bits = said.bits
@@ -136,17 +136,19 @@ class Stepper:
             runner.visible.compare("engine.step()")
             bits = ()
         scale = self._handlers.lifted
-        self._verify()
-        updated = self._update(bits)
+        stands = self._verify()
+        if said.flags[0] and self._copying is not None:
+            self._copying.refresh()
+        updated = self._update(bits, drops=not stands)
         if self._checksums is not None:
             self._checksums.rest()
         findings = self._alarm.report.findings if self._alarm.report is not None else ()
-        if scaler is not None:
+        if scaler is not None and stands:
             scaler.update(not updated)
             self._alarm.settle()
         if not updated:  # neither weights, moments, counts nor the schedule have moved
             took = self._lap(skipped=True)
-            if scaler is not None and scaler.exhausted:
+            if scaler is not None and stands and scaler.exhausted:
                 raise self._alarm.failure()
             return StepReport(
                 run.steps,
@@ -186,18 +188,21 @@ class Stepper:
         lost, self._lost = self._lost, None
         return lost
 
-    def _verify(self) -> None:
-        """
+    def _verify(self) -> bool:
+        """Whether this step's gradients can be used: they are not of bytes that had changed.
+
         Raises:
-            StepError: on every rank: bytes in memory have changed that nobody wrote.
+            StepError: on every rank: bytes in memory have changed that nobody wrote, and no rank has them as they were.
         """
         if self._checksums is not None:
-            number = self._model.run.steps + 1
+            number, agreement = self._model.run.steps + 1, self._runner.agreement
+            heal = self._healing.heal if self._healing is not None else None
             try:
-                self._checksums.verify(self._runner.agreement.exchange, self._runner.agreement.peers.ranks, number)
+                return self._checksums.verify(agreement.exchange, agreement.peers.ranks, number, heal)
             except StepError as error:
                 self._model.run.spoil(f"step {number} found changed memory ({str(error).partition('.')[0]})")
                 raise
+        return True
 
     def _lap(self, *, skipped: bool = False) -> TierSeconds:
         """A step is over; what slower tiers took of it."""
@@ -281,14 +286,14 @@ class Stepper:
         except UsageError as error:
             return self._runner.visible.touched, error
 
-    def _update(self, said: Sequence[int]) -> bool:
-        """The update; False if gradients overflowed on any rank, in which case no rank has changed anything. ``said``:
-        see :meth:`_agree`."""
+    def _update(self, said: Sequence[int], *, drops: bool = False) -> bool:
+        """The update; False if gradients overflowed on any rank, or if it ``drops`` them, in which case no rank has
+        changed anything. ``said``: see :meth:`_agree`."""
         model, handlers, runner = self._model, self._handlers, self._runner
         model.comm.meter.begin_step()
         used, weighed, overflowed = self._agree(said)
         self.settle()
-        if overflowed:
+        if overflowed or drops:
             for unit in model.units:
                 unit.forget_gradients()
             self._end_round()

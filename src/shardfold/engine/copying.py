@@ -10,12 +10,14 @@ from collections.abc import Hashable, Iterator
 
 import torch
 
+from shardfold import accelerator
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.tiers.tier import Region
 
-__all__ = ["Copying"]
+__all__ = ["Copying", "copies_of"]
 
 WHAT = "the copies of states"
 
@@ -47,6 +49,17 @@ class Copying:
         """Whether the copies are what their originals are on the other ranks, as far as this one knows."""
         return not self._torn and not self.changed
 
+    @property
+    def lends(self) -> bool:
+        """Whether a save can read the copies in place of originals: they are alike, in memory of the host, and each
+        is held once."""
+        mesh, memory = self._model.comm.mesh, self._model.comm.memory
+        rest = (segment.table for segment in self._model.trainable())
+        alone = mesh.data_ranks == mesh.world
+        alone &= all(mesh.parts(set(mesh.data) - set(table.master.over)) == 1 and table.copied for table in rest)
+        here = all(each.resting is not None for regions in self._updater.copied_regions().values() for each in regions)
+        return self.whole and alone and here and not accelerator.has_streams(memory.device)
+
     def follow(self) -> None:
         """Originals and copies are of the same step, and nothing else has written them."""
         self._known = self._seen()
@@ -59,6 +72,7 @@ class Copying:
         """
         comm = self._model.comm
         self._torn = True
+        self._updater.take_back_copies()
         for original, copy, axis in self.pairs():
             sent = original.read().to(comm.memory.device)
             there = copy.memory
@@ -73,6 +87,10 @@ class Copying:
         self._torn = False
         self.renewals += 1
         self.follow()
+
+    def take_back(self) -> None:
+        """Copies are about to be written."""
+        self._updater.take_back_copies()
 
     def pairs(self) -> Iterator[tuple[Shard, Shard, str]]:
         """What of this rank another one has a copy of, the copy that it has of the same of the rank before, and along
@@ -99,6 +117,14 @@ class Copying:
         versions = tuple(version for segment in whole for version in segment.versions())
         taken = sum(segment.taken for segment in model.segments())
         return tuple(map(id, model.units)), model.run.mended, taken, self._updater.written, versions
+
+
+def copies_of(updater: ShardedOptimizer, segment: Segment) -> list[Region]:
+    """What copies of a segment rest in on this rank."""
+    if segment.copied_range is not None:
+        return [segment.regions["copies"]]
+    held = updater.copied(segment) if segment.spec.trainable else None
+    return [] if held is None else [held.segment.regions["copies"], *held.moments.values()]
 
 
 def _whole(region: Region) -> Shard:

@@ -183,6 +183,7 @@ class FusedOptimizer(ShardedOptimizer):
             return
         for segment, flags in zip(unit.trainable, used, strict=True):
             if (copy := self._copied.get(id(segment))) is not None:
+                copy.segment.take_back()
                 copy.segment.bring()
                 copy.update(self._group(segment), flags, factor_of(segment, coefficient), self._block)
 
@@ -207,6 +208,10 @@ class FusedOptimizer(ShardedOptimizer):
     def copied_bytes(self, unit: Unit) -> int:
         copies = [self._copied[id(segment)] for segment in unit.trainable]
         return sum(copy.nbytes + copy.segment.regions["copies"].nbytes for copy in copies)
+
+    def take_back_copies(self) -> None:
+        for copy in self._copied.values():
+            copy.segment.take_back()
 
     def count_copy(self, segment: Segment) -> None:
         self._copied[id(segment)].count_as(self._fused[id(segment)])

@@ -7,7 +7,7 @@ of one: no parameter is a view of it, and no pass reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
 
 __all__ = ["CopiedShard"]
+
+
+class Borrower(Protocol):
+    """Of memory that is lent."""
+
+    def give_back(self) -> None:
+        """The memory is about to be written."""
+        ...
 
 
 class CopiedShard:
@@ -58,6 +66,7 @@ class CopiedShard:
             for name, (where, of) in made.items()
         }
         self._here: Tensor | None = None  # its master where it is updated, from when it was fetched until it is stored
+        self._readers: list[Borrower] = []  # of a save, which reads what rests here
         self._receives: Tensor | None = None  # what comes of a log, on its way to host memory
 
     @property
@@ -76,6 +85,15 @@ class CopiedShard:
     def update_grads(self) -> Tensor:
         """The log of that rank, ``(length / parts,)`` in the dtype of gradients."""
         return self.regions["log"].values()
+
+    def lend(self, reader: Borrower) -> None:
+        """Somebody reads what rests here beside the training."""
+        self._readers.append(reader)
+
+    def take_back(self) -> None:
+        """It is about to be written: nobody reads it any more."""
+        while self._readers:
+            self._readers.pop().give_back()
 
     def fetch(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
         """Its master begins to come to memory that ``empty`` gives, ahead of its update."""

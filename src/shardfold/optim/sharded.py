@@ -215,6 +215,9 @@ class ShardedOptimizer(Updater):
         """Of the copies of a unit that this rank holds."""
         return 0
 
+    def take_back_copies(self) -> None:
+        """All copies are about to be written: no save reads them any more."""
+
     def count_copy(self, segment: Segment) -> None:
         """The copy is as many updates old as this rank's own part."""
 

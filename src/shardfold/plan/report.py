@@ -271,7 +271,8 @@ class StepReport(NamedTuple):
     Attributes:
         step: optimizer steps so far.
         updated: whether this call updated the weights: it was the accumulation boundary, and nothing overflowed.
-        skipped: whether an update was due but left out, on every rank (always False without a loss scale).
+        skipped: whether an update was due but left out, on every rank (only with a loss scale, or where bytes had
+            changed that nobody wrote and came from another rank: see ``Runtime.checksums``).
         lr: learning rate of the first group in this update.
         loss_scale: that of this step's losses; 1.0 without one.
         norm: 0-d tensor, the norm of all gradients before clipping; None if the engine does not clip.

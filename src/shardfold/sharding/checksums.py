@@ -8,13 +8,16 @@ What is written on purpose, from a user's hand or a load, tells by PyTorch's cou
 is of all 64-bit words, modulo 2^64, once plain and once weighted by the row that a word is in: a single flipped bit
 changes the first by a power of two, which is never 0, so it is always found; what is swapped between rows shows in the
 second.
+
+Where another rank has the same bytes and its sum holds, they come from there (see ``engine/healing``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from logging import getLogger
 from zlib import crc32
 
 import torch
@@ -28,10 +31,16 @@ from shardfold.tiers.tier import Region
 
 __all__ = ["Checksums", "summed"]
 
+Heal = Callable[[Collection[int] | None, bool], bool | None]
+"""Takes where this rank's bytes have changed (see :func:`broken_in`), and whether some had that were gathered, and says
+what :meth:`Checksums.verify` does; None: nothing was done, on any rank."""
+LOG = getLogger("shardfold")
+HEALED = "It is as it was, from where another rank has the same. If a rank is named again, take its host out."
 WIDTH = 1024
 """Words of a row."""
 RESTS = ("params", "master", "global", "momentum")
 """States of a segment that only steps write."""
+COPY = "the copy of another rank's states of {}"
 TOLD = 4
 """Places that are named."""
 
@@ -44,11 +53,13 @@ class _Summed:
         where: unit and state, for people.
         memory: as it is now; None: it is elsewhere.
         writes: how often it, and parameters that are views of it, have been written by now.
+        region: that it rests in; None: it was gathered.
     """
 
     where: str
     memory: Callable[[], Tensor | None]
     writes: Callable[[], int]
+    region: Region | None = None
 
     def __post_init__(self) -> None:
         self.place, self.written, self.sums = self._place(), self.writes(), self.now()
@@ -74,6 +85,7 @@ class Checksums:
     Args:
         units: as they are now.
         moments: what the optimizer keeps of a segment.
+        copies: what this rank holds of another's part of it.
         compares: all ranks have the same bytes in what is gathered and in replicas.
     """
 
@@ -81,10 +93,11 @@ class Checksums:
         self,
         units: Callable[[], Iterable[Unit]],
         moments: Callable[[Segment], list[Region]],
+        copies: Callable[[Segment], list[Region]],
         *,
         compares: bool,
     ) -> None:
-        self._units, self._moments, self._compares = units, moments, compares
+        self._units, self._moments, self._copies, self._compares = units, moments, copies, compares
         self._resting: list[_Summed] = []
         self._gathered: dict[str, list[_Summed]] = {}
         self._ended: list[
@@ -134,29 +147,38 @@ class Checksums:
                 regions = [(state, segment.regions.get(state)) for state in RESTS]
                 if segment.spec.trainable:
                     regions += [("moments", region) for region in self._moments(segment)]
+                regions += [("copies", region) for region in self._copies(segment)]
                 for state, region in regions:
                     if region is not None and region.resting is not None and region.resting.numel():
                         whole = state == "params" and not segment.split
                         views = segment.parameters if whole else []
                         what = "replica" if whole else "shard"
-                        yield _Summed(f"the {what} of {state} of {unit.name}", _rested(region), _count(region, views))
+                        where = f"the {what} of {state} of {unit.name}" if state != "copies" else COPY.format(unit.name)
+                        yield _Summed(where, _rested(region), _count(region, views), region)
 
     # -- in front of an update
 
-    def verify(self, exchange: Callable[[str, str], list[str]], ranks: Sequence[int], number: int) -> None:
+    def verify(
+        self, exchange: Callable[[str, str], list[str]], ranks: Sequence[int], number: int, heal: Heal | None
+    ) -> bool:
         """All ranks: nothing has changed that nobody wrote, and what all have the same is the same.
 
         Args:
             exchange: what every rank says under a name.
             ranks: these, in their order there, by their number in the job.
             number: of the step.
+            heal: makes it right again; None: nothing does.
+
+        Returns:
+            Whether gradients are of values that had not changed.
 
         Raises:
             StepError: on every rank: where bytes have changed, and on which.
         """
         there = [*self._resting, *(known for each in self._gathered.values() for known in each)]
-        found = [known.where for known in there if known.holds and not torch.equal(known.sums, known.now())]
-        found += [where for where, before, after in self._ended if not torch.equal(before, after)]
+        broken = [known for known in there if known.holds and not torch.equal(known.sums, known.now())]
+        freed = [where for where, before, after in self._ended if not torch.equal(before, after)]
+        found = [*(known.where for known in broken), *freed]
         replicas = [(known.where, known.sums) for known in self._resting if known.where.startswith("the replica")]
         alike = [(where, sums.tolist()) for where, sums in [*self._alike, *replicas]] if self._compares else []
         self._ended, self._alike = [], []
@@ -164,10 +186,23 @@ class Checksums:
         said = [json.loads(text) for text in exchange(f"checksums/{number}", mine)]
         wrong = {rank: ", ".join(places) for rank, (places, _) in zip(ranks, said, strict=True)}
         if any(wrong.values()):
-            raise _corrupt(by_rank(wrong), follows=not found)
+            stands = heal(broken_in(broken), bool(freed)) if heal is not None else None
+            if stands is None:
+                raise _corrupt(by_rank(wrong), follows=not found)
+            if found:
+                dropped = "" if stands else " Gradients were made with it: the step is skipped on all ranks."
+                LOG.warning("memory has changed that nobody wrote: %s. %s%s", by_rank(wrong), HEALED, dropped)
+            return stands
         if len({code for _, code in said}) > 1:
             told = [json.loads(text) for text in exchange(f"checksums/{number}/apart", json.dumps(alike))]
             raise _corrupt(_apart(told, ranks))
+        return True
+
+
+def broken_in(known: Sequence[_Summed]) -> Collection[int] | None:
+    """The regions, by their ``id``, in which bytes have changed; None: some are in what is gathered still."""
+    regions = [each.region for each in known]
+    return None if None in regions else {id(region) for region in regions}
 
 
 def _of(flat: Tensor) -> Callable[[], Tensor | None]:

@@ -232,6 +232,10 @@ def rests_near(settings: Any) -> bool:
     return all(cell.tier is Tier.DEVICE for cell in settings.table().cells().values())
 
 
+def _sums_in_memory(settings: TrainConfig) -> bool:
+    return settings.table().grads.tier is not Tier.DISK
+
+
 TRAIN_EFFECTS = (
     Effect(
         "elastic",
@@ -241,9 +245,9 @@ TRAIN_EFFECTS = (
     ),
     Effect(
         "elastic",
-        rests_near,
-        "no other rank has what rests in host memory or on disk",
-        "give a --layout that keeps it on the device, without --offload",
+        _sums_in_memory,
+        "copies of states do not go with gradients on disk",
+        "give --offload optimizer=disk,grads=host",
     ),
     Effect("spares", lambda run: run.elastic, "without it a rank that is killed ends the run", "give --elastic"),
     Effect(
