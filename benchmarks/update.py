@@ -64,6 +64,7 @@ class OneSegment:
     def __init__(self, held: Held) -> None:
         self.adopted, self.master_is_rest = {}, False
         self.under_way = self.updated = None
+        self.moments_come = False
         self.keeps_copy, self.shard_numel, self.dtype = True, held.master.numel(), held.copy.dtype
         self.table = ddp.bind(PRECISIONS["bf16"], {"data": 1})
         self.master, self.update_grads, self.compute_range = held.master, held.gradients, held.copy

@@ -40,9 +40,9 @@ IDLE: list[tuple[type[RecipeSettings], dict[str, Any], str, dict[str, Any]]] = [
     (FaceConfig, {"elastic": True}, "give --head replicated", {"head": "replicated"}),
     (
         FaceConfig,
-        {"elastic": True, "head": "replicated", "offload": "host"},
-        "in host memory or on disk: give a",
-        {"offload": None},
+        {"elastic": True, "head": "replicated", "offload": "disk"},
+        "with gradients on disk: give --offload",
+        {"offload": "host"},
     ),
     (FaceConfig, {"identities": 9, "data": "faces"}, "--identities has no effect here", {"data": None}),
     (FaceConfig, {"shots": 3, "data": "faces"}, "--shots has no effect here", {"data": None}),

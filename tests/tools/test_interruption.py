@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,7 @@ def test_a_command_says_that_it_was_interrupted(
 ) -> None:
     """Once, though the parser makes a status of the exception."""
 
-    def interrupt(argv: list[str], procs: int) -> int:
+    def interrupt(argv: list[str], procs: int, **_: Any) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)

@@ -227,15 +227,15 @@ def _gathers(settings: TrainConfig) -> bool:
     return any(cell.over for state, cell in cells.items() if state in ("params", "held", "master"))
 
 
-def rests_near(settings: Any) -> bool:
-    """Whether all states that the settings' layout has are on the device."""
-    return all(cell.tier is Tier.DEVICE for cell in settings.table().cells().values())
-
-
-def _sums_in_memory(settings: TrainConfig) -> bool:
-    return settings.table().grads.tier is not Tier.DISK
-
-
+ELASTIC_SUMS = Effect(
+    "elastic",
+    lambda run: run.table().grads.tier is not Tier.DISK,
+    "copies of states do not go with gradients on disk",
+    "give --offload optimizer=disk,grads=host",
+)
+ELASTIC_ADAMW = Effect(
+    "elastic", lambda run: run.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"
+)
 TRAIN_EFFECTS = (
     Effect(
         "elastic",
@@ -243,12 +243,8 @@ TRAIN_EFFECTS = (
         "a rank that shares the model with others cannot be gone on without",
         "give each of --tensor, --sequence, --pipeline and --expert 1",
     ),
-    Effect(
-        "elastic",
-        _sums_in_memory,
-        "copies of states do not go with gradients on disk",
-        "give --offload optimizer=disk,grads=host",
-    ),
+    ELASTIC_SUMS,
+    ELASTIC_ADAMW,
     Effect("spares", lambda run: run.elastic, "without it a rank that is killed ends the run", "give --elastic"),
     Effect(
         "spares",
@@ -256,7 +252,6 @@ TRAIN_EFFECTS = (
         "a rank that joins later cannot ask the others what --micro-batch max came to",
         "give --micro-batch a number",
     ),
-    Effect("elastic", lambda run: run.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"),
     Effect(
         "top_k",
         lambda run: bool(run.experts) or run.top_k == GPTConfig.top_k,

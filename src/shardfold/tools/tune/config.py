@@ -23,7 +23,14 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.named_optimizers import check_optimizer
-from shardfold.tools.recipes.train_config import RecipeSettings, Trackers, TrainConfig, read_settings, rests_near
+from shardfold.tools.recipes.train_config import (
+    ELASTIC_ADAMW,
+    ELASTIC_SUMS,
+    RecipeSettings,
+    Trackers,
+    TrainConfig,
+    read_settings,
+)
 
 __all__ = [
     "Adapter",
@@ -242,13 +249,8 @@ ELASTIC_EFFECTS = (
         "a rank that shares the model with others cannot be gone on without",
         "give each of --tensor, --sequence and --pipeline 1",
     ),
-    Effect(
-        "elastic",
-        rests_near,
-        "no other rank has what rests in host memory or on disk",
-        "give a --layout that keeps it on the device, without --offload",
-    ),
-    Effect("elastic", lambda run: run.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"),
+    ELASTIC_SUMS,
+    ELASTIC_ADAMW,
     Effect("elastic", lambda run: not run.text.noise, "noise is drawn by rank", "leave --noise out"),
 )
 

@@ -13,7 +13,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.packages import package_of
-from shardfold.tools.recipes.train_config import RecipeSettings, Trackers, TrainConfig, rests_near
+from shardfold.tools.recipes.train_config import ELASTIC_SUMS, RecipeSettings, Trackers, TrainConfig
 
 __all__ = ["DEFAULT_WARMUP", "STUDY_CHOOSES", "FaceConfig"]
 
@@ -31,12 +31,7 @@ FACE_EFFECTS = (
         "the classes of a rank are on no other one",
         "give --head replicated",
     ),
-    Effect(
-        "elastic",
-        rests_near,
-        "no other rank has what rests in host memory or on disk",
-        "give a --layout that keeps it on the device, without --offload",
-    ),
+    ELASTIC_SUMS,
     *(Effect(name, lambda run: run.data is None, DRAWN) for name in ("identities", "shots", "difficulty")),
     *(
         Effect(name, lambda run: not run.backbone.startswith("timm:"), OF_TIMM)
