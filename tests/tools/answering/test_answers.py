@@ -197,6 +197,7 @@ for name in (*NEEDS_RULES, "torch.distributed.tensor"):
 """
 
 
+@pytest.mark.soak
 def test_whichever_module_asks_first_for_rules_that_were_left_out_gets_them() -> None:
     """They are in a circle with others of PyTorch: peft asks for one of these, and others may."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=240, check=True)
