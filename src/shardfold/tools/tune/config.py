@@ -515,15 +515,8 @@ class RolloutConfig(TuneConfig):
         Effect("reference", lambda run: run.beta > 0, "nothing is kept to a reference", "give --beta 0.04"),
     )
     refused: ClassVar[frozenset[str]] = frozenset(
-        (
-            "sequence",
-            "attention",
-            "pipeline",
-            "order",
-            "adapter.kind=prefix",
-            "adapter.pre_seq_len",
-            "adapter.prefix_projection",
-        )
+        {"sequence", "attention", "pipeline", "order"}
+        | {"adapter.kind=prefix", "adapter.pre_seq_len", "adapter.prefix_projection"}
     )
 
     reward: str = Field(
