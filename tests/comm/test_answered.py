@@ -100,7 +100,7 @@ def test_a_connection_of_its_own_has_the_same_limit(behind: Behind) -> None:
 def test_a_vote_and_the_messages_of_a_save_end_in_words(behind: Behind) -> None:
     with pytest.raises(CollectiveError, match=r"whether outer step 1 is taken cannot be asked of the store"):
         Vote(Answered(behind, 0.05), 2, 60.0).taken()
-    messages = Messages(Answered(behind, 0.05), "save/1", 0)
+    messages = Messages(Answered(behind, 0.05), "save/1", 0, threading.Event())
     with pytest.raises(CheckpointError, match="it has not answered within 0 s"):
         messages.say("done", "yes")
 

@@ -13,17 +13,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 
 import shardfold as sf
+from shardfold.checkpoint import save
+from shardfold.checkpoint.files import write_file
 from shardfold.launch.namespaces import INTERFACE, Namespaces
 from shardfold.launch.options import Options
 from shardfold.launch.run_script import run as run_script
@@ -31,8 +34,8 @@ from tests.chaos.judge import ask_where, busy, read_log, tree
 from tests.chaos.warm import begin
 from tests.launch.survivors import LIMIT, TOLERANCE, Plan, loss_of, made, plain, sampler, samples, warm
 
-MARGIN = 3.0
-"""Seconds behind the patience, within which a host that is cut off has ended."""
+MARGIN, ON = 3.0, 2.0
+"""Seconds behind the patience, within which a host that is cut off has ended; and within which the others go on."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Parted:
         patience: of the launchers.
         steps: updates of the run.
         layout, survive: of the states.
+        saves: whether each is waited for, or is ``beside`` the training; ``unwritten``, ``unwritten beside``: amid one
+            whose files the disks do not take, of those who are cut off and of the last of the others.
     """
 
     hosts: int = 3
@@ -60,12 +65,18 @@ class Parted:
     steps: int = 10
     layout: str = "ddp"
     survive: str | None = None
+    saves: str = "beside"
 
     @property
     def small(self) -> set[int]:
         """The hosts of the side that is no majority."""
         there = set(range(self.hosts)) - set(self.away)
         return set(self.away) if len(there) > self.hosts // 2 else there
+
+    @property
+    def stuck(self) -> set[int]:
+        """Whose disk takes nothing."""
+        return {*self.away, max({*range(self.hosts)} - {*self.away})} if "unwritten" in self.saves else set()
 
     @property
     def mends(self) -> bool:
@@ -110,13 +121,15 @@ def work(case: Parted, folder: Path, environment: Any) -> None:
 
     torch.set_num_threads(1)
     plan, known = case.plan, 0
+    if uid in case.stuck:
+        save.write_file = partial(unwritten, say, uid not in case.away)
     run = sf.ElasticRun(partial(made, plan))
     for _, rows in run.batches(sf.Loader(samples(plan), sampler(plan, uid)), steps=plan.steps):
         with run.attempt() as engine:
             engine.backward(loss_of(engine, rows))
             if engine.step().updated:
                 say("step", steps=engine.steps, ranks=engine.world_size)
-                engine.save(folder / "run" / f"step-{engine.steps}", keep=2)
+                engine.save(folder / "run" / f"step-{engine.steps}", wait="beside" not in case.saves, keep=2)
         for recovery in run.recoveries[known:]:
             say("recovery", **recovery._asdict())
         known = len(run.recoveries)
@@ -126,6 +139,17 @@ def work(case: Parted, folder: Path, environment: Any) -> None:
         torch.save(weights, folder / "weights")
     run.close()
     say("done")
+
+
+def unwritten(say: Callable[[str], None], once: bool, path: Path, parts: Any, tick: Callable[[int], None]) -> Any:
+    """Of a save: a disk that takes no byte, for as long as the process lives, or until nobody is to write there."""
+    say("writes")
+    if not once:
+        Event().wait()
+    save.write_file = write_file
+    while True:
+        tick(0)
+        time.sleep(0.01)
 
 
 class Partition:
@@ -188,10 +212,14 @@ class Partition:
         return ends, cut
 
     def _is_time(self) -> bool:
+        case = self.case
         try:
-            return any(each["what"] == "step" and each["steps"] >= self.case.behind for each in read_log(self.folder))
+            log = read_log(self.folder)
         except ValueError:  # a line is being written
             return False
+        if "unwritten" in case.saves:
+            return {each["rank"] for each in log if each["what"] == "writes"} == case.stuck
+        return any(each["what"] == "step" and each["steps"] >= case.behind for each in log)
 
     def _cut(self) -> None:
         if self.case.frozen:
@@ -235,6 +263,8 @@ def wrong(case: Parted, found: Found, folder: Path) -> Iterator[str]:
     began = min((each["at"] for each in found.said("recovery")), default=float("inf"))
     if case.mends and began < float("inf"):
         yield "somebody was given up"
+    if began < float("inf") and (behind := went_on(found)) > (case.patience + ON) * busy():
+        yield f"the others went on {behind:.1f} s behind the cut"
     if late := [each for each in found.said("step") if each["rank"] in small and each["at"] > began]:
         yield f"ranks that were cut off went on: {late}"
     steps = [step for _, step in found.named]

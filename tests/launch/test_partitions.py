@@ -35,6 +35,13 @@ def test_each_cut_of_five_hosts(ranks: Ranks, tmp_path: Path, part: int) -> None
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("saves", ["unwritten", "unwritten beside"])
+def test_a_cut_amid_a_save_is_waited_for_no_longer(ranks: Ranks, tmp_path: Path, saves: str) -> None:
+    """Neither for the part of who is gone, nor for a disk that takes nothing."""
+    hold(ranks, [Parted(3, away, saves=saves) for away in cuts(3)], tmp_path)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("frozen", [False, True])
 def test_who_comes_back_is_out(ranks: Ranks, tmp_path: Path, frozen: bool) -> None:
     """Amid what the others agree on, and behind it; and a cut that is over soon is nobody's end."""

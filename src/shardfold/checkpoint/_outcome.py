@@ -31,6 +31,8 @@ from shardfold.errors import CheckpointError, CollectiveError, by_rank
 __all__ = ["Outcome", "failure"]
 
 LOG = getLogger("shardfold")
+SAYS = 0.5
+"""Seconds that rank 0 has to say what became of a save, where some rank is gone, and it may be another one."""
 
 
 class Outcome:
@@ -55,6 +57,11 @@ class Outcome:
         self._owed: list[str] = ["written", "heard"] if rank else ["outcome"]  # words that others wait for
         self._decided = ""  # rank 0's word, when nothing can go wrong any more
         self._problem = ""  # that this rank had
+
+    @property
+    def _follows(self) -> bool:
+        """Whether another rank is why, if it fails."""
+        return not self._problem or self._messages.gone.is_set()
 
     @property
     def _alone(self) -> bool:
@@ -99,9 +106,9 @@ class Outcome:
             said = self._messages.hear("written", self._others)
             lost = [rank for rank in self._others if rank not in said]
             wrong = {0: problem} | {rank: text[1:] for rank, text in said.items() if text.startswith("!")}
-            wrong |= dict.fromkeys(lost, self._unheard())
+            wrong |= dict.fromkeys(lost, self._messages.why_unheard)
             if any(wrong.values()):
-                raise _told(wrong | {rank: "" for rank in said if rank not in wrong}, follows=not problem)
+                raise _told(wrong | {rank: "" for rank in said if rank not in wrong}, follows=self._follows)
             index = self._merged(header, part, said)
             self._check_finite(index)
             data = index.to_bytes()
@@ -109,7 +116,7 @@ class Outcome:
             if self._alone:
                 self._draft.name()
             else:
-                lost = self._place_elsewhere(data)
+                self._place_elsewhere(data)
         except Exception as error:
             self._draft.discard()
             self._messages_end(f"!{words(error)}", lost)
@@ -157,8 +164,8 @@ class Outcome:
         _refuse_damage([*gaps(header), *missing_files(self._draft.path, header, hosts[0].files)])
         return header
 
-    def _place_elsewhere(self, data: bytes) -> list[int]:
-        """The folders of the other hosts take their places; ranks of those that did not say so are missing.
+    def _place_elsewhere(self, data: bytes) -> None:
+        """The folders of the other hosts take their places.
 
         Raises:
             CheckpointError: one did not.
@@ -167,12 +174,11 @@ class Outcome:
         self._messages.say("placed", "+")
         self._messages.send("place", data)
         said = self._messages.hear("placed", firsts)
-        lost = [rank for rank in firsts if rank not in said]
+        lost = dict.fromkeys((rank for rank in firsts if rank not in said), self._messages.why_unheard)
         self._messages.drop("place", 0, self._messages.told("place", [0])[0])
-        wrong = {rank: text[1:] for rank, text in said.items() if text != "+"} | dict.fromkeys(lost, self._unheard())
+        wrong = {rank: text[1:] for rank, text in said.items() if text != "+"} | lost
         if wrong:
             raise _told(wrong | {0: ""}, follows=True)
-        return lost
 
     def _messages_end(self, text: str, lost: Sequence[int]) -> None:
         """Says it, and stays until the others have heard it: the store may be this process's."""
@@ -196,13 +202,14 @@ class Outcome:
             CheckpointError: there is none, or that is not known.
         """
         gone: CheckpointError | None = None
-        text, why, take_back = None, self._unheard(), None
+        text, take_back = None, None
         self._problem = problem
         try:
             self._say_written(part, problem)
             if self._rank == self._host.ranks[0]:
                 take_back = self._place()
-            text = self._messages.hear("outcome", [0]).get(0)
+            text = self._messages.hear("outcome", [0], besides=SAYS).get(0)
+            why = self._messages.why_unheard
         except CheckpointError as error:
             gone, why = error, str(error)
         if text is None:
@@ -213,7 +220,7 @@ class Outcome:
             self._draft.discard()
             self._draft.sweep()
             self._heard()
-            raise failure(self._draft, text[1:], follows=not self._problem)
+            raise failure(self._draft, text[1:], follows=self._follows)
         nonfinite, gone_names = json.loads(text[1:])
         if self._rank == self._host.ranks[0]:
             self._settle(gone_names)
@@ -299,9 +306,6 @@ class Outcome:
             remove(draft.target.parent, gone)
         except (OSError, CollectiveError) as error:
             LOG.warning("%s was written, but keep=%s: %s", draft.target, self._keep, words(error))
-
-    def _unheard(self) -> str:
-        return f"it was not heard of for {self._messages.silence:.3g} s, so it has probably died"
 
 
 def failure(draft: Draft, problem: str, *, follows: bool = False) -> CheckpointError:

@@ -10,7 +10,7 @@ import threading
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from shardfold.errors import CheckpointError, ShardfoldError
@@ -19,7 +19,8 @@ __all__ = ["SILENCE_AT_EXIT", "SILENCE_OF_DEAD", "Messages", "ask", "drop", "put
 
 BEAT = 1.0  # seconds between two signs of life of a rank
 SILENCE, SILENCE_AT_EXIT = 20.0, 8.0  # seconds without one after which it counts as dead
-SILENCE_OF_DEAD = 2.5  # the same where it is known that some rank is
+SILENCE_OF_DEAD = 2.5  # the same where ranks leave for a next epoch, in which others join
+GONE = "another rank is gone"
 PAUSE = 0.02  # seconds between two looks
 CHUNK = 1024 * 1024  # bytes of one entry of the store, whose server has a bound for them
 
@@ -31,14 +32,16 @@ class Messages:
         store: shared by all ranks; None for one rank.
         name: of the save, the same on all ranks and of no other save.
         rank: this rank.
+        gone: set, by another thread, when it is known that some rank is: then who has not spoken is not waited for.
 
     Attributes:
         silence: seconds without a sign of life after which a rank counts as dead.
+        gone: as given.
     """
 
-    def __init__(self, store: Any, name: str, rank: int) -> None:
+    def __init__(self, store: Any, name: str, rank: int, gone: threading.Event) -> None:
         self._store, self._name, self._rank = store, name, rank
-        self.silence = SILENCE
+        self.silence, self.gone = SILENCE, gone
         self._over = threading.Event()
         self._pulse: threading.Thread | None = None
 
@@ -108,8 +111,24 @@ class Messages:
         keys = {rank: f"{self._name}/{what}/{rank}" for rank in ranks} if self._store is not None else {}
         return {rank: self._ask("get", key).decode() for rank, key in keys.items() if self._ask("check", [key])}
 
-    def hear(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Waits for what each of ``ranks`` says, by rank; those that are not there are not heard of any more.
+    def check_gone(self) -> None:
+        """
+        Raises:
+            CheckpointError: it is known that some rank is.
+        """
+        if self.gone.is_set():
+            raise CheckpointError(GONE)
+
+    @property
+    def why_unheard(self) -> str:
+        """Why who has not spoken is not waited for any more."""
+        if self.gone.is_set():
+            return GONE
+        return f"it was not heard of for {self.silence:.3g} s, so it has probably died"
+
+    def hear(self, what: str, ranks: Iterable[int], *, besides: float = 0.0) -> dict[int, str]:
+        """Waits for what each of ``ranks`` says, by rank; those that are not there are not heard of any more, or some
+        rank is gone, since as many seconds as they may take ``besides``.
 
         Raises:
             CheckpointError: the store is gone.
@@ -118,10 +137,13 @@ class Messages:
         waiting = {rank: f"{self._name}/{what}/{rank}" for rank in ranks} if self._store is not None else {}
         begun = looked = monotonic()
         beats: dict[int, tuple[int, float]] = {}  # the last count of each rank, and when it was first seen
-        pause = threading.Event()
+        until = float("inf")
         while waiting:
+            over = monotonic() >= until
             if self._ask("check", list(waiting.values())):
                 return said | {rank: self._ask("get", key).decode() for rank, key in waiting.items()}
+            if over:
+                return said | self.told(what, waiting)
             if monotonic() - looked > BEAT:
                 for rank in list(waiting):
                     if self._ask("check", [waiting[rank]]):
@@ -133,7 +155,10 @@ class Messages:
                 looked = monotonic()
                 if waiting and all(looked - beats[rank][1] > self.silence for rank in waiting):
                     break
-            pause.wait(PAUSE)
+            if until < float("inf"):
+                sleep(PAUSE)
+            elif self.gone.wait(PAUSE):
+                until = monotonic() + besides
         return said
 
     def _beat(self, store: Any) -> None:

@@ -151,10 +151,18 @@ class Saving:
 class Job:
     """One save, as one rank sees it."""
 
-    def __init__(self, model: ShardedModel, draft: Draft, keep: int | None, nonfinite: str, begun: float) -> None:
+    def __init__(
+        self,
+        model: ShardedModel,
+        draft: Draft,
+        keep: int | None,
+        nonfinite: str,
+        begun: float,
+        gone: threading.Event,
+    ) -> None:
         self._rank, self._ranks = model.rank, model.world_size
         self.draft, self._keep, self._nonfinite = draft, keep, nonfinite
-        self.messages = Messages(model.comm.mesh.asked, f"save/{draft.token}", model.rank)
+        self.messages = Messages(model.comm.mesh.asked, f"save/{draft.token}", model.rank, gone)
         self._begun, self._stall = begun, 0.0
         self._held = 0
         self._parts: list[UnwrittenPiece] = []
@@ -249,7 +257,7 @@ class Job:
         problem, num_bytes = self._problem, 0
         try:
             if not problem:
-                done = write_file(self.draft.path / name, self._parts)
+                done = write_file(self.draft.path / name, self._parts, lambda _: self.messages.check_gone())
                 num_bytes = done.num_bytes
                 self._index.add_file(name, *done)
         except Exception as error:
@@ -328,6 +336,7 @@ class Saver:
         self.last: Saving | None = None
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
+        self._gone = threading.Event()
         # Kept from save to save: to write into fresh memory takes four times as long as into this.
         self._blocks: list[Tensor] = []
         self._spares: list[Tensor] = []  # the same, of what was taken out of the way of updates
@@ -368,7 +377,8 @@ class Saver:
         lost = sums_of_lost(model.comm, list(model.trainable()), "engine.save()")
         self.lock.begin(token)
         draft = Draft(target, token, latest=latest, lock=self.lock, adds=keep is None)
-        job, lending = Job(model, draft, keep, nonfinite, begun), None if plain or lost else Lending(self._spares)
+        job = Job(model, draft, keep, nonfinite, begun, self._gone)
+        lending = None if plain or lost else Lending(self._spares)
         try:
             said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out, lost, lending))
             if job.error is not None and not isinstance(job.error, Exception):
@@ -501,9 +511,13 @@ class Saver:
             self._model.rows.remove(self._memory)
         self._blocks, self._spares = [], []
 
+    def break_off(self) -> None:
+        """On any thread: another rank is gone, so a save that is under way ends at once, and there is no other."""
+        self._gone.set()
+
     def leave(self) -> RunLock:
-        """Another rank is gone, so a save under way ends soon; and the folders go on as the run's, whose next engine
-        has :meth:`go_on`."""
+        """A next epoch comes, so a save under way ends soon; and the folders go on as the run's, whose next engine has
+        :meth:`go_on`."""
         if self._job is not None:
             self._job.messages.wait_at_most(SILENCE_OF_DEAD)
         lock, self.lock = self.lock, RunLock()

@@ -41,6 +41,7 @@ from shardfold.checkpoint.run_lock import RunLock
 from shardfold.comm.epoch_watch import EpochWatch
 from shardfold.comm.launcher_notes import (
     FILE,
+    is_broken,
     is_over,
     note_closed,
     note_elastic,
@@ -375,10 +376,13 @@ class ElasticRun:
 
     def _end_epoch(self, engine: Engine | None, error: BaseException) -> tuple[float, float]:
         """This rank leaves an epoch and knows its place in the next one; when it stopped, and when it knew."""
-        begun = perf_counter()
+        assert self._place is not None
+        begun, epoch = perf_counter(), self._place.epoch
         self._stop(engine)
         self._place = self._next_place(error)
         agreed = perf_counter()
+        if engine is not None and is_broken(epoch):
+            engine.saver.break_off()
         self._leave(engine)
         return begun, agreed
 
@@ -410,8 +414,13 @@ class ElasticRun:
 
     def _begin_watch(self, engine: Engine) -> None:
         """What the engine waits for in this epoch ends with it."""
+
+        def end() -> None:
+            engine.saver.break_off()
+            engine.sharded.comm.sever()
+
         if self._place is not None:
-            self._watch.watch(self._place.epoch, engine.sharded.comm.sever)
+            self._watch.watch(self._place.epoch, end)
 
     def _stop(self, engine: Engine | None) -> None:
         """This rank does nothing more in its epoch."""
