@@ -34,7 +34,9 @@ PLACES = ("begin", "made", "between", "saving", "gathered", "evaluation", "close
 """Moments that are no operation."""
 SECTIONS = ("forward", "backward", "last", "step")
 MOMENTS = (*PLACES, *SECTIONS)
-DEATHS = ("kill", "late", "segv", "exit", "raise", "child", "oom")
+LEAVES = ("quit", "return")
+"""It ends with status 0 while others train: at once, and as a script ends that is over."""
+DEATHS = ("kill", "late", "segv", "exit", *LEAVES, "raise", "child", "oom")
 """Of a rank: now, at any instruction of the next milliseconds, by its own fault, behind a process that it has started,
 for want of memory."""
 DISKS = ("torn", "eio", "full")
@@ -147,6 +149,8 @@ class Case:
             return "notice is for a run that trains"
         if self.fault in ("hang", *LOOPS) and self.moment in ("begin", "closed"):
             return "it gives no signs of life yet, or nobody waits for it"
+        if self.fault in LEAVES and self.moment in ("begin", "closed"):
+            return "others wait for it to come, as long as they wait for that; or need it no more"
         if self.launcher == "train" and self.restarts:
             return "it starts nothing again"
         if self.again and not (self.restarts and self.fault in ("kill", "segv", "exit", "raise")):

@@ -27,7 +27,7 @@ from shardfold.launch.namespaces import INTERFACE, Namespaces
 from shardfold.launch.options import Options
 from shardfold.launch.run_script import run as run_script
 from tests.chaos import judge
-from tests.chaos.case import HANGS, SECTIONS, Case
+from tests.chaos.case import HANGS, LEAVES, SECTIONS, Case
 from tests.chaos.judge import LIMIT, MARGIN, Judge, Look, Run, Verdict, blamed, busy, trained, tree
 from tests.chaos.rank import work
 from tests.chaos.warm import begin
@@ -37,7 +37,7 @@ LOST = ("launcher kill", "host dead", "cut", "one way", "freeze")
 all; all of its processes stand still."""
 BAD = ("flap", "loss", "slow link")
 """A host's link is cut for a moment, loses packets, is slow: the run goes on."""
-OF_RANKS = ("kill", *HANGS, "raise")
+OF_RANKS = ("kill", *HANGS, *LEAVES, "raise")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "nodes": (2, 3),
     "each": (1, 2),
@@ -118,7 +118,7 @@ def of_number(number: int) -> HostCase:
     """The case of a number."""
     draw = random.Random(number)
     given = {name: draw.choice(values) for name, values in CHOICES.items()}
-    if (given["saves"] == "none" and given["moment"] == "saving") or given["fault"] == "hang":
+    if (given["saves"] == "none" and given["moment"] == "saving") or given["fault"] in ("hang", *LEAVES):
         given["moment"] = "between"
     return HostCase(**given, ranks=given["nodes"] * given["each"], part=draw.randrange(21) / 20)
 

@@ -24,7 +24,7 @@ from shardfold.launch.options import Options
 from shardfold.launch.process import INTERRUPTED
 from shardfold.launch.run_script import run as run_script
 from shardfold.plan.patience import PATIENCE
-from tests.chaos.case import DEATHS, DELAYS, ENDS, HANGS, LOOPS, NOTICES, STEPS, Case
+from tests.chaos.case import DEATHS, DELAYS, ENDS, HANGS, LEAVES, LOOPS, NOTICES, STEPS, Case
 from tests.chaos.rank import CHAOS, adamw, batch, model, work
 from tests.chaos.warm import STACKS, begin, keep_orphans
 from tests.support.saving import left_over
@@ -262,7 +262,7 @@ class Look:
 
     def _status(self) -> int:
         signals = {"late": signal.SIGALRM, "segv": signal.SIGSEGV}
-        return {"exit": 7, "raise": 1, "eio": 1}.get(
+        return {"exit": 7, "raise": 1, "eio": 1, **dict.fromkeys(LEAVES, 1)}.get(
             self.case.fault, 128 + signals.get(self.case.fault, signal.SIGKILL)
         )
 

@@ -17,7 +17,7 @@ from tests.chaos.case import Case, kept, of_number
 from tests.chaos.cover import pairs, pairwise
 from tests.chaos.hosts import HostCase
 
-PART, MOST, DRAWN, HOSTS = 10, 270, 200, 4
+PART, MOST, DRAWN, HOSTS = 10, 290, 200, 4
 FEW = [
     "layout=zero3 ranks=3 fault=kill moment=backward part=0.3 victim=second",
     "layout=zero2 ranks=2 fault=stop moment=step part=0.3 victim=last launcher=train",

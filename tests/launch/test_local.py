@@ -84,6 +84,26 @@ def test_a_failure_that_another_rank_caused_is_not_the_one_named(
     assert f"Error: {named}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("missed", [True, False])
+def test_who_ends_with_status_0_is_named_if_another_fails_because_of_that(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, missed: bool
+):
+    """Rank 1 has ended when rank 0 fails: as it needs that one, or by itself, as with something of its own behind what
+    ranks do together."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    script = (
+        f"if rank == 1: hold = open({str(fifo)!r}, 'w'); sys.exit()\n"
+        f"open({str(fifo)!r}).read()\n"
+        f"open(os.environ['SHARDFOLD_FOLLOWS'], 'w').write('{int(missed)}it waited for rank 1. Look there.')\n"
+        "sys.exit(3)"
+    )
+    assert run(script) == (1 if missed else 3)
+    named = "it waited for rank 1; so rank 0 of 2 exited with status 3"
+    if missed:
+        named = "rank 1 of 2 ended with status 0 while others still trained (it waited for rank 1)"
+    assert f"Error: {named}; the other rank was ended." in capfd.readouterr().err
+
+
 def test_only_the_last_lines_are_shown(capfd: pytest.CaptureFixture[str]):
     run("if rank == 1:\n for i in range(1000): print(f'line {i}.', file=sys.stderr)\n sys.exit(1)\n" + FOREVER)
     error = capfd.readouterr().err

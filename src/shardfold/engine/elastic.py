@@ -466,7 +466,7 @@ class ElasticRun:
         while (place := place_here()) is None or place.epoch <= epoch:
             waited, over = monotonic() - begun, is_over(epoch)
             if not over and waited > patience:
-                tell_launcher(str(error), follows=True)
+                tell_launcher(str(error).partition("\n")[0], follows=True)
                 raise error
             if waited > self._timeout:
                 raise CollectiveError(

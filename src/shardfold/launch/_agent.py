@@ -207,12 +207,16 @@ class Agent(SimpleElasticAgent):
         echo = self.patience.echo + self.patience.lost * (len(late_here) < len(late))  # another node judges, and tells
         failed = [worker for worker in ranks if worker.returncode and not self.members.takes(worker)]
         failed.sort(key=lambda worker: worker.ended or 0.0)
+        left = [worker for worker in ranks if worker.has_left]
         self._tell_without(worker_group)
         running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in ranks)
-        if failed and (first := caused(failed, running, echo, late_here)) is not None:
-            self.death = self._own(worker_group, first)
+        if failed and (first := caused(failed, running, echo, late_here, left)) is not None:
+            self.death = self._own(worker_group, first, failed[0].why)
         else:
             self.death = self._heard() or self._lost_node()
+            if self.death is not None and self.death.follows and left:
+                first = min(left, key=lambda worker: worker.ended or 0.0)
+                self.death = self._own(worker_group, first, self.death.why)
         if self.death is not None:
             return self._failed(worker_group, failed)
         self._ours_until = min(asked, self.meeting.ours_since) + max(
@@ -351,13 +355,13 @@ class Agent(SimpleElasticAgent):
         for worker in new:
             say(f"shardfold run: rank {self._place_of(group, worker).global_rank} on host {self.host} has joined.")
 
-    def _own(self, group: WorkerGroup, worker: Worker) -> Death:
-        """This node's first failure, which the other agents are told of."""
-        death = self._death_of(group, worker)
+    def _own(self, group: WorkerGroup, worker: Worker, missed: str) -> Death:
+        """This node's first failure, which the other agents are told of. ``missed``: why one failed that needed it."""
+        death = self._death_of(group, worker, missed)
         self.meeting.tell(death)
         return death
 
-    def _death_of(self, group: WorkerGroup, worker: Worker) -> Death:
+    def _death_of(self, group: WorkerGroup, worker: Worker, missed: str = "") -> Death:
         returncode = worker.returncode or 0
         place = self._place_of(group, worker)
         killed = returncode == -signal.SIGKILL and not worker.is_ended_here
@@ -371,7 +375,7 @@ class Agent(SimpleElasticAgent):
             self.oom.witness(worker.process.pid, worker.resident) if killed else "",
             time.time() - (time.monotonic() - (worker.ended or 0.0)),
             worker.follows,
-            worker.why,
+            worker.why if returncode else missed,
             worker.steps,
         )
 

@@ -242,7 +242,7 @@ class Attempts(RendezvousHandler):
             for rank in range(self.num_nodes):
                 if self.store.check([f"shardfold/death/{rank}"]):
                     death = Death.from_json(self.store.get(f"shardfold/death/{rank}"))
-                    if earliest is None or (death.follows, death.at) < (earliest.follows, earliest.at):
+                    if earliest is None or death.order < earliest.order:
                         earliest = death
         except GONE:
             if earliest is None:

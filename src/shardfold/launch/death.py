@@ -17,7 +17,7 @@ from pathlib import Path
 from shardfold.launch.process import how
 from shardfold.tiers.limit import control_groups, number_in
 
-__all__ = ["Death", "OomWatch", "because", "resident"]
+__all__ = ["Death", "OomWatch", "resident", "told"]
 
 GB = 10**9
 RECENT = 5.0
@@ -41,7 +41,8 @@ class Death:
         oom: which witness says that the kernel killed it for want of memory; "" if none does.
         at: when, in seconds since 1970 by the clock of its host.
         follows: whether its engine said that another rank's end made it fail.
-        why: what its engine said made it fail, without a full stop; "" if nothing.
+        why: what its engine said made it fail, or of one that ended with status 0 that of another, without a full stop;
+            "" if nothing.
         steps: updates that its engine had done; None: unknown.
     """
 
@@ -64,24 +65,34 @@ class Death:
     def from_json(cls, text: str | bytes) -> Death:
         return cls(**json.loads(text))
 
+    @property
+    def order(self) -> tuple[int, float]:
+        """Of several the first is the cause: who failed by itself, else who ended well while others needed it."""
+        left = self.rank >= 0 and not self.returncode
+        return 2 if self.follows else int(left), self.at
+
     def sentence(self, then: str) -> str:
         """What is said of it: what its engine knows of the cause, rank, host, how it ended, and what was done
         ``then``."""
         if self.rank < 0:
             ended = how(self.returncode) if self.returncode else "does not answer any more"
             return f"Error: the launcher on host {self.host} {ended}{then}."
-        cause = how(self.returncode).removeprefix("was ")
+        front, cause = told(self.returncode, self.why)
+        cause = cause.removeprefix("was ")
         if self.oom:
             cause += f", kernel OOM ({self.oom})"
         if self.returncode < 0 and self.resident:
             cause += f", RSS {self.resident / GB:.1f}"
             cause += f" of {self.limit / GB:.1f} GB" if self.limit else " GB"
-        return f"Error: {because(self.why)}rank {self.rank} on host {self.host}: {cause}{then}."
+        return f"Error: {front}rank {self.rank} on host {self.host}: {cause}{then}."
 
 
-def because(why: str) -> str:
-    """A cause, in front of what came of it."""
-    return f"{why}; so " if why else ""
+def told(returncode: int, why: str) -> tuple[str, str]:
+    """What a sentence says in front of a rank that is the cause, and behind it: how it ended, and why, as far as that
+    is known; of one that ended with status 0, what others say that they missed it for."""
+    if returncode:
+        return f"{why}; so " if why else "", how(returncode)
+    return "", "ended with status 0 while others still trained" + (f" ({why})" if why else "")
 
 
 def host_name() -> str:

@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from shardfold.launch.death import because
+from shardfold.launch.death import told
 from shardfold.launch.leftovers import Leftovers
-from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores, python_module
+from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, num_cores, python_module
 from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, is_awaited, watch
 from shardfold.plan.patience import Patience
 
@@ -177,12 +177,13 @@ def launch(command: list[str], num_procs: int, *, held: bool = False) -> int:
             print("Error: interrupted before the ranks could end by themselves.", file=sys.stderr)
         return interrupts.status  # before it could stop cleanly, or by the second signal
     report(ranks[failed.local_rank], ranks)
-    return exit_status(returncode)
+    return exit_status(returncode) or 1
 
 
 def first_failure(ended: queue.SimpleQueue[Worker], num_procs: int, interrupts: Interrupts) -> Worker | None:
     """Wait until all ranks have ended in good order, or return the first that has not and is no echo of another."""
     failed: list[Worker] = []
+    ranks = interrupts.ranks
     echo = Patience.of_environment().echo
     for left in reversed(range(num_procs)):
         rank = next_end(ended, interrupts, (failed[0].ended or 0.0) + echo if failed else float("inf"))
@@ -190,9 +191,10 @@ def first_failure(ended: queue.SimpleQueue[Worker], num_procs: int, interrupts: 
             break
         if rank.returncode not in (0, INTERRUPTED, interrupts.status):
             failed.append(rank)
-        if failed and caused(failed, left > 0, echo, given_up(interrupts.ranks)) is not None:
+        if failed and caused(failed, left > 0, echo, given_up(ranks)) is not None:
             break
-    return caused(failed, False, echo, given_up(interrupts.ranks)) if failed else None
+    ended_well = [rank for rank in ranks if rank.has_left]
+    return caused(failed, False, echo, given_up(ranks), ended_well) if failed else None
 
 
 def given_up(ranks: Sequence[LocalRank]) -> list[Worker]:
@@ -235,7 +237,13 @@ def note_end(failed: Worker, interrupts: Interrupts) -> None:
     if interrupts.ended(failed):
         failed.note_end("stopped", failed.local_rank, "it was interrupted before it could end by itself")
     else:
-        failed.note_end("failed", failed.local_rank, f"{because(failed.why)}it {how(failed.returncode or 0)}")
+        front, ended = told(failed.returncode or 0, reason(failed, interrupts.ranks))
+        failed.note_end("failed", failed.local_rank, f"{front}it {ended}")
+
+
+def reason(failed: Worker, ranks: Sequence[LocalRank]) -> str:
+    """Why it failed; of one that ended with status 0, why another one did, which needed it."""
+    return failed.why if failed.returncode else next((rank.why for rank in ranks if rank.follows), "")
 
 
 def report(failed: LocalRank, ranks: Sequence[LocalRank]) -> None:
@@ -251,7 +259,8 @@ def report(failed: LocalRank, ranks: Sequence[LocalRank]) -> None:
     ended = (
         "" if not others else f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended"
     )
-    message = f"Error: {because(failed.why)}rank {failed.local_rank} of {len(ranks)} {how(returncode)}{ended}."
+    front, itself = told(returncode, reason(failed, ranks))
+    message = f"Error: {front}rank {failed.local_rank} of {len(ranks)} {itself}{ended}."
     if not lines:
         print(message, file=sys.stderr)
     elif failed is ranks[0]:

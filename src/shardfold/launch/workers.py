@@ -207,6 +207,11 @@ class Worker:
         return not self._ended_for and self._told.startswith("1")
 
     @property
+    def has_left(self) -> bool:
+        """Whether it has ended with status 0, and not as another rank's end made it fail."""
+        return self.returncode == 0 and not self.follows
+
+    @property
     def why(self) -> str:
         if self._ended_for:
             return f"{self._ended_for}{self._stack}, and was ended"
@@ -421,23 +426,28 @@ def _sign(worker: Worker) -> int | None:
     return sign
 
 
-def caused(failed: Sequence[_Failed], running: bool, echo: float, late: Collection[Worker] = ()) -> _Failed | None:
+def caused(
+    failed: Sequence[_Failed], running: bool, echo: float, late: Collection[Worker] = (), left: Collection[_Failed] = ()
+) -> _Failed | None:
     """Of the ranks that have failed the one that is the cause; None: it may be one that still ends.
 
     A rank whose process is slow to end is noticed by the others before: they fail and may be gone first. As long as one
     is there for which others have waited in vain, which :func:`end_hung` ends, none of those is the cause, however long
-    that takes.
+    that takes. If all that have failed did so because of another one, it is the first of those that have ended with
+    status 0: the others still needed it.
 
     Args:
         failed: in the order in which they ended, at least one.
         running: whether other ranks may still run, of this node or of another.
         echo: seconds for which one that failed because of another one is held back, for that one to end.
         late: of this node, those for which others have waited in vain.
+        left: of this node, those that have ended with status 0.
     """
     cause = next((worker for worker in failed if not worker.follows), None)
     if cause is None and (is_awaited(late) or (running and time.monotonic() < (failed[0].ended or 0.0) + echo)):
         return None
-    return cause or next((worker for worker in failed if worker in late), failed[0])
+    cause = cause or next((worker for worker in failed if worker in late), None)
+    return cause or min(left, key=lambda worker: worker.ended or 0.0, default=failed[0])
 
 
 def is_awaited(late: Collection[Worker]) -> bool:
