@@ -1,4 +1,5 @@
-"""``shardfold run --elastic``: ranks of a script of transformers' Trainer are killed, and its loop goes on."""
+"""``shardfold run --elastic``: ranks of a script of transformers' Trainer, or of Lightning's, are killed, and its loop
+goes on."""
 
 from __future__ import annotations
 
@@ -19,18 +20,19 @@ from shardfold.errors import ConfigError, UsageError
 from shardfold.launch.options import Options
 from tests.support.clients import needs
 
-ROOT, SCRIPT = Path(__file__).parents[2], Path(__file__).with_name("elastic_script.py")
+ROOT = Path(__file__).parents[2]
+TRANSFORMERS, LIGHTNING = (Path(__file__).with_name(f"elastic_{name}.py") for name in ("script", "lightning_script"))
 STEPS, RANKS = 12, 3
 TOLERANCE = 1e-6
 """Between losses in fp32 of about 4: sums in another order differ by a rounding, 2.4e-7, or two."""
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="launchers leave notes for ranks in a memfd")
 
 
-def trained(folder: Path, stage: int, accumulate: int, *moments: str) -> dict[str, Any]:
+def trained(script: Path, folder: Path, stage: int, accumulate: int, *moments: str) -> dict[str, Any]:
     """What a run came to."""
     folder.mkdir()
     words = ["run", "--elastic", "--as-deepspeed", "--no_local_rank", "--standalone", f"--nproc-per-node={RANKS}"]
-    words += [str(SCRIPT), str(folder), f"{stage}", f"{accumulate}", f"{STEPS}", *moments]
+    words += [str(script), str(folder), f"{stage}", f"{accumulate}", f"{STEPS}", *moments]
     more = {
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
@@ -61,20 +63,16 @@ def samples(folder: Path) -> list[Counter[int]]:
     return found
 
 
-@LINUX
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-@needs("accelerate", "transformers")
-@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (2, 1), (3, 2)])
-def test_ranks_of_the_trainer_are_killed_and_it_comes_to_the_same(stage: int, accumulate: int, tmp_path: Path) -> None:
-    """Two of three, at drawn moments, the one that prints too: losses, rates, norms and weights of a run of which none
-    is, and in each step the samples of that."""
-    quiet, draw = trained(tmp_path / "quiet", stage, accumulate), random.Random(stage)
+def is_as_undisturbed(script: Path, folder: Path, stage: int, accumulate: int, most: int) -> dict[str, dict[str, Any]]:
+    """Whether a run of which two ranks of three are killed at drawn moments, at most so many milliseconds behind the
+    beginning of a step, comes to losses, rates and weights of one of which none is, and each step has the samples of
+    that; what both came to."""
+    quiet, draw = trained(script, folder / "quiet", stage, accumulate), random.Random(stage)
     order = draw.sample(range(RANKS), 2)
     moments = [
-        f"{rank}:{step}:{draw.choice([0, draw.randrange(1, 60)])}" for rank, step in zip(order, (3, 8), strict=True)
+        f"{rank}:{step}:{draw.choice([0, draw.randrange(1, most)])}" for rank, step in zip(order, (3, 8), strict=True)
     ]
-    found = trained(tmp_path / "killed", stage, accumulate, *moments)
+    found = trained(script, folder / "killed", stage, accumulate, *moments)
     losses = told(found, "loss")
     assert len(losses) == STEPS, moments
     for name in ("loss", "learning_rate"):
@@ -82,7 +80,34 @@ def test_ranks_of_the_trainer_are_killed_and_it_comes_to_the_same(stage: int, ac
         assert max(abs(mine[step] - value) for step, value in expected.items()) < TOLERANCE, (moments, name)
     far = max(float((found["weights"][name] - value).abs().max()) for name, value in quiet["weights"].items())
     assert far < 1e-4, moments  # Adam makes more of a rounding where a gradient is next to nothing
-    assert samples(tmp_path / "killed") == samples(tmp_path / "quiet"), moments
+    assert samples(folder / "killed") == samples(folder / "quiet"), moments
+    return {"quiet": quiet, "killed": found}
+
+
+@LINUX
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (2, 1), (3, 2)])
+def test_ranks_of_the_trainer_are_killed_and_it_comes_to_the_same(stage: int, accumulate: int, tmp_path: Path) -> None:
+    """Also the one that prints."""
+    is_as_undisturbed(TRANSFORMERS, tmp_path, stage, accumulate, 60)
+
+
+@LINUX
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@needs("lightning")
+@pytest.mark.parametrize(("stage", "accumulate"), [(1, 1), (2, 2), (3, 1)])
+def test_ranks_of_lightning_are_killed_and_it_comes_to_the_same(stage: int, accumulate: int, tmp_path: Path) -> None:
+    """Also the one that prints; what is held out is shared out among the ranks that are left, and saves are whole."""
+    found = is_as_undisturbed(LIGHTNING, tmp_path, stage, accumulate, 30)
+    held_out = [each["held_out"] for each in found.values()]
+    assert len(held_out[0]) > 1
+    assert max(abs(a - b) for a, b in zip(*held_out, strict=True)) < TOLERANCE
+    assert found["killed"]["ranks"] == 1
+    saved = [sorted(path.name for path in (tmp_path / name / "saved").iterdir()) for name in found]
+    assert saved[0] == saved[1] and len(saved[0]) == 2
 
 
 def test_elastic_is_for_scripts_of_the_trainer() -> None:
@@ -96,15 +121,15 @@ def test_elastic_is_for_scripts_of_the_trainer() -> None:
 def test_what_cannot_go_on_is_refused() -> None:
     """Loops of others, axes of ranks, and an order of samples that other ranks do not know."""
     from shardfold.compat.deepspeed.elastic_core import ElasticCore, refuse_axes
-    from shardfold.compat.deepspeed.elastic_trainer import Readers
+    from shardfold.compat.deepspeed.elastic_trainer import readers
 
     core = object.__new__(ElasticCore)
     core._is_inside = False  # pyright: ignore[reportPrivateUsage]  # as behind its making
-    with pytest.raises(UsageError, match="Accelerate or Lightning, nobody knows what to do again"):
+    with pytest.raises(UsageError, match="own with Accelerate, nobody knows what to do again"):
         core.take(torch.zeros(()), last=True)
     with pytest.raises(ConfigError, match="--elastic with ranks along axes \\(tensor 2\\)"):
         refuse_axes({"tensor": 2})
     refuse_axes(None)
     loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, shuffle=True)
     with pytest.raises(ConfigError, match="over NoneType: when a rank dies others read its samples"):
-        Readers(loader, 2)
+        readers(loader, 2)

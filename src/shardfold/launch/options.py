@@ -185,7 +185,8 @@ class Options:
         False,
     )
     elastic: bool = option(
-        "With --as-deepspeed: ranks go on without one that is killed, in a script of the transformers Trainer.",
+        "With --as-deepspeed: ranks go on without one that is killed, in a script of the transformers Trainer, or "
+        "of Lightning.",
         SCRIPT,
         False,
     )
@@ -202,8 +203,8 @@ class Options:
         self._check_meeting()
         if self.elastic and not self.as_deepspeed:
             raise ConfigError(
-                "--elastic is for scripts of the Trainer, with --as-deepspeed: give that too. A loop of your own goes "
-                "on without a rank by shardfold.ElasticRun, without an option here."
+                "--elastic is for scripts of the Trainer and of Lightning, with --as-deepspeed: give that too. A loop "
+                "of your own goes on without a rank by shardfold.ElasticRun, without an option here."
             )
         if self.elastic and (self.spares or self.replace):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The engine underneath a :class:`DeepSpeedEngine` that goes on without a rank that is killed.
 
 ``shardfold run --elastic --as-deepspeed`` says that it shall. The loop is the client's, and turns once for each
-micro-batch whatever happens: what it has done of a step is done again below it (``elastic_trainer``). The model and the
+micro-batch whatever happens: what it has done of a step is done again below it (``elastic_loop``). The model and the
 optimizer are the client's too, and stay the same objects: each engine is made on them anew, with parameters whose
 values come from the ranks that are left.
 """
@@ -117,9 +117,10 @@ class ElasticCore:
         """
         if not self._is_inside:
             raise WrongCall(
-                "--elastic is for the loop of transformers' Trainer. Of another one, as of Accelerate or Lightning, "
-                "nobody knows what to do again of a step in which a rank dies, nor how to read what that one would "
-                "have read: start without --elastic, or write the loop with shardfold.ElasticRun."
+                "--elastic is for the loops of transformers' Trainer and of Lightning's, with automatic optimization. "
+                "Of another one, as a script's own with Accelerate, nobody knows what to do again of a step in which a "
+                "rank dies, nor how to read what that one would have read: start without --elastic, or write the loop "
+                "with shardfold.ElasticRun."
             )
         loss = loss * self.factor if self.factor != 1.0 else loss
         self.loss += loss.item()

@@ -1,14 +1,8 @@
-"""The loop of transformers' Trainer under ``shardfold run --elastic``: it turns once for each micro-batch of this
-rank's own, whoever has died, and what is to be done besides is done inside ``training_step``.
+"""The loop of transformers' Trainer under ``shardfold run --elastic``: what is to be done again, or for a rank that is
+gone, is done inside ``training_step`` (``elastic_loop``).
 
-A step is one unit. It begins with what ranks tell each other of it (who reads for whom, and over how many targets the
-loss is a mean), and has a micro-batch for each of the ranks that began, of those that are gone too, whose samples
-another one reads from the same sampler. If a rank dies in it, those that are left do all of it again, from its first
-micro-batch to the one that the loop is at, on the engine that there is then; the loop does not come to know. What a
-step's loss is all ranks know before the step is taken, so the Trainer's own gathering of losses has nothing to send.
-
-Generators of random numbers begin anew with each micro-batch, from (seed, step, micro-batch, number of the rank that
-began), and are behind it what they were: dropout does not depend on who computes.
+A step begins with what ranks tell each other of it: who reads for whom, and over how many targets the loss is a mean.
+As all ranks know the step's loss, the Trainer's own gathering of losses has nothing to send.
 """
 
 from __future__ import annotations
@@ -24,20 +18,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from shardfold.checkpoint.rng import rng_state, set_rng_state
+from shardfold.compat.deepspeed.elastic_loop import Readers, StepLoop, unknown_order
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
-from shardfold.compat.deepspeed.refused import WrongArgument
-from shardfold.data import seed_generators, seed_of
 
-__all__ = ["Readers", "TrainerLoop", "enter_trainer"]
+__all__ = ["TrainerLoop", "enter_trainer", "readers"]
 
 MODULE = "transformers.trainer"
 _LOOPS = "_shardfold_loop"
 """What a Trainer has of us."""
 
 
-class Readers:
-    """The batches of ranks that are gone, as they would have read them.
+def readers(loader: Any, ranks: int) -> Readers:
+    """The batches of ranks that are gone.
 
     Args:
         loader: of the Trainer, as accelerate has prepared it.
@@ -46,45 +38,27 @@ class Readers:
     Raises:
         WrongArgument: it reads in an order that other ranks do not know.
     """
+    shard: Any = getattr(loader, "batch_sampler", None)
+    inner = getattr(shard, "batch_sampler", None)
+    order: Any = getattr(inner, "sampler", None)
+    if type(inner) is not BatchSampler or not (
+        isinstance(order, SequentialSampler) or type(order).__name__ == "SeedableRandomSampler"
+    ):
+        raise unknown_order("the Trainer", inner or loader, order)
 
-    def __init__(self, loader: Any, ranks: int) -> None:
-        shard: Any = getattr(loader, "batch_sampler", None)
-        inner = getattr(shard, "batch_sampler", None)
-        order = getattr(inner, "sampler", None)
-        if type(inner) is not BatchSampler or not (
-            isinstance(order, SequentialSampler) or type(order).__name__ == "SeedableRandomSampler"
-        ):
-            raise WrongArgument(
-                f"--elastic with a training loader of {type(inner or loader).__name__} over {type(order).__name__}: "
-                "when a rank dies others read its samples, so their order has to follow from a seed and the epoch. "
-                "Give the Trainer a map-style dataset and no sampler of your own, or start without --elastic."
-            )
-        self._loader, self._shard, self._ranks = loader, shard, ranks
-        self._open: dict[int, tuple[int, int, Iterator[list[int]]]] = {}  # by rank: epoch, position, what comes then
-
-    def read(self, uid: int, epoch: int, position: int, count: int) -> list[Any]:
-        """So many batches of a rank from this position of an epoch on, fewer where the epoch ends."""
-        at, place, indices = self._open.get(uid, (-1, 0, iter(())))
-        if (at, place) != (epoch, position):
-            indices = islice(self._indices(uid, epoch), position, None)
-        found = list(islice(indices, count))
-        self._open[uid] = (epoch, position + len(found), indices)
-        dataset = self._loader.dataset
-        return [self._loader.collate_fn([dataset[i] for i in each]) for each in found]
-
-    def _indices(self, uid: int, epoch: int) -> Iterator[list[int]]:
-        inner, sampler = copy.copy(self._shard.batch_sampler), copy.copy(self._shard.batch_sampler.sampler)
+    def indices(uid: int, epoch: int) -> Iterator[list[int]]:
+        batches, sampler = copy.copy(inner), copy.copy(order)
         if hasattr(sampler, "set_epoch"):
             sampler.generator = None  # the other one is in use
             sampler.set_epoch(epoch)
-        inner.sampler = sampler
-        shard = type(self._shard)(
-            inner, self._ranks, uid, split_batches=self._shard.split_batches, even_batches=self._shard.even_batches
-        )
-        return iter(shard)
+        batches.sampler = sampler
+        kind, split, even = type(shard), shard.split_batches, shard.even_batches
+        return iter(kind(batches, ranks, uid, split_batches=split, even_batches=even))
+
+    return Readers(loader, indices)
 
 
-class TrainerLoop:
+class TrainerLoop(StepLoop):
     """What a Trainer's loop has done of the present step.
 
     Args:
@@ -94,11 +68,9 @@ class TrainerLoop:
     """
 
     def __init__(self, trainer: Any, engine: DeepSpeedEngine, step: Callable[..., Tensor]) -> None:
-        assert engine.elastic is not None
-        self.trainer, self.engine, self._step, self.core = trainer, engine, step, engine.elastic
-        self._readers = Readers(trainer.callback_handler.train_dataloader, self.core.ranks)
-        self._share: list[tuple[int, float]] = []
-        self._shared_in = -1  # which epoch of the ranks that is of
+        super().__init__(engine, trainer.args.seed)
+        self.trainer, self._step = trainer, step
+        self._readers = readers(trainer.callback_handler.train_dataloader, self.core.ranks)
         self._own: list[Any] = []  # micro-batches that the loop has come to
         self._others: dict[int, list[Any]] = {}
         self._all: list[Any] = []  # of the step, of this rank's own
@@ -112,29 +84,15 @@ class TrainerLoop:
         """The next micro-batch; 0, and of the last one the step's loss, the mean of all ranks."""
         last = bool(self.trainer.accelerator.gradient_state.sync_gradients)
         self._own.append(inputs)
-        first, steps = len(self._own) - 1, self.core.run.engine.steps
-        random = rng_state()
+        at = len(self._own) - 1
         try:
-            while True:
-                known = len(self.core.run.recoveries)
-                with self.core.run.attempt(admits=False), self.core.inside():
-                    self._pass(first, last=last)
-                    break
-                taken = self.core.run.engine.steps > steps
-                self.follow(known, taken=taken)
-                if taken:
-                    break
-                first = 0
+            self.repeat(lambda anew: self._pass(0 if anew else at, last=last))
         finally:
-            set_rng_state(random)
             self.trainer.accelerator.gradient_state._set_sync_gradients(last)
         return torch.tensor(self.core.mean if last else 0.0, device=self.trainer.args.device)
 
-    def follow(self, known: int, *, taken: bool = False) -> None:
-        """Ranks may be fewer: whoever counts them learns it."""
-        if len(self.core.run.recoveries) == known:
-            return
-        self.engine._follow_elastic(taken=taken)
+    def renumber(self) -> None:
+        """The Trainer and Accelerate count the ranks that there are."""
         from accelerate.state import AcceleratorState, PartialState
 
         engine = self.core.run.engine
@@ -153,27 +111,23 @@ class TrainerLoop:
         if first == 0:
             self._meet()
         gradients = self.trainer.accelerator.gradient_state
-        args, step = self.trainer.args, self.core.run.engine.steps
-        summed = self._items is not None and args.average_tokens_across_devices
+        summed = self._items is not None and self.trainer.args.average_tokens_across_devices
         for number in range(first, len(self._own)):
             for slot, (uid, weight) in enumerate(self._share):
                 inputs = self._own[number] if uid == self.core.uid else self._others[uid][number]
                 gradients._set_sync_gradients(last and number == len(self._own) - 1 and slot == len(self._share) - 1)
-                seed_generators(seed_of(args.seed, step, number, uid))
-                self.core.scale(weight, summed=summed)
+                self.begin_pass(number, uid, weight, summed=summed)
                 given = dict(inputs) if isinstance(inputs, Mapping) else inputs
                 self._step(self.trainer, self.engine, given, self._items)
 
     def _meet(self) -> None:
         """What ranks tell each other before a step; all do it, also when the step is done again."""
         core, trainer = self.core, self.trainer
-        core.begin()
-        if self._shared_in != len(core.run.recoveries):
-            self._share, self._shared_in = core.share(), len(core.run.recoveries)
+        share = self.shares()
         size = len(trainer.callback_handler.train_dataloader)
         each = trainer.args.gradient_accumulation_steps
         epoch, update = divmod(trainer.state.global_step, max(-(-size // each), 1))
-        others = {uid for uid, _ in self._share} - {core.uid}
+        others = {uid for uid, _ in share} - {core.uid}
         self._others = {uid: self._readers.read(uid, epoch, update * each, len(self._all)) for uid in sorted(others)}
         items = self._count(self._all)
         for batches in self._others.values():
@@ -228,13 +182,8 @@ def enter_trainer(engine: DeepSpeedEngine) -> None:
         return batches, None
 
     def _maybe_log_save_evaluate(self: Any, *args: Any, **more: Any) -> None:
-        if (loop := loop_of(self)) is None:
-            return told(self, *args, **more)
-        while True:
-            known = len(loop.core.run.recoveries)
-            with loop.core.run.attempt(admits=False):
-                return told(self, *args, **more)
-            loop.follow(known)
+        loop = loop_of(self)
+        return told(self, *args, **more) if loop is None else loop.whole(lambda: told(self, *args, **more))
 
     def distributed_broadcast_scalars(
         scalars: Any, num_total_examples: int | None = None, device: Any = None

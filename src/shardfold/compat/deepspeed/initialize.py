@@ -115,9 +115,10 @@ def _enter_client(engine: DeepSpeedEngine, *, trains: bool) -> None:
     """What a client finds at its model and in its loop, where it is one that is known."""
     _offer_kv_offload(engine.module, engine.device, trains=trains)
     if engine.elastic is not None:
-        from shardfold.compat.deepspeed.elastic_trainer import enter_trainer  # elsewhere nothing of it is needed
+        from shardfold.compat.deepspeed import elastic_lightning, elastic_trainer  # elsewhere nothing of it is needed
 
-        enter_trainer(engine)
+        elastic_trainer.enter_trainer(engine)
+        elastic_lightning.enter_lightning(engine)
 
 
 def _offer_kv_offload(model: nn.Module, device: torch.device, *, trains: bool) -> None:
