@@ -30,8 +30,8 @@ OTHERS = {  # names with an underscore that are Python's or other libraries'
     "_apply_gate",  # of its modules of experts
     "_disable_adapters",  # of peft's layers
     "_get_num_items_in_batch", "_set_sync_gradients",  # of the Trainer's loop, which elastic runs go on with
-    "_AutomaticOptimization", "_EvaluationLoop", "_TrainingEpochLoop", "_combined_loader", "_make_closure",  # the same of
-    "_on_before_batch_transfer", "_optimizer_step", "_should_accumulate", "_zero_grad_fn",  # Lightning's
+    "_AutomaticOptimization", "_EvaluationLoop", "_TrainingEpochLoop", "_combined_loader", "_make_closure",  # of
+    "_on_before_batch_transfer", "_optimizer_step", "_should_accumulate", "_zero_grad_fn",  # Lightning's loop, too
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardfold as sf
+from shardfold.comm import launcher_notes
 from shardfold.launch.run_records import OwnRecord, read_records
 from shardfold.tools.observe.run_folder import Run
 from shardfold.tools.observe.run_status import RunStatus
@@ -49,18 +50,52 @@ def begun(folder: Path, run: list[str]) -> tuple[subprocess.Popen[str], Path]:
     return subprocess.Popen(run, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True), folder / "run"
 
 
-def killed(folder: Path, run: list[str]) -> tuple[dict[int, dict[str, float]], str]:
-    """The figures of a run whose first rank is killed twice, by step, and what it printed."""
+def killed(
+    folder: Path, run: list[str], steps: int = STEPS, spares: int = 0
+) -> tuple[dict[int, dict[str, float]], str]:
+    """The figures of a run whose first rank is killed twice, by step, and what it printed; with spares, once so many
+    wait."""
     process, place = begun(folder, run)
+    await_spares(process, spares)
+    first = len(rows(place))
     for behind in KILLED:
-        kill(process, place, behind)
+        kill(process, place, first + behind)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err[-6000:]
-    assert "the 2 other ranks go on without it" in err and "1 rank goes on" in err
+    assert "the 2 other ranks go on" in err and ("3 ranks go on" if spares else "1 rank goes on") in err, err
     lines = rows(place)
     found = {int(each["step"]): each for each in lines}
-    assert len(found) == len(lines) >= STEPS - len(KILLED), "a step is told of twice, or more are missing than died"
+    assert len(found) == len(lines) >= steps - len(KILLED), "a step is told of twice, or more are missing than died"
+    assert steps in found
     return found, out
+
+
+def await_spares(run: subprocess.Popen[str], spares: int) -> None:
+    """Returns when so many of a run wait."""
+    deadline = time.monotonic() + 120
+    while run.poll() is None and sum(map(waits, Path("/proc").glob("[0-9]*"))) < spares:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def waits(process: Path) -> bool:
+    """Whether a process is a spare of a launcher of this one's, and waits."""
+    try:
+        if f"PPid:\t{os.getpid()}\n" not in Path(process.parent, parent_of(process), "status").read_text():
+            return False
+        entries = [each.partition("=") for each in (process / "environ").read_text().split("\0")]
+        given = {name: value for name, _, value in entries}
+        if launcher_notes.SPARE not in given:
+            return False
+        with open(given[launcher_notes.FILE], "rb") as notes:
+            notes.seek(launcher_notes.ELASTIC)
+            return notes.read(1) == b"1"
+    except (OSError, KeyError):
+        return False
+
+
+def parent_of(process: Path) -> str:
+    return next(line.split()[1] for line in (process / "status").read_text().splitlines() if line.startswith("PPid"))
 
 
 def kill(run: subprocess.Popen[str], folder: Path, behind: int) -> None:
@@ -120,13 +155,15 @@ def test_a_spare_of_train_takes_the_place_of_the_rank_that_prints(tmp_path: Path
 
 @linux
 @pytest.mark.soak
-@pytest.mark.parametrize("layout", ["ddp", "zero2"])
-def test_ranks_of_train_face_are_killed_and_it_comes_to_the_same(layout: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("layout", "spares"), [("ddp", 0), ("zero2", 0), ("zero2", 2)])
+def test_ranks_of_train_face_are_killed_and_it_comes_to_the_same(layout: str, spares: int, tmp_path: Path) -> None:
     sizes = ["--identities", "11", "--shots", "4", "--held-out", "5", "--size", "16", "--width", "16", "--far", "0.1"]
     fixed = [sys.executable, "-m", "shardfold", "train", "face", *sizes, "--embedding", "12", "--head", "replicated"]
-    fixed += ["--steps", f"{STEPS}", "--layout", layout, "--lr", "1e-4"]  # Adam makes much of roundings, by the rate
-    given = ["--procs", "3", "--batch", "4", "--elastic", "--out", str(tmp_path / "run")]
-    found, _ = killed(tmp_path, [*fixed, *given])
+    steps = 10 * STEPS if spares else STEPS
+    fixed += ["--steps", f"{steps}", "--layout", layout, "--lr", "1e-4"]  # Adam makes much of roundings, by the rate
+    given = ["--procs", "3", "--batch", "4", "--elastic", "--spares", f"{spares}", "--out", str(tmp_path / "run")]
+    found, _ = killed(tmp_path, [*fixed, *given], steps, spares)
     quiet = [*fixed, "--procs", "3", "--batch", "4", "--out", str(tmp_path / "quiet")]
     subprocess.run(quiet, cwd=ROOT, capture_output=True, check=True, timeout=240)
     apart = [abs(found.get(int(row["step"]), row)["loss"] / row["loss"] - 1) for row in rows(tmp_path / "quiet")]
@@ -136,15 +173,18 @@ def test_ranks_of_train_face_are_killed_and_it_comes_to_the_same(layout: str, tm
 
 @linux
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @needs("transformers", "peft")
-@pytest.mark.parametrize("layout", ["ddp", "zero3"])
-def test_ranks_of_tune_are_killed_and_it_comes_to_the_same(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "spares"), [("ddp", 0), ("zero3", 0), ("zero3", 2)])
+def test_ranks_of_tune_are_killed_and_it_comes_to_the_same(layout: str, spares: int, tmp_path: Path) -> None:
     support.model_folder(tmp_path / "base")
     support.write_rows(tmp_path / "rows.jsonl", support.chats(90))
-    fixed = [sys.executable, "-m", "shardfold", "tune", "sft", "--model", str(tmp_path / "base"), "--lr", "1e-2"]
-    fixed += ["--data", str(tmp_path / "rows.jsonl"), "--steps", f"{STEPS}", "--cache", str(tmp_path / "cache")]
+    steps, rate = (10 * STEPS, "1e-4") if spares else (STEPS, "1e-2")  # roundings grow with both
+    fixed = [sys.executable, "-m", "shardfold", "tune", "sft", "--model", str(tmp_path / "base"), "--lr", rate]
+    fixed += ["--data", str(tmp_path / "rows.jsonl"), "--steps", f"{steps}", "--cache", str(tmp_path / "cache")]
     given = ["--procs", "3", "--micro-batch", "2", "--elastic", "--layout", layout, "--out", str(tmp_path / "run")]
-    found, _ = killed(tmp_path, [*fixed, *given])
+    given += ["--spares", f"{spares}"]
+    found, _ = killed(tmp_path, [*fixed, *given], steps, spares)
     alone = [*fixed, "--procs", "1", "--micro-batch", "6", "--out", str(tmp_path / "alone")]
     subprocess.run(alone, cwd=ROOT, capture_output=True, check=True, timeout=240)
     for row in rows(tmp_path / "alone"):

@@ -38,6 +38,7 @@ IDLE: list[tuple[type[RecipeSettings], dict[str, Any], str, dict[str, Any]]] = [
     (TrainConfig, {"spares": 1, "elastic": True, "micro_batch": "max"}, "-batch a number", {"micro_batch": 2}),
     (TrainConfig, {"elastic": True, "optimizer": "muon"}, "give --optimizer adamw", {"optimizer": "adamw"}),
     (FaceConfig, {"elastic": True}, "give --head replicated", {"head": "replicated"}),
+    (FaceConfig, {"spares": 1, "head": "replicated"}, "give --elastic", {"elastic": True}),
     (
         FaceConfig,
         {"elastic": True, "head": "replicated", "offload": "disk"},

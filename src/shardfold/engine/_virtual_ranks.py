@@ -12,19 +12,16 @@ where there is nothing to do. Two, as statistics of a batch need more than one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardfold.data import Loader, Sampler, seed_generators, seed_of
 from shardfold.engine._rank_shares import RankShares
-from shardfold.engine.step_position import HeldPosition, StepPosition
+from shardfold.engine.step_position import StepPosition
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described
 
 __all__ = ["MicroBatch", "VirtualRanks"]
-
-
-VIRTUAL = "virtual_ranks"
 
 
 class MicroBatch(NamedTuple):
@@ -61,7 +58,7 @@ class VirtualRanks(StepPosition):
             )
         self._source, self._accumulate = source, accumulate
         self._sampler = source if isinstance(source, Sampler) else source.follows
-        super().__init__(self._sampler)
+        super().__init__(self._sampler, self._sampler.num_ranks)
 
     @property
     def sampler(self) -> Sampler:
@@ -98,17 +95,6 @@ class VirtualRanks(StepPosition):
                     if is_last:
                         self._sampler.advance(self._accumulate)
                     yield MicroBatch(batch, weight, is_last)
-
-    def at(self, steps: int) -> HeldPosition:
-        """As of every position, with the number of virtual ranks, which a rank that is new hears from it."""
-        held = super().at(steps)
-        held.add({VIRTUAL: self._sampler.num_ranks})
-        return held
-
-    def go_on_at(self, state: Mapping[str, Any]) -> None:
-        """This is the position of the step that the run goes on from, which may be an earlier one."""
-        self._sampler.share_among(state[VIRTUAL])
-        super().go_on_at(state)
 
     def told(self, steps: int) -> str:
         """Where the samples of the next step of such a run are, for people."""

@@ -134,6 +134,7 @@ class ElasticRun:
         recoveries: what this rank went through so far.
         joined: whether this rank has come into a run that was under way: it has the states of the others, loads no
             checkpoint, and goes straight on to the next step.
+        position: of such a rank, where the others are in what they read, with ``virtual_ranks``, until it reads too.
 
     Raises:
         ConfigError: the ranks were not started by ``shardfold run``, or the engine is one that cannot go on so.
@@ -171,7 +172,7 @@ class ElasticRun:
         self._lock: RunLock | None = None
         self._watch = EpochWatch()
         self._data: StepPosition | None = None  # what is read, of which the position goes with the states
-        self._position: dict[str, Any] | None = None  # that of the others, until it is known what is read
+        self.position: dict[str, Any] | None = None
         self._broken = self._broken_at = 0  # attempts in a row that have come to nothing, and behind how many updates
         self.recoveries: list[Recovery] = []
         if self.joined:
@@ -255,10 +256,14 @@ class ElasticRun:
             if most is not None and not is_integer(most, 0):
                 raise ConfigError(f"run.batches({name}={described(most)}): it is an integer >= 0, or None.")
         self._data = data = VirtualRanks(source, self._accumulate)
-        if self._position is not None:
-            data.go_on_at(self._position)
-            self._position = None
+        self._go_on_reading(data)
         return self._batches(data, steps, epochs)
+
+    def _go_on_reading(self, data: StepPosition) -> None:
+        """What is read is known: a rank that has joined reads it from where the others are."""
+        if self.position is not None:
+            data.go_on_at(self.position)
+            self.position = None
 
     def _batches(self, data: VirtualRanks, steps: int | None, epochs: int | None) -> Iterator[Any]:
         known, shares = self.engine, data.shares(self.engine.data_ranks)
@@ -301,13 +306,17 @@ class ElasticRun:
         """As :meth:`batches`, without an end, where all micro-batches of a step are read together, and each counts by
         how much it has: ``source`` has virtual ranks too, for which it is asked, and a rank that has less than others
         is given batches of weight 0."""
-        self._data = data = StepPosition(source)
+        self._data = data = StepPosition(source, source.virtual_ranks)
+        self._go_on_reading(data)
         while True:
             engine = self.engine
             if engine.micro_batch:  # of a step that a loop before has left
                 engine.zero_grad()
             mine = range(engine.data_rank, source.virtual_ranks, engine.data_ranks)
             data.begin(engine.steps)
+            self._admit()
+            if self.engine is not engine:
+                continue
             window = source.window_of(mine, -(-source.virtual_ranks // engine.data_ranks))
             engine.set_micro_batches(len(window.batches))
             yield window
@@ -491,7 +500,7 @@ class ElasticRun:
         with held.together(engine.sharded.comm.job.exchange, engine.rank) as folder:
             report = engine.load(folder, state=self._state(engine))
             if self._data is None:
-                self._position = report.state.get("data")
+                self.position = report.state.get("data")
             if engine.copying is not None:  # before what it comes from is gone
                 engine.copying.refresh()
         if lock is not None:

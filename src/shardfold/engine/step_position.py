@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-__all__ = ["HeldPosition", "Positioned", "StepPosition"]
+__all__ = ["VIRTUAL", "HeldPosition", "Positioned", "StepPosition"]
+
+
+VIRTUAL = "virtual_ranks"
 
 
 class Positioned(Protocol):
@@ -19,16 +22,21 @@ class Positioned(Protocol):
         """Reading goes on there."""
         ...
 
+    def share_among(self, num_ranks: int) -> None:
+        """From now on what is read is cut for so many ranks."""
+        ...
+
 
 class StepPosition:
     """The position in front of the step under way and the one behind it.
 
     Args:
         of: what is read; its position is behind the step's samples when these were handed out.
+        virtual_ranks: for how many ranks it is cut, however many there are; one that is new hears it from the others.
     """
 
-    def __init__(self, of: Positioned) -> None:
-        self._of = of
+    def __init__(self, of: Positioned, virtual_ranks: int) -> None:
+        self._of, self._virtual_ranks = of, virtual_ranks
         self._before, self._steps = of.state_dict(), -1  # when a step began, and which one
 
     def begin(self, steps: int) -> None:
@@ -38,10 +46,13 @@ class StepPosition:
     def at(self, steps: int) -> HeldPosition:
         """The position of a run that has had so many updates: behind the step under way if it was taken, else in front
         of it."""
-        return HeldPosition(self, self._of.state_dict() if steps > self._steps else self._before)
+        state = self._of.state_dict() if steps > self._steps else self._before
+        return HeldPosition(self, {**state, VIRTUAL: self._virtual_ranks})
 
     def go_on_at(self, state: Mapping[str, Any]) -> None:
         """This is the position of the step that the run goes on from, which may be an earlier one."""
+        self._virtual_ranks = state[VIRTUAL]
+        self._of.share_among(self._virtual_ranks)
         self._of.load_state_dict(state)
         self._before, self._steps = dict(state), -1
 
@@ -56,10 +67,6 @@ class HeldPosition:
 
     def __init__(self, of: StepPosition, state: Mapping[str, Any]) -> None:
         self._of, self._state = of, dict(state)
-
-    def add(self, more: Mapping[str, Any]) -> None:
-        """It has these, too."""
-        self._state.update(more)
 
     def state_dict(self) -> dict[str, Any]:
         return self._state

@@ -215,7 +215,9 @@ def train_face(
             arguments = [argument(name, value) for name, value in resolved.items() if name != "procs"]
             flags = ["--study"] * study + (["--debug"] if invocation.obj else [])
             argv = ["train", "face", *arguments, *flags]
-            raise typer.Exit(launch.launch_local(argv, settings.procs, elastic=settings.elastic))
+            raise typer.Exit(
+                launch.launch_local(argv, settings.procs, elastic=settings.elastic, spares=settings.spares)
+            )
     if study:
         from shardfold.tools.recipes.face.study import study as run_study
 

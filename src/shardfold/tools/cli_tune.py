@@ -170,7 +170,10 @@ def launch_ranks(recipe: str, settings: TuneConfig, *, debug: bool) -> int:
         os.environ[RESOLVED] = str(path)
         try:
             status = launch.launch_local(
-                ["tune", recipe, *["--debug"] * debug], settings.procs, elastic=settings.is_elastic
+                ["tune", recipe, *["--debug"] * debug],
+                settings.procs,
+                elastic=settings.is_elastic,
+                spares=getattr(settings, "spares", 0),
             )
             if status == launch.SAID:
                 withdraw(folder)

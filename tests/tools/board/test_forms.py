@@ -170,10 +170,10 @@ def test_each_setting_is_in_the_form_that_a_run_makes(recipe: str) -> None:
             beside["experts"] = "80"
         if name == "beta" and recipe == "grpo":
             beside["reference"] = "copy"
-        if name == "elastic" and recipe == "face":
-            beside["head"] = "replicated"
         if name == "spares":
             beside["elastic"] = True
+        if name in ("elastic", "spares") and recipe == "face":
+            beside["head"] = "replicated"
         shown = form.form_values(_config(form, beside))
         if "adapter.kind" not in beside:
             shown.pop("adapter.kind", None)  # which a config.json says

@@ -28,7 +28,6 @@ from torch import Tensor
 import shardfold as sf
 from shardfold import accelerator
 from shardfold.checkpoint.folders import IN_RUN
-from shardfold.comm.launcher_notes import SPARE
 from shardfold.comm.mesh import pick_device
 from shardfold.engine.peak_rate import peak_of
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
@@ -52,7 +51,7 @@ from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.largest import with_most_samples
 from shardfold.tools.recipes.train_config import SHAPE, TrainConfig, flops_or_file
-from shardfold.tools.run_attempts import RunAttempts
+from shardfold.tools.run_attempts import RunAttempts, RunOnRanks, check_spare
 from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite, parallel_of
 from shardfold.tools.stop_signal import StopSignal
 
@@ -117,7 +116,7 @@ def _optimizer(config: TrainConfig, model: torch.nn.Module) -> Any:
     return sf.optim.Muon(groups, weight_decay=config.weight_decay)
 
 
-class LanguageRun:
+class LanguageRun(RunOnRanks):
     """One training: the engine, the text and the run folder.
 
     Besides the engine, what a run is at is `done`, its optimizer steps, and the position of `sampler`: a checkpoint
@@ -149,8 +148,6 @@ class LanguageRun:
         self.stop = StopSignal()
         self.interrupted = 0
         self.peak = Peak(config, self.engine, self.text.text)
-        self.written: Run | None = None
-        self.progress: Progress | None = None
 
     def make(self, ranks: int) -> sf.Engine:
         """Build the model and its engine, on so many ranks."""
@@ -171,27 +168,14 @@ class LanguageRun:
             runtime=sf.Runtime(survive="rank" if config.elastic else None),
         )
 
-    @property
-    def engine(self) -> sf.Engine:
-        """The present one; another one behind the death of a rank."""
-        return self.attempts.engine
-
     def changed(self) -> None:
         """Ranks are fewer, or more: this one may be another, and the one that prints and writes."""
+        super().changed()
         self.peak = Peak(self.config, self.engine, self.text.text)
-        if self.written is not None:
-            self.written.go_on_as(self.engine.rank, self.engine.world_size)
-        if self.progress is not None and self.leads:
-            self.progress.enable()
 
     @property
     def tokens_per_step(self) -> int:
         return self.sampler.num_ranks * self.config.accumulate * self.config.micro_batch * self.shape.context
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank prints and writes."""
-        return self.engine.rank == 0
 
     def folder_of_all(self, folder: Path | None) -> Path:
         """Return the run folder, which without `--out` rank 0 has named after the time and number of its start."""
@@ -407,9 +391,8 @@ def train(config: TrainConfig) -> Result:
             left behind.
         ShardfoldError: the checkpoint to go on from does not fit, or the loss is no longer finite.
     """
-    began_as = int(os.environ.get("RANK", "0"))
-    leads = began_as == 0
-    check_spare(config)
+    leads = int(os.environ.get("RANK", "0")) == 0
+    check_spare(config.out, config.micro_batch)
     tracker_names(config.track, installed=leads)  # refused before anything is loaded
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
@@ -425,27 +408,8 @@ def train(config: TrainConfig) -> Result:
             resumed = run.resume(config.resume)
         if run.leads:
             (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
-        rank, world = began_as if joined else run.engine.rank, run.engine.world_size
-        with Run(out, steps=config.steps, rank=rank, ranks=world, track=config.track) as written:
-            if joined:  # its place was another rank's, who leaves it by and by
-                written.go_on_as(run.engine.rank, run.engine.world_size)
+        with run.attempts.begin_run(out, steps=config.steps, track=config.track) as written:
             return run_and_report(run, written, resumed)
-
-
-def check_spare(config: TrainConfig) -> None:
-    """Refuse what a process cannot know that comes into the run later (``--spares``, ``--replace``).
-
-    Raises:
-        ConfigError: see above; the ranks go on without it.
-    """
-    if SPARE not in os.environ:
-        return
-    if config.out is None:
-        raise ConfigError("a rank that joins later does not know the folder of the run: give --out.")
-    if not config.micro_batch:
-        raise ConfigError(
-            "a rank that joins later cannot ask the others what --micro-batch max came to: give a number."
-        )
 
 
 def check_device(config: TrainConfig) -> None:

@@ -236,6 +236,13 @@ ELASTIC_SUMS = Effect(
 ELASTIC_ADAMW = Effect(
     "elastic", lambda run: run.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"
 )
+SPARES = Effect("spares", lambda run: run.elastic, "without it a rank that is killed ends the run", "give --elastic")
+SPARES_KNOW = Effect(
+    "spares",
+    lambda run: run.micro_batch > 0,
+    "a rank that joins later cannot ask the others what --micro-batch max came to",
+    "give --micro-batch a number",
+)
 TRAIN_EFFECTS = (
     Effect(
         "elastic",
@@ -245,13 +252,8 @@ TRAIN_EFFECTS = (
     ),
     ELASTIC_SUMS,
     ELASTIC_ADAMW,
-    Effect("spares", lambda run: run.elastic, "without it a rank that is killed ends the run", "give --elastic"),
-    Effect(
-        "spares",
-        lambda run: run.micro_batch > 0,
-        "a rank that joins later cannot ask the others what --micro-batch max came to",
-        "give --micro-batch a number",
-    ),
+    SPARES,
+    SPARES_KNOW,
     Effect(
         "top_k",
         lambda run: bool(run.experts) or run.top_k == GPTConfig.top_k,

@@ -26,6 +26,8 @@ from shardfold.tools.named_optimizers import check_optimizer
 from shardfold.tools.recipes.train_config import (
     ELASTIC_ADAMW,
     ELASTIC_SUMS,
+    SPARES,
+    SPARES_KNOW,
     RecipeSettings,
     Trackers,
     TrainConfig,
@@ -252,6 +254,8 @@ ELASTIC_EFFECTS = (
     ELASTIC_SUMS,
     ELASTIC_ADAMW,
     Effect("elastic", lambda run: not run.text.noise, "noise is drawn by rank", "leave --noise out"),
+    SPARES,
+    SPARES_KNOW,
 )
 
 
@@ -433,6 +437,7 @@ class PTConfig(TuneConfig):
     effects: ClassVar[tuple[Effect, ...]] = (*TUNE_EFFECTS, *ELASTIC_EFFECTS)
 
     elastic: bool = _as_in_train("elastic")
+    spares: int = _as_in_train("spares")
 
 
 class SFTConfig(TuneConfig):
@@ -442,6 +447,7 @@ class SFTConfig(TuneConfig):
     effects: ClassVar[tuple[Effect, ...]] = (*TUNE_EFFECTS, *ELASTIC_EFFECTS)
 
     elastic: bool = _as_in_train("elastic")
+    spares: int = _as_in_train("spares")
 
 
 class RewardConfig(TuneConfig):

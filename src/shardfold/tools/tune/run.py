@@ -19,12 +19,13 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.data import seed_generators
+from shardfold.engine.step_position import VIRTUAL
 from shardfold.errors import ConfigError, NonFiniteError, ShardfoldError
 from shardfold.optim.schedules import renew_rates
 from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.observe.working_line import working
-from shardfold.tools.run_attempts import RunAttempts
+from shardfold.tools.run_attempts import RunAttempts, RunOnRanks
 from shardfold.tools.run_engine import clip_of, held_in_memory, load_with_own_rates, not_finite, parallel_of
 from shardfold.tools.stop_signal import StopSignal
 from shardfold.tools.tune._model_config import changed_config, with_length
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Loss", "Recipe", "Totals", "TuneRun"]
 
+NONE = StepMetrics(step=0, loss=math.nan, lr=0.0, grad_norm=None, tokens_per_s=math.nan, seconds=0.0, memory_bytes=0)
+"""Of a rank that has joined behind the last step."""
 SAME = {"pt": "sft"}
 """Recipes that are another one with other targets."""
 
@@ -177,7 +180,7 @@ class Totals:
         }
 
 
-class TuneRun:
+class TuneRun(RunOnRanks):
     """One training of a recipe.
 
     Attributes:
@@ -206,14 +209,9 @@ class TuneRun:
         self.held_out = self.prepare(config.eval_data, config.kind) if config.eval_data else None
         self.model_config = changed_config(config, self.place)
         self.total = config.steps or 1
-        self.written: Run | None = None
-        self.progress: Progress | None = None
         self.attempts = RunAttempts(self.make, elastic=config.is_elastic, changed=self.changed)
-        self.attempts.refuse_joining("tune")
         self.part: Any = None  # of the model, in whose place it is called while a batch goes through stages
-        if config.text.pack and (why := self._why_not_packed()) is not None:
-            words = f"{type(self.model).__name__} cannot be packed: {why}. Samples are padded."
-            console.print(words, highlight=False, soft_wrap=True)
+        if config.text.pack and not self._is_packed():
             text = config.text.model_copy(update={"pack": False})
             config = self.config = config.model_copy(update={"text": text})
         if not config.micro_batch:
@@ -223,10 +221,12 @@ class TuneRun:
                 update={"micro_batch": most_samples(config, self.engine, len(self.rows))}
             )
         self.batches = self.batches_of(self.rows)
+        if self.attempts.joined:
+            self.batches.share_among(self.attempts.position[VIRTUAL])
         with self.rows.telling():
             self.total = config.steps or max(1, math.ceil(config.epochs * self.batches.epoch_windows))
         self._renew_schedule()
-        self.done = self.begun_at = 0
+        self.done = self.begun_at = self.engine.steps // self.recipe.updates
         self.history: list[StepMetrics] = []
         self.stop = StopSignal()
         self.interrupted = 0
@@ -248,18 +248,6 @@ class TuneRun:
         self.trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.model.train()
         return self.engine_of(self.model, self.tensors, self.total * self.recipe.updates)
-
-    @property
-    def engine(self) -> sf.Engine:
-        """The present one; another one behind the death of a rank."""
-        return self.attempts.engine
-
-    def changed(self) -> None:
-        """Ranks are fewer: this one may be another, and the one that prints and writes."""
-        if self.written is not None:
-            self.written.go_on_as(self.engine.rank, self.engine.world_size)
-        if self.progress is not None and self.leads:
-            self.progress.enable()
 
     def engine_of(self, model: nn.Module, tensors: Mapping[str, Tensor], updates: int, lr: float | None = None) -> Any:
         """An engine that trains a model by the settings, for so many updates; ``lr``: in place of the settings'."""
@@ -307,15 +295,22 @@ class TuneRun:
             pad=self.tokenizer.pad_token_id or 0,
         )
 
-    def _why_not_packed(self) -> str | None:
-        """Why the model cannot read packed samples; None: it can, or the axis of sequence says so itself."""
+    def _is_packed(self) -> bool:
+        """Whether the model can read packed samples, or the axis of sequence says so itself; what the other ranks have
+        found one that joins hears from them."""
         from shardfold.tools.tune.data.packed_attention import why_not_packed
 
+        if self.attempts.joined:
+            return self.attempts.position["pack"]
         if self.config.task != "lm" or self.config.sequence > 1:
-            return None
+            return True
         self.model.eval()
         vocab = self.model_config.get_text_config().vocab_size
-        return why_not_packed(lambda **batch: self.engine(**batch, use_cache=False).logits, vocab, self.engine.device)
+        logits = lambda **batch: self.engine(**batch, use_cache=False).logits  # noqa: E731
+        if (why := why_not_packed(logits, vocab, self.engine.device)) is not None:
+            words = f"{type(self.model).__name__} cannot be packed: {why}. Samples are padded."
+            self.console.print(words, highlight=False, soft_wrap=True)
+        return why is None
 
     def _renew_schedule(self) -> None:
         """The rates of as many steps as the data make."""
@@ -325,15 +320,15 @@ class TuneRun:
             schedule.lr_lambdas = [fresh.lr_lambdas[0]] * len(schedule.lr_lambdas)
             renew_rates(schedule)
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank prints and writes."""
-        return self.engine.rank == 0
-
     def stops(self) -> int | list[int]:
         """The tokens at which an answer ends."""
         found: list[int] = self.rows.facts["stop"] or [self.tokenizer.eos_token_id]
         return found[0] if len(found) == 1 else found
+
+    @property
+    def last(self) -> StepMetrics:
+        """Of the last step that this rank has come to the end of."""
+        return self.history[-1] if self.history else replace(NONE, step=self.done)
 
     # -- batches and what the model makes of them
 

@@ -21,6 +21,7 @@ from shardfold.tools.observe.run_page import write_page
 from shardfold.tools.observe.trackers import tracker_names
 from shardfold.tools.observe.working_line import working
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
+from shardfold.tools.run_attempts import check_spare
 from shardfold.tools.tune._written import write_model
 from shardfold.tools.tune.config import TuneConfig
 from shardfold.tools.tune.data.show_data import left_out
@@ -73,22 +74,22 @@ def tune(config: TuneConfig) -> TuneResult:
     if config.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("ranks of a launcher of its own write one run together: give --out one folder.")
     leads = int(os.environ.get("RANK", "0")) == 0
+    check_spare(config.out, config.micro_batch)
     tracker_names(config.track, installed=leads)  # refused before anything is loaded
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
         run = TuneRun(config, lenient_console())
         out = folder or config.out
         assert out is not None  # a run of one rank has claimed a folder
-        resumed = run.resume(config.resume) if config.resume is not None else None
+        joined = run.attempts.joined  # with what the others have
+        resumed = run.resume(config.resume) if config.resume is not None and not joined else None
         run.recipe.begin(run)
         facts = _facts(run) if run.leads else {}  # which reads the data: what is wrong in them is said first
         if run.leads:
             (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
             (out / "data.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         notes = [f"{which}: {'; '.join(words)}" for which, each in facts.items() if (words := left_out(each))]
-        with Run(
-            out, steps=run.total, rank=run.engine.rank, ranks=run.engine.world_size, track=config.track
-        ) as written:
+        with run.attempts.begin_run(out, steps=run.total, track=config.track) as written:
             return _whole(run, written, [*notes, *([resumed] if resumed else [])])
 
 
@@ -129,7 +130,7 @@ def _whole(run: TuneRun, written: Run, notes: Sequence[str]) -> TuneResult:
         for note in (introduction(run), *notes):
             progress.note(note)
         run.train(progress, written)
-    last, out = run.history[-1], written.folder
+    last, out = run.last, written.folder
     with written.during("saving"), working("saving"):
         model = run.attempts.whole(lambda: write_model(run, out))
     with written.during("evaluating"):
@@ -171,7 +172,7 @@ def introduction(run: TuneRun) -> str:
 
 
 def _write_summary(run: TuneRun, out: Path, held_out: dict[str, float]) -> None:
-    memory, traffic, last = run.engine.memory(), run.engine.traffic(), run.history[-1]
+    memory, traffic, last = run.engine.memory(), run.engine.traffic(), run.last
     summary = {
         "recipe": run.config.recipe,
         "steps": run.done,
@@ -195,7 +196,7 @@ def _write_summary(run: TuneRun, out: Path, held_out: dict[str, float]) -> None:
 
 def _show(run: TuneRun, out: Path, held_out: dict[str, float], written: str) -> None:
     console, memory, traffic = run.console, run.engine.memory(), run.engine.traffic()
-    last = run.history[-1]
+    last = run.last
     console.print(f"\n{len(run.history)} steps in {format_duration(last.seconds)}", highlight=False)
     for where, found in (("last step", {"loss": last.loss, **last.figures}), ("held out", held_out)):
         if found:

@@ -13,11 +13,11 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.effects import Effect
 from shardfold.tools.packages import package_of
-from shardfold.tools.recipes.train_config import ELASTIC_SUMS, RecipeSettings, Trackers, TrainConfig
+from shardfold.tools.recipes.train_config import ELASTIC_SUMS, SPARES, RecipeSettings, Trackers, TrainConfig
 
 __all__ = ["DEFAULT_WARMUP", "STUDY_CHOOSES", "FaceConfig"]
 
-STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every", "track", "elastic"}
+STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every", "track", "elastic", "spares"}
 """Settings that the study itself chooses, or does without."""
 DEFAULT_WARMUP = 40
 
@@ -32,6 +32,7 @@ FACE_EFFECTS = (
         "give --head replicated",
     ),
     ELASTIC_SUMS,
+    SPARES,
     *(Effect(name, lambda run: run.data is None, DRAWN) for name in ("identities", "shots", "difficulty")),
     *(
         Effect(name, lambda run: not run.backbone.startswith("timm:"), OF_TIMM)
@@ -95,6 +96,7 @@ class FaceConfig(RecipeSettings):
         "own", description="Whose changes these are: torchvision's v2 mirrors, turns, scales, adds noise and covers."
     )
     elastic: bool = Field(False, description=TrainConfig.model_fields["elastic"].description)
+    spares: int = Field(0, ge=0, description=TrainConfig.model_fields["spares"].description)
     workers: int = Field(0, ge=0, le=1024, description="Processes of each rank that make images.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of identities, parameters and batches.")
     far: str = Field("0.1,0.01,0.001", description="False-accept rates at which Precision is measured.")

@@ -290,7 +290,7 @@ def measure(
     for name, source in held.items():
         scores = cosine_scores(run.embeddings(source))
         found[name] = verify(scores, source.labels, config.rates())
-    rate, losses, each = run.images_per_s(), run.losses, run.images_per_step
+    rate, losses, each = run.images_per_s(), run.losses, run.sampler.global_batch
     seconds = perf_counter() - began
     peak = watched(run, next(batches))
     run.engine.close()

@@ -40,7 +40,7 @@ from shardfold.tools.recipes.face.images import Encoded, EpochSampler, ImageBatc
 from shardfold.tools.recipes.face.verification import PairVerification, cosine_scores, identification, verify
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
-from shardfold.tools.run_attempts import RunAttempts
+from shardfold.tools.run_attempts import RunAttempts, RunOnRanks, check_spare
 from shardfold.tools.stop_signal import StopSignal
 
 __all__ = ["FaceResult", "FaceRun", "train"]
@@ -66,15 +66,13 @@ class FaceResult:
         return 128 + self.interrupted if self.interrupted else 0
 
 
-class FaceRun:
+class FaceRun(RunOnRanks):
     """One training: the engine, the images, and how far it is."""
 
     def __init__(self, config: FaceConfig, images: tuple[ImageSource, ImageSource] | None = None) -> None:
         self.config = config
         self.images, self.held_out = images or sources(config)
-        self.written: Run | None = None
         self.attempts = RunAttempts(self.make, elastic=config.elastic, changed=self.changed)
-        self.attempts.refuse_joining("train face")
         self.sampler = EpochSampler(
             len(self.images.labels),
             config.batch,
@@ -86,8 +84,7 @@ class FaceRun:
         dataset = ImageBatches(self.images, augment=config.augment, seed=config.seed, change=change_of(config))
         more: dict[str, Any] = {"persistent_workers": True} if config.workers else {}
         self.loader = sf.Loader(dataset, self.sampler, num_workers=config.workers, collate_fn=unchanged, **more)
-        self.done = 0
-        self.images_per_step = config.batch * self.engine.data_ranks  # of all ranks
+        self.done = self.engine.steps
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
@@ -112,25 +109,10 @@ class FaceRun:
             runtime=sf.Runtime(survive="rank" if config.elastic else None),
         )
 
-    @property
-    def engine(self) -> sf.Engine:
-        """The present one; another one behind the death of a rank."""
-        return self.attempts.engine
-
-    def changed(self) -> None:
-        """Ranks are fewer: this one may be another, and the one that prints and writes."""
-        if self.written is not None:
-            self.written.go_on_as(self.engine.rank, self.engine.world_size)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank prints and writes."""
-        return self.engine.rank == 0
-
     def images_per_s(self) -> float:
         """Of all ranks; the median of the steps so far but the first two, in which orders are recorded."""
         times = sorted(self.seconds[2:] or self.seconds)
-        return self.images_per_step / times[len(times) // 2] if times else math.nan
+        return self.sampler.global_batch / times[len(times) // 2] if times else math.nan
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's, epoch after epoch."""
@@ -242,6 +224,7 @@ def train(config: FaceConfig) -> FaceResult:
         ShardfoldError: the checkpoint does not fit, or the loss is no longer finite.
     """
     leads = int(os.environ.get("RANK", "0")) == 0
+    check_spare(config.out)
     tracker_names(config.track, installed=leads)  # refused before anything is loaded
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
@@ -250,15 +233,14 @@ def train(config: FaceConfig) -> FaceResult:
             raise ConfigError("ranks of a launcher of its own write checkpoints together: give --out one folder.")
         out = folder or Path("runs", "unnamed")
         console = lenient_console()
-        notes = run.resume(config.resume) if config.resume is not None else []
-        if run.leads:
+        joined = run.attempts.joined  # with what the others have
+        notes = run.resume(config.resume) if config.resume is not None and not joined else []
+        if run.leads and not joined:
             settings = config.model_dump(mode="json", exclude={"out"}, exclude_none=True)
             settings["procs"] = run.engine.world_size
             (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             introduce(run, console, notes)
-        with Run(
-            out, steps=config.steps, rank=run.engine.rank, ranks=run.engine.world_size, track=config.track
-        ) as written:
+        with run.attempts.begin_run(out, steps=config.steps, track=config.track) as written:
             return whole(run, written, console)
 
 
@@ -266,8 +248,10 @@ def whole(run: FaceRun, written: Run, console: Console) -> FaceResult:
     """Verify, train, verify again, and write and print what came of it."""
     out, attempts = written.folder, run.attempts
     run.written = written
-    with written.during("evaluating"), working("verifying"):
-        before = attempts.whole(run.verify)
+    before = None
+    if not attempts.joined:
+        with written.during("evaluating"), working("verifying"):
+            before = attempts.whole(run.verify)
     interrupted = steps(run, written, console)
     with written.during("evaluating"), working("verifying"):
         found = attempts.whole(lambda: run.verify(BOOTSTRAP))
@@ -339,7 +323,7 @@ def report(
     run: FaceRun,
     out: Path,
     console: Console,
-    before: PairVerification,
+    before: PairVerification | None,
     found: PairVerification,
     held: npt.NDArray[np.float32],
     seen: npt.NDArray[np.float32] | None,
@@ -350,7 +334,7 @@ def report(
     pixels = run.held_out.read(range(len(run.held_out.labels)))
     eigen = verify(cosine_scores(pca(run.images.read(some), pixels)), run.held_out.labels, config.rates())
     first, fifth = identification(cosine_scores(held), run.held_out.labels)
-    rows = {"trained": found, "untrained": before, "PCA of pixels": eigen}
+    rows = {"trained": found, **({} if before is None else {"untrained": before}), "PCA of pixels": eigen}
     if seen is not None:
         matcher = fit(seen, run.images.labels[: len(seen)], config.seed)
         rows["trained, ResNet matcher"] = verify(scores_of(matcher, held), run.held_out.labels, config.rates())

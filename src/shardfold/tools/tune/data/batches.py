@@ -200,6 +200,10 @@ class Batches:
         """The ranks for which windows are cut."""
         return self.data_ranks
 
+    def share_among(self, num_ranks: int) -> None:
+        """From the next window on each is cut for so many ranks, at least 1."""
+        self.data_ranks, self.data_rank = num_ranks, min(self.data_rank, num_ranks - 1)
+
     def window_of(self, ranks: Sequence[int], count: int) -> Window:
         """What these ranks read of the next window, one behind the other, and batches without rows for as many as are
         missing to ``count``; the position is behind the window then."""
