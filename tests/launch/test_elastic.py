@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -25,6 +26,7 @@ from shardfold.comm.launcher_notes import ELASTIC, FILE
 from shardfold.comm.membership import EpochPlace, Member, Membership
 from shardfold.engine.elastic import once_only
 from shardfold.errors import ConfigError, StepError
+from shardfold.launch._mail import ALL, TO, Mail
 from shardfold.launch._members import QUEUE, Members
 from shardfold.launch._rendezvous import Attempts
 from shardfold.launch._spares import Spares
@@ -150,6 +152,47 @@ def test_records_and_places_are_read_as_they_were_written() -> None:
     assert (place.rank, place.world, place.local_world) == (2, 4, 2)
     assert EpochPlace.from_text(place.to_text()) == place
     assert EpochPlace.from_text(place.to_text()[:-1]) is None and EpochPlace.from_text("") is None
+
+
+def test_a_record_is_as_long_as_what_has_happened_and_not_as_many_ranks_as_there_are() -> None:
+    members = [Member(uid, uid // 8, uid % 8) for uid in range(10000) if uid // 8 != 7 and uid != 100]
+    members.insert(100, Member(10001, 12, 8))
+    record = Membership(1, tuple(members), "h", 1, 10000)
+    assert len(record.to_json()) < 250 and Membership.from_json(record.to_json()) == record
+
+
+def said(kind: str, source: int, target: int) -> Message:
+    return Message(kind, source, target, 1)
+
+
+def test_what_is_said_to_many_is_written_once_and_read_by_those_that_it_is_for() -> None:
+    store = dist.HashStore()
+    mails = [Mail(store, node) for node in range(5)]
+    before = store.num_keys()
+    mails[0].send([said("PREPARE", 0, node) for node in (1, 2, 4)])
+    assert store.num_keys() == before + 1
+    mails[3].send([said("DECIDED", 3, node) for node in (0, 1)])  # into the next place, as it has not read the first
+    assert [[each.kind for each in mail.read()] for mail in mails] == [
+        ["DECIDED"],
+        ["PREPARE", "DECIDED"],
+        ["PREPARE"],
+        [],
+        ["PREPARE"],
+    ]
+    assert not any(mail.read() for mail in mails)
+
+
+def test_who_is_gone_amid_its_words_holds_up_nobody() -> None:
+    store = dist.HashStore()
+    mails = [Mail(store, node) for node in range(3)]
+    number = store.add(f"{TO}/0", 1)  # counted, and not written
+    mails[1].send([said("CALL", 1, 0)])
+    assert mails[0].read() == [said("CALL", 1, 0)] and mails[0].read() == []
+    store.set(f"{TO}/0/{number}", said("PROMISE", 2, 0).to_json())  # it was only slow
+    assert mails[0].read() == [said("PROMISE", 2, 0)]
+    store.set(f"{ALL}/1", json.dumps([2, 1, [[0, 2]], said("PREPARE", 2, 0).to_json()]))  # written, and not counted
+    mails[1].send([said("DECIDED", 1, node) for node in (0, 2)])
+    assert [each.kind for each in mails[0].read()] == ["PREPARE", "DECIDED"] and mails[0].read() == []
 
 
 # -- what is left

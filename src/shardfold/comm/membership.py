@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from zlib import crc32
 
 __all__ = ["EpochPlace", "Member", "Membership"]
@@ -53,7 +53,7 @@ class Membership:
         """How many may join."""
         return max(self.size - len(self.members), 0)
 
-    @property
+    @cached_property
     def agents(self) -> tuple[int, ...]:
         """The nodes that have members, in rising order: they decide who is in the next epoch."""
         return tuple(sorted({member.agent for member in self.members}))
@@ -78,20 +78,52 @@ class Membership:
         said = {each.name: getattr(self, each.name) for each in fields(self)}
         return json.dumps({**said, "members": self.listed(self.members)}, separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Membership:
-        said = json.loads(text)
-        return cls(**{**said, "members": cls.members_of(said["members"])})
+    @staticmethod
+    def from_json(text: str) -> Membership:
+        return _read(text)
 
     @staticmethod
     def listed(members: Iterable[Member]) -> list[list[int]]:
-        """Members for JSON: there may be thousands."""
-        return [[each.uid, each.agent, each.local_rank] for each in members]
+        """Members for JSON. There may be thousands, of which those that stand as the launchers have started them are
+        one entry: the first one, how many ranks its node has, and how many nodes there are with as many."""
+        nodes: list[list[int]] = []
+        for each in members:
+            if nodes and (each.uid, each.agent, each.local_rank) == _behind(nodes[-1]):
+                nodes[-1][3] += 1
+            else:
+                nodes.append([each.uid, each.agent, each.local_rank, 1])
+        said: list[list[int]] = []
+        for uid, agent, local, ranks in nodes:
+            if said and said[-1][2:4] == [local, ranks]:
+                first, node, _, _, count = said[-1]
+                if (uid, agent) == (first + count * ranks, node + count):
+                    said[-1][4] += 1
+                    continue
+            said.append([uid, agent, local, ranks, 1])
+        return said
 
     @staticmethod
     def members_of(said: Sequence[Sequence[int]]) -> tuple[Member, ...]:
         """Members as :meth:`listed` gives them."""
-        return tuple(Member(*each) for each in said)
+        return tuple(
+            Member(uid + node * ranks + rank, agent + node, local + rank)
+            for uid, agent, local, ranks, nodes in said
+            for node in range(nodes)
+            for rank in range(ranks)
+        )
+
+
+def _behind(node: Sequence[int]) -> tuple[int, int, int]:
+    """The member that would be the next of a node."""
+    uid, agent, local, ranks = node
+    return uid + ranks, agent, local + ranks
+
+
+@lru_cache(maxsize=16)
+def _read(text: str) -> Membership:
+    """A record; a node is told the same one by many others."""
+    said = json.loads(text)
+    return Membership(**{**said, "members": Membership.members_of(said["members"])})
 
 
 @dataclass(frozen=True)

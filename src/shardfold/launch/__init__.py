@@ -14,6 +14,7 @@ run_script    ``shardfold run``: decides what to do and does it
 scheduler     what Slurm and MPI say of the job that this process is part of
 workers       the ranks of one node as processes
 _agent        the agent of one node: starts ranks, watches them, starts them again
+_mail         what launchers say to each other through one store
 _members      one node's part in a run that goes on without a rank that dies
 _remote       starts an agent on each of several hosts, and sees all of them to their end: by ssh, srun or mpirun
 _rendezvous   where agents meet, and a store of its own for each attempt

@@ -5,7 +5,7 @@
     launchers agree       who is in the next epoch (``_voter``), when all ranks that live have stopped
     ranks meet            at a store of that epoch, which the launcher of the first node in it serves
 
-Launchers talk through the store of their attempt, a queue for each, which node 0 has. As soon as ranks can go on, each
+Launchers talk through the store of their attempt (``_mail``), which node 0 has. As soon as ranks can go on, each
 has another one ready: when the launcher is gone that has the present one, the next node's takes its place. What was
 said in the old one is lost, as on any network: who is to propose does it again. The store of an epoch that is over is
 closed where ranks do not stop by themselves although one is gone: who waits there for it, as in the middle of a
@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from shardfold.comm.answered import Answered, StoreLine, answered
 from shardfold.comm.membership import Member, Membership
 from shardfold.comm.shared_folders import remove_left
+from shardfold.launch._mail import Mail
 from shardfold.launch._rendezvous import GONE, Attempts, join_store
 from shardfold.launch._voter import Message, Sent, Voter
 from shardfold.launch.workers import Worker
@@ -37,8 +38,9 @@ from shardfold.launch.workers import Worker
 __all__ = ["Members"]
 
 QUEUE = "shardfold/epochs"
-LOOK, AWAKE = 0.05, 0.002
-"""Seconds between two looks: at what other launchers say, and at ranks that are about to stop."""
+LOOK, AWAKE, EACH = 0.05, 0.002, 5e-5
+"""Seconds between two looks: at what other launchers say, and at ranks that are about to stop; the last one times the
+number of launchers at least, as all look into one store, which else has no time for what they say."""
 STUCK = 0.5
 """Seconds that ranks have to stop by themselves: most fail at once in what they send."""
 MOST = 3
@@ -82,7 +84,8 @@ class Members:
         self._voter: Voter | None = None
         self._lock = threading.RLock()
         self._wake, self._over = threading.Event(), False
-        self._heard, self._tried = 0, 0.0
+        self._mail: Mail | None = None  # in the present store
+        self._tried = 0.0
         self._offered: tuple[str, int, Any] | None = None  # a store that the next epoch may take
         self._served: list[Any] = []  # that of the present one, then of the one before, which ranks still leave
         self._vain = 0  # epochs in a row that nobody's death has begun
@@ -153,9 +156,9 @@ class Members:
             while not self._over:
                 with self._lock:
                     self._look_anywhere()
-                    busy = self._voter is not None and self._voter.needed
                 looks = self._num_nodes > 1 or bool(self._served) or bool(self._waiting)
-                self._wake.wait(AWAKE if busy else LOOK if looks else None)
+                busy = self._voter is not None and self._voter.needed
+                self._wake.wait(pause(self._voter, self._num_nodes) if looks or busy else None)
                 self._wake.clear()
         except RuntimeError:  # the store is gone, and no other one can take its place
             self.failed = self.failed or f"the launcher on node {self._meeting.hub} does not answer any more"
@@ -166,12 +169,13 @@ class Members:
         """Every rank learns its place in epoch 0, which is what the launchers have started."""
         remove_left()  # of a run that was killed with all of its processes
         mine = [[uid, worker.local_rank] for uid, worker in self._mine.items()]
-        members: list[Member] = []
+        each = [mine]
         if self._num_nodes > 1:
             self._store.set(f"{QUEUE}/ranks/{self._agent}", json.dumps(mine))
-        for node in range(self._num_nodes):
-            said = json.loads(self._store.get(f"{QUEUE}/ranks/{node}")) if self._num_nodes > 1 else mine
-            members += [Member(uid, node, local) for uid, local in said]
+            keys = [f"{QUEUE}/ranks/{node}" for node in range(self._num_nodes)]
+            each = [json.loads(text) for text in self._store.multi_get(keys)]
+            self._mail = Mail(self._store, self._agent)
+        members = [Member(uid, node, local) for node, said in enumerate(each) for uid, local in said]
         record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)), size=len(members))
         with self._lock:
             self._voter = Voter(self._agent, record)
@@ -215,7 +219,7 @@ class Members:
             try:
                 store = self._ready if node == self._agent else self._joined(place)
                 self._meeting.move_to(store, node, unreached)
-                self._store, self._heard = store, 0
+                self._store, self._mail = store, Mail(store, self._agent)
                 self._take(self._voter.suspect(gone))
             except (*GONE, RendezvousError):
                 unreached.append(node)
@@ -300,11 +304,8 @@ class Members:
 
     def _read(self) -> None:
         """Hears what other launchers have said."""
-        assert self._voter is not None
-        said = self._store.add(f"{QUEUE}/to/{self._agent}", 0)
-        while self._heard < said:
-            self._heard += 1
-            message = Message.from_json(self._store.get(f"{QUEUE}/to/{self._agent}/{self._heard}"))
+        assert self._voter is not None and self._mail is not None
+        for message in self._mail.read():
             self._take(self._voter.receive(message))
 
     def _stop(self) -> None:
@@ -348,9 +349,8 @@ class Members:
             self.failed = "fewer than half of the hosts are left, and the others may go on"
         elif not voter.is_member and self._dead(before or voter) != [each.uid for each in self._here(before or voter)]:
             self.failed = "the others have gone on without this host"
-        for message in out:
-            number = self._store.add(f"{QUEUE}/to/{message.target}", 1)
-            self._store.set(f"{QUEUE}/to/{message.target}/{number}", message.to_json())
+        if out and self._mail is not None:
+            self._mail.send(out)
 
     def _publish(self, record: Membership) -> None:
         """The ranks of this node go on in an epoch."""
@@ -363,3 +363,10 @@ class Members:
                     self._mine[member.uid] = self._waiting.pop(member.uid)
                     self._vain = 0
                 self._mine[member.uid].take_place(record.place(member.uid))
+
+
+def pause(voter: Voter | None, launchers: int) -> float:
+    """Seconds until the next look; of the launcher that proposes no more of them with more launchers."""
+    if voter is not None and voter.ballot is not None:
+        return AWAKE
+    return max(AWAKE if voter is not None and voter.needed else LOOK, EACH * launchers)

@@ -26,8 +26,9 @@ member that dies. A node without members says in a CALL who waits there, and vot
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -117,7 +118,7 @@ class Voter:
         promised: the highest ballot that it was asked by; nothing below counts any more.
         taken: the record that it has taken last, and in which ballot.
         ballot: its own that is under way.
-        promises: of that ballot, by node: what was taken there, and the members.
+        promises: of that ballot, in the order of nodes: what was taken there, and the members.
         proposed: the record of that ballot.
         accepted: the nodes that have taken it.
     """
@@ -136,7 +137,7 @@ class Voter:
     promised: Ballot = NONE
     taken: tuple[Ballot, Membership] | None = None
     ballot: Ballot | None = None
-    promises: frozenset[Message] = frozenset()
+    promises: Sent = ()
     proposed: Membership | None = None
     accepted: frozenset[int] = frozenset()
 
@@ -150,17 +151,27 @@ class Voter:
     @property
     def in_minority(self) -> bool:
         """Whether those that it hears of are too few to decide anything."""
-        return len(self._heard) < self.record.majority
+        return self._num_heard < self.record.majority
 
     @property
     def waits(self) -> bool:
         """Whether it is the one to propose, and has no ballot under way that may still win."""
         ready = self.needed and self.mine is not None and self.is_member and not self.in_minority
-        return ready and self._heard[0] == self.me and (self.ballot is None or self.ballot < self.promised)
+        return ready and self._first == self.me and (self.ballot is None or self.ballot < self.promised)
 
     @property
-    def _heard(self) -> list[int]:
-        return [agent for agent in self.record.agents if agent == self.me or agent not in self.suspects]
+    def _heard(self) -> Iterator[int]:
+        return (agent for agent in self.record.agents if agent == self.me or agent not in self.suspects)
+
+    @property
+    def _num_heard(self) -> int:
+        agents = self.record.agents
+        return len(agents) - sum(agent in agents for agent in self.suspects if agent != self.me)
+
+    @property
+    def _first(self) -> int | None:
+        """The node that is to propose."""
+        return next(self._heard, None)
 
     @property
     def asks(self) -> bool:
@@ -191,9 +202,9 @@ class Voter:
 
     def ask(self) -> tuple[Voter, Sent]:
         """A node without members says, once more, who waits here."""
-        if self.is_member or not self.spares or not self._heard:
+        if self.is_member or not self.spares or (first := self._first) is None:
             return self, ()
-        return self, (replace(self._say("CALL", self._heard[0], record=self.record), spares=self.spares),)
+        return self, (replace(self._say("CALL", first, record=self.record), spares=self.spares),)
 
     def stop(
         self, mine: Iterable[Member], address: str = "", port: int = 0, *, admits: bool = True
@@ -201,6 +212,8 @@ class Voter:
         """All ranks of this node that live have stopped, with what they have; and a store that it offers."""
         stopped = replace(self, mine=tuple(mine), address=address, port=port, admits=admits)
         owed = stopped._promise() if stopped.promised > NONE and stopped.promised.agent != self.me else ()
+        if owed and stopped.promised.agent == stopped._first:  # which knows, and has begun
+            return stopped, owed
         stopped, sent = stopped._go_on()
         return stopped, (*owed, *sent)
 
@@ -283,8 +296,7 @@ class Voter:
         """Whatever is to be done now that something was learned."""
         if not self.needed or self.in_minority or not self.is_member:
             return self, ()
-        first = self._heard[0]
-        if first != self.me:
+        if (first := self._first) is not None and first != self.me:
             call = self._told(self._say("CALL", first, record=self.record))
             return self, (replace(call, spares=self.guests),)
         if self.mine is None:
@@ -292,27 +304,30 @@ class Voter:
         if self.ballot is not None:
             return self._propose()
         ballot = Ballot(self.promised.number + 1, self.me)
-        begun = replace(self, ballot=ballot, promises=frozenset(), proposed=None, accepted=frozenset())
+        begun = replace(self, ballot=ballot, promises=(), proposed=None, accepted=frozenset())
         said = self._told(begun._say("PREPARE", self.me, ballot, self.record))
         return begun, tuple(replace(said, target=agent) for agent in self.record.agents)
 
     def _hear_promise(self, message: Message) -> tuple[Voter, Sent]:
         if message.ballot != self.ballot:
             return self, ()
-        others = {each for each in self.promises if each.source != message.source}
-        return replace(self, promises=frozenset({*others, message}))._propose()
+        place = bisect_left(self.promises, message.source, key=lambda each: each.source)
+        behind = place + (self.promises[place : place + 1] != () and self.promises[place].source == message.source)
+        return replace(self, promises=(*self.promises[:place], message, *self.promises[behind:]))._propose()
 
     def _propose(self) -> tuple[Voter, Sent]:
         """The record, once all have promised that are heard of."""
+        enough = max(self._num_heard, self.record.majority)
+        if self.proposed is not None or len(self.promises) < enough or self.ballot is None:
+            return self, ()
         promised = {message.source for message in self.promises}
-        missing = [agent for agent in self._heard if agent not in promised]
-        if self.proposed is not None or missing or len(promised) < self.record.majority or self.ballot is None:
+        if not promised.issuperset(self._heard):
             return self, ()
         taken = [message for message in self.promises if message.taken is not None]
         if taken:  # it may be decided
             record = max(taken, key=lambda message: message.taken or NONE).record
         else:
-            first = min(self.promises, key=lambda message: message.source)
+            first = self.promises[0]
             record = Membership(self._next, self._who(), first.address, first.port, self.record.size)
         proposed = replace(self, proposed=record)
         said = [proposed._say("ACCEPT", agent, self.ballot, record) for agent in sorted(promised)]
@@ -354,7 +369,8 @@ class Voter:
         """It is decided."""
         if record.epoch <= self.record.epoch:
             return self, ()
-        gone, spares = bool(self.suspects & set(record.agents)), set(self.spares) - set(record.members)
+        gone = any(agent in record.agents for agent in self.suspects)
+        spares = (each for each in self.spares if each not in record.members)
         guests = _in_order(each for each in self.guests if each.agent not in record.agents)
         after = type(self)(
             self.me, record, broken=gone, suspects=self.suspects, spares=_in_order(spares), guests=guests

@@ -1,0 +1,104 @@
+"""What launchers say to each other, through the store that all of them share.
+
+    to one     under a number that its counter gives
+    to many    once, for all to read: in the first place that is free
+
+With hosts by the hundred one of them is told something by all others, and tells all others the same. So it is written
+once for all, what one has been told meanwhile is read at once, and a look at whether there is anything is one call.
+Whoever is gone amid its words holds up nobody: what it has counted and not written is left open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardfold.launch._voter import Message
+
+__all__ = ["Mail"]
+
+TO, ALL = "shardfold/epochs/to", "shardfold/epochs/all"
+
+
+class Mail:
+    """Of one node, in one store.
+
+    Args:
+        store: that all have.
+        me: the node.
+    """
+
+    def __init__(self, store: Any, me: int) -> None:
+        self._store, self._me = store, me
+        self._own = f"{TO}/{me}"
+        self._counted, self._open = 0, list[int]()  # of what is for this node; what was counted and is not there yet
+        self._counted_for_all = self._read_of_all = self._said = 0
+        for counter in (self._own, ALL):
+            store.add(counter, 0)
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Says what is for others."""
+        for message, targets in _together(messages):
+            if len(targets) == 1:
+                number = self._store.add(f"{TO}/{message.target}", 1)
+                self._store.set(f"{TO}/{message.target}/{number}", message.to_json())
+                continue
+            self._said += 1
+            text = json.dumps([self._me, self._said, _ranges(targets), message.to_json()])
+            place = self._read_of_all + 1
+            while self._store.compare_set(f"{ALL}/{place}", "", text) != text.encode():
+                place += 1
+            self._store.add(ALL, 1)
+
+    def read(self) -> list[Message]:
+        """What others have said since."""
+        counted, for_all = map(int, self._store.multi_get([self._own, ALL]))
+        texts = self._read_own(counted) if counted > self._counted or self._open else []
+        if for_all > self._counted_for_all:
+            texts += self._read_for_all(for_all)
+        return [Message.from_json(text) for text in texts]
+
+    def _read_own(self, counted: int) -> list[bytes]:
+        self._open += range(self._counted + 1, counted + 1)
+        self._counted = counted
+        keys = {number: f"{self._own}/{number}" for number in self._open}
+        if not self._store.check(list(keys.values())):
+            keys = {number: key for number, key in keys.items() if self._store.check([key])}
+        self._open = [number for number in self._open if number not in keys]
+        return list(self._store.multi_get(list(keys.values()))) if keys else []
+
+    def _read_for_all(self, counted: int) -> list[str]:
+        """As many as were counted are there, and one more where who has written it is gone before it was counted."""
+        self._counted_for_all = counted
+        keys = [f"{ALL}/{place}" for place in range(self._read_of_all + 1, counted + 1)]
+        found = list(self._store.multi_get(keys)) if keys else []
+        self._read_of_all += len(found)
+        while self._store.check([key := f"{ALL}/{self._read_of_all + 1}"]):
+            found.append(self._store.get(key))
+            self._read_of_all += 1
+        said = [json.loads(text) for text in found]
+        return [text for _, _, targets, text in said if any(low <= self._me < high for low, high in targets)]
+
+
+def _together(messages: Iterable[Message]) -> Iterator[tuple[Message, list[int]]]:
+    """Messages, each with all that it is for."""
+    found: list[tuple[Message, list[int]]] = []
+    for message in messages:
+        if found and replace(found[-1][0], target=message.target) == message:
+            found[-1][1].append(message.target)
+        else:
+            found.append((message, [message.target]))
+    return iter(found)
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Rising numbers, as those from one up to another."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found
