@@ -72,6 +72,8 @@ class Plan:
         offload: where states rest, as ``Engine(offload=)`` takes it; empty: as the layout says.
         frozen: whether the first part of the model is.
         doubts: a rank that does not hear what came of the vote in that step, which others do; -1: none.
+        exact: whether the run is to come to the bits of one in which nobody dies, and is then in fp32.
+        precision: of such a run, and ``clip`` the largest norm of its gradients.
     """
 
     layout: str = "ddp"
@@ -92,6 +94,9 @@ class Plan:
     doubts: int = -1
     spares: int = 0
     replace: int = 0
+    exact: bool = False
+    precision: str = "fp32"
+    clip: float | None = None
 
 
 @dataclass
@@ -118,7 +123,8 @@ def model(plan: Plan) -> nn.Module:
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(plan.width, plan.width), nn.GELU(), nn.Dropout(plan.dropout)) for _ in range(3)]
     parts[0].requires_grad_(not plan.frozen)
-    return nn.Sequential(*parts, nn.BatchNorm1d(plan.width, affine=False, momentum=0.0)).double()
+    whole = nn.Sequential(*parts, nn.BatchNorm1d(plan.width, affine=False, momentum=0.0))
+    return whole if plan.exact else whole.double()
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -132,7 +138,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
 def samples(plan: Plan) -> TensorDataset:
     """Numbered rows."""
     rows = torch.randn(SAMPLES, plan.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return TensorDataset(torch.arange(SAMPLES), rows)
+    return TensorDataset(torch.arange(SAMPLES), rows.float() if plan.exact else rows)
 
 
 def sampler(plan: Plan, rank: int) -> sf.Sampler:
@@ -160,7 +166,9 @@ def made(plan: Plan, ranks: int) -> sf.Engine:
         lr_schedule=schedule,
         parallel=mesh,
         accumulate=plan.accumulate,
-        runtime=sf.Runtime(survive=plan.survive),
+        precision=plan.precision,
+        clip_norm=plan.clip,
+        runtime=sf.Runtime(survive=plan.survive, exact=plan.exact),
     )
 
 
@@ -248,8 +256,11 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
     with run.engine.gathered(of="master"):
         pass
     weights = run.engine.state_dict()
+    with run.engine.gathered(of="exp_avg") as means, run.engine.gathered(of="exp_avg_sq") as squares:
+        moments = {f"{name} {n}": value for n, each in enumerate((means, squares)) for name, value in each.items()}
     if run.engine.rank == 0:
         torch.save(weights, folder / "weights")
+        torch.save(moments, folder / "moments")
     if plan.spares or plan.replace:
         held, world = run.engine.memory(), run.engine.world_size
         run.close()
@@ -404,6 +415,40 @@ def judged(plan: Plan, place: str) -> tuple[Came, list[str]]:
     folder = Path(tempfile.mkdtemp(dir=place))
     came = happened(plan, folder)
     return came, [*wrong(plan, came, folder)]
+
+
+def bits(plan: Plan, place: str) -> tuple[Came, dict[str, Any]]:
+    """What an exact run comes to: losses by step and samples, weights and moments."""
+    folder = Path(tempfile.mkdtemp(dir=place))
+    came, found = happened(plan, folder), dict[str, Any]()
+    if came.status != [0]:
+        return came, found
+    for step in range(plan.steps):
+        tried = came.said("read", steps=step)
+        last = max(each["epoch"] for each in tried)
+        found |= {
+            f"{step} {each['samples']}": each["loss"] for each in tried if each["epoch"] == last and each["weight"]
+        }
+    return came, {**found, **torch.load(folder / "weights"), **torch.load(folder / "moments")}
+
+
+def other_bits(plans: Sequence[Plan], place: str) -> list[str]:
+    """What of exact runs is not, to the bit, what it is in the first of them."""
+    wrong, first = list[str](), dict[str, Any]()
+    for plan in plans:
+        came, found = bits(plan, place)
+        first = first or found
+        if not found or {*found} != {*first}:
+            wrong.append(f"{plan} ends with {came.status}, {len(found)} of {len(first)} figures: {came.err[-3000:]}")
+        elif far := [name for name, value in found.items() if not equal(value, first[name])]:
+            wrong.append(f"{plan}: {len(far)} of {len(found)} figures are others, first {far[0]}")
+        elif plan.kills and len({each["epoch"] for each in came.said("recovery")}) < len(plan.kills):
+            wrong.append(f"{plan}: not all were killed amid their work: {came.said('recovery')}")
+    return wrong
+
+
+def equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def shrinking(dice: random.Random, layout: str, ranks: int) -> Plan:

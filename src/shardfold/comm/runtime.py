@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,6 +34,9 @@ class Runtime:
         survive: ``"rank"``: another rank holds a copy of what the optimizer has on each, where none has the same
             anyway, so that :class:`ElasticRun` goes on without one that dies; ``"host"``: one on another host does.
             Short for the column ``copies`` of the layout (see ``plan.copies``). None: as the layout says.
+        exact: the gradient of each micro-batch is added to those before it by itself, in the order of ranks, and the
+            norm is summed without rounding: with :meth:`ElasticRun.batches` losses and weights are the same to the bit,
+            however many ranks there are. Short for ``ordered`` of the layout's ``reduce`` (see ``plan.layout.Wire``).
         compile: ``"blocks"``: the forward of each unit that is more than one layer is compiled, and units of one kind
             share a graph; ``"blocks:aot_eager"`` by another backend of ``torch.compile`` than inductor. None: nothing.
 
@@ -49,8 +52,10 @@ class Runtime:
     debug: bool = False
     checksums: bool = False
     survive: str | None = None
+    exact: bool = False
     compile: str | None = None
 
-    def surviving(self, table: Layout) -> Layout:
-        """The table with the copies that :attr:`survive` asks for."""
-        return table if self.survive is None else table.replace(copies=self.survive)
+    def in_table(self, table: Layout) -> Layout:
+        """The table with what :attr:`survive` and :attr:`exact` ask for."""
+        table = table if self.survive is None else table.replace(copies=self.survive)
+        return table.replace(reduce=replace(table.reduce, ordered=True)) if self.exact else table

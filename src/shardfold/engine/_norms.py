@@ -11,8 +11,9 @@ from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.comm.comm import Comm
-from shardfold.errors import NonFiniteError
+from shardfold.errors import ConfigError, NonFiniteError
 from shardfold.numerics.clipping import Clip, clip_coefficient, joined_terms, norm_of, norm_terms
+from shardfold.numerics.ordered_sums import GRIDS, joined_slices, largest_power, slice_sums
 from shardfold.numerics.scaling import all_finite, sum_of, sum_of_all
 from shardfold.plan.layout import Axes, Tier
 from shardfold.sharding.segment import Segment
@@ -30,15 +31,30 @@ class Norms:
         comm: to sum over the axes on which other elements lie.
         trainable: the segments as they are now.
         looks: whether overflows are looked for.
+        exact: whether the sum does not depend on how many ranks have a part of it.
+
+    Raises:
+        ConfigError: a norm that cannot be summed so.
 
     Attributes:
         norm: 0-d tensor, what the last NORM of the program gave; None if it takes none.
     """
 
     def __init__(
-        self, clip: Clip | None, comm: Comm, trainable: Callable[[], Iterable[Segment]], *, looks: bool = False
+        self,
+        clip: Clip | None,
+        comm: Comm,
+        trainable: Callable[[], Iterable[Segment]],
+        *,
+        looks: bool = False,
+        exact: bool = False,
     ) -> None:
-        self.clip, self._looks = clip, looks
+        if exact and clip is not None and clip.p not in (1, 2, inf):
+            raise ConfigError(
+                f"Clip(p={clip.p}) with Runtime(exact=True): norms of p = 1, 2 and inf can be summed without rounding; "
+                "give one of these, or leave exact out."
+            )
+        self.clip, self._looks, self._exact = clip, looks, exact
         self._comm, self._trainable = comm, trainable
         self.norm: Tensor | None = None
         self._coefficients: dict[torch.device, Tensor | None] = {}  # where they were made, and where somebody asked
@@ -128,21 +144,42 @@ class Norms:
         """
         clip = self.clip
         assert clip is not None and clip.norm is not None
-        parts = self._parts if self._parts is not None else self._parts_of_norm(clip.p)
-        self._parts = None
-        how = dist.ReduceOp.MAX if clip.p == inf else dist.ReduceOp.SUM
-        total = torch.zeros((), dtype=torch.float64, device=self._comm.memory.device)
-        for over, part in parts.items():
-            self._comm.number(part, over, how, "the sum of norms")
-            total = _joined(total, part, clip.p)
-        self._comm.number(total, self._comm.mesh.sizes.stages, how, "the sum of norms over stages")
-        self.norm = norm_of(total, clip.p)
+        self.norm = norm_of(self._exact_total(clip.p) if self._exact and clip.p != inf else self._total(clip.p), clip.p)
         if clip.error_if_nonfinite:
             self._refuse_nonfinite(float(self.norm))
         if clip.norm < inf:
             made = clip_coefficient(self.norm, clip.norm)
             here = accelerator.has_streams(made.device)  # asking a device for the number would stop the host
             self._coefficients[made.device] = made if here or float(made) < 1.0 else None
+
+    def _total(self, p: float) -> Tensor:
+        """What all elements of all ranks add to the norm."""
+        parts = self._parts if self._parts is not None else self._parts_of_norm(p)
+        self._parts = None
+        how = dist.ReduceOp.MAX if p == inf else dist.ReduceOp.SUM
+        total = torch.zeros((), dtype=torch.float64, device=self._comm.memory.device)
+        for over, part in parts.items():
+            self._comm.number(part, over, how, "the sum of norms")
+            total = _joined(total, part, p)
+        self._comm.number(total, self._comm.mesh.sizes.stages, how, "the sum of norms over stages")
+        return total
+
+    def _exact_total(self, p: float) -> Tensor:
+        """The same, to the bit whichever rank has which elements."""
+        comm, segments = self._comm, list(self._trainable())
+        grads = [_gradients(segment) for segment in segments]
+        most = comm.control([largest_power(grads, p)], dist.ReduceOp.MAX, program=True)[0]
+        count = sum(segment.spec.numel for segment in segments)
+        total, found = torch.zeros(GRIDS, dtype=torch.float64, device=comm.memory.device), dict[Axes, list[Tensor]]()
+        for segment, flat in zip(segments, grads, strict=True):
+            over = comm.mesh.sizes.normed(segment.table.master.over, segment.spec.distinct)
+            found.setdefault(over, []).append(flat)
+        for over, flats in found.items():
+            part = slice_sums(flats if isfinite(most) else (), p, most, count, total.device)
+            comm.number(part, over, dist.ReduceOp.SUM, "the sum of norms")
+            total += part
+        unscale = segments[0].unscale if segments else 1.0  # 1, or what weights make of all, as nothing is in 16 bits
+        return joined_slices(total, most) * unscale**p
 
     def _refuse_nonfinite(self, norm: float) -> None:
         """Where groups of ranks send each other signs, each may have a norm of its own: all hear of one that is not

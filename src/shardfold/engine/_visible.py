@@ -44,6 +44,8 @@ class VisibleGradients:
                 pieces = f"which lies in pieces on {mesh.parts(over)} ranks" if over else ""
                 if not over and table.buffered:
                     pieces = f"which rests in the {table.grads.tier} tier"
+                    if table.reduce.ordered:
+                        pieces = "which is summed in the order of ranks (Runtime(exact=True))"
                 where = pieces or ("" if mesh.data_ranks == 1 or summed else missing)
                 unit.shown.show(where if self.hints or not where else None)
 

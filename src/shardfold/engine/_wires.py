@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardfold.comm.comm import Comm
 from shardfold.comm.links import measured
-from shardfold.errors import LayoutError
+from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.auto_wire import (
     PURPOSES,
     AutoWire,
@@ -56,7 +56,15 @@ def chosen(
     """The table with the wires that are the fastest here, the same on all ranks, and what was measured, in lines.
 
     ``cut`` gives the units of the model by rules. All ranks of the job call it.
+
+    Raises:
+        ConfigError: the table says how gradients travel.
     """
+    if table.reduce.ordered:
+        raise ConfigError(
+            f"wire={str(auto)!r} chooses how gradients travel, and by Runtime(exact=True) they do as {table.reduce}: "
+            "leave one of the two out."
+        )
     ways = [way for purpose in PURPOSES for way in _ways(auto, table, purpose, precision, comm, overlap, cut)]
     comm.job.same({"wire=": str(auto), "the ways to send": str([(way.purpose, str(way.option.wire)) for way in ways])})
     links, formats = set[Any](), set[str]()

@@ -126,7 +126,7 @@ def check_settings(parallel: Parallel, runtime: Runtime, init: Init, overlap: An
     if not is_integer(init.seed):
         raise ConfigError(f"Init(seed=...) is {described(init.seed)}: it is an integer.")
     check_times("Runtime", patience=runtime.patience, timeout=runtime.timeout)
-    check_flags("Runtime", debug=runtime.debug, checksums=runtime.checksums)
+    check_flags("Runtime", debug=runtime.debug, checksums=runtime.checksums, exact=runtime.exact)
     if runtime.survive is not None and runtime.survive not in WORDS:
         raise ConfigError(
             f"Runtime(survive={described(runtime.survive)}): it says who holds copies of states, or None."

@@ -275,10 +275,12 @@ class ElasticRun:
                 if engine is not known:
                     known, shares = engine, data.shares(engine.data_ranks)
                 micro_batches = self._accumulate * max(shares.counts)
+                exact = engine.sharded.layout.reduce.ordered
+                of = self._accumulate * data.sampler.num_ranks if exact else None
                 reads = data.reads(engine.data_rank, shares)
                 while self.engine is engine:
                     data.begin(engine.steps)
-                    if engine.data_ranks > 1 and shares.follow(engine.stats().straggler, engine.steps):
+                    if engine.data_ranks > 1 and not exact and shares.follow(engine.stats().straggler, engine.steps):
                         self._tell_shares(shares)
                         break
                     if steps is not None and engine.steps >= steps:
@@ -289,7 +291,7 @@ class ElasticRun:
                     if self.engine is not engine:
                         break
                     for read in reads:
-                        engine.set_micro_batches(micro_batches, read.weight)
+                        engine.set_micro_batches(micro_batches, read.weight, of=of)
                         yield read.batch
                         if read.is_last or self.engine is not engine:
                             break
@@ -305,7 +307,15 @@ class ElasticRun:
     def windows(self, source: StepSource) -> Iterator[Any]:
         """As :meth:`batches`, without an end, where all micro-batches of a step are read together, and each counts by
         how much it has: ``source`` has virtual ranks too, for which it is asked, and a rank that has less than others
-        is given batches of weight 0."""
+        is given batches of weight 0.
+
+        Raises:
+            ConfigError: the engine has ``Runtime(exact=True)``: what counts by its part of a step is rounded so.
+        """
+        if self.engine.sharded.layout.reduce.ordered:
+            raise ConfigError(
+                "run.windows() with Runtime(exact=True): bits are those of run.batches() alone; use that."
+            )
         self._data = data = StepPosition(source, source.virtual_ranks)
         self._go_on_reading(data)
         while True:

@@ -250,7 +250,7 @@ class Engine:
                 sizes, why = data_mesh.sizes, list[str]()
                 if planned is not None:
                     table, activations, why = planned.choose(model, data_mesh, job)
-                table = runtime.surviving(table)
+                table = runtime.in_table(table)
                 staged = open_stages(model, optimizer, data_mesh, parallel.stages, choice, job)
                 self._divide(model, parallel.tensor, data_mesh, parallel.sequence_parallel, staged, held)
                 rules = self._read_rules(model, precision, table, data_mesh, held)
@@ -728,18 +728,23 @@ class Engine:
         """What :meth:`set_micro_batches` has set."""
         return self._backward.weights.times
 
-    def set_micro_batches(self, accumulate: int, weight: float | None = None) -> None:
+    def set_micro_batches(self, accumulate: int, weight: float | None = None, *, of: int | None = None) -> None:
         """From now on a step has so many micro-batches, the same on all ranks, and ``weight=`` of backwards is
         multiplied by ``weight``, which also is the weight of those that are given none. A micro-batch of weight 0
         changes nothing, so a rank that has fewer than others can do the same passes; None: weights are as they are
-        given.
+        given. ``of``: by how many gradients are divided as they come, those of all ranks that count; None: by
+        ``accumulate`` for each rank.
 
         Raises:
-            ConfigError: ``accumulate`` is no integer above 0, or ``weight`` no finite number >= 0.
+            ConfigError: ``accumulate`` or ``of`` is no integer above 0, or ``weight`` no finite number >= 0.
         """
-        if accumulate != self.accumulate:
+        weights = self._backward.weights
+        if accumulate != self.accumulate or of != weights.divided:
             self.accumulate = accumulate
-        self._backward.weights.multiply(weight)
+            if of is not None:
+                check_accumulate(of)
+                self._runner.handlers.set_scale(1.0 / of)
+        weights.multiply(weight, of)
 
     @property
     def micro_batch(self) -> int:

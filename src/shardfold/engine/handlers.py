@@ -97,7 +97,8 @@ class Handlers:
         self.optimizer = optimizer
         if optimizer is not None:
             optimizer.connect(MasterRanks(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
-        self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
+        exact = layout.reduce.ordered
+        self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None, exact=exact)
         self.stash = stash
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
@@ -358,6 +359,8 @@ class Handlers:
         """Sends a unit's gradients: as they came on this rank, or what a reduction has scattered of them already."""
         gradients = self.units[op.unit].gradients
         sends = [partial(self.comm.collective, each) for each in op.each(len(gradients.segments))]
+        if op.verb == "SPREAD":
+            return partial(gradients.spread, sends)
         if op.source == "grads":
             return partial(gradients.send_scattered, sends)
         if op.verb == "REDUCE_WITHIN":
@@ -626,6 +629,7 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "REDUCE_WITHIN": Handlers.bind_reduce,
     "REDUCE_BETWEEN": Handlers.bind_reduce,
     "ALL_REDUCE": Handlers.bind_reduce,
+    "SPREAD": Handlers.bind_reduce,
     "WAIT": Handlers.bind_wait,
     "DROP": lambda do, op: do.units[op.unit].gradients.give_back,
     "SHARE": Handlers.bind_share,

@@ -762,7 +762,17 @@ class Runner:
 
     @_uninterrupted
     def reduce_late(self, late: Sequence[Unit]) -> None:
-        """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
+        """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end.
+
+        Raises:
+            UsageError: on all ranks: sums are to be in the order of ranks.
+        """
+        if late and self.model.layout.reduce.ordered:
+            raise UsageError(
+                f"engine.step(): gradients of {late[0].name} came when those of its micro-batch had been summed, as "
+                "from a re-entrant checkpoint or units that ran in another order, and by Runtime(exact=True) each "
+                "micro-batch is added at once: leave exact out, or choose Init(units=...) so that it comes at once."
+            )
         if late:
             self.handlers.withdraw(late)
             with self.between(self.orders.late_track(late)) as track:

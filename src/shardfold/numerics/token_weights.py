@@ -25,6 +25,10 @@ class Shares:
 
     Args:
         run: whose steps those are. What was noted is of one attempt, and is forgotten with it, however that ends.
+
+    Attributes:
+        divided: by how many micro-batches of all ranks gradients are divided as they come; None: each rank's number for
+            each of them.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -33,6 +37,7 @@ class Shares:
         self._given: list[float | None] = []
         self._divisor: int | None = None  # that the first micro-batch with a weight was divided by
         self._times: float | None = None
+        self.divided: int | None = None
         self._own = False  # the backward under way is one of the engine's, which says its weight
         self._coming: float | None = None  # that weight
 
@@ -58,15 +63,16 @@ class Shares:
         """What weights are multiplied by, and the weight of micro-batches that are given none; None: nothing is."""
         return self._times
 
-    def multiply(self, times: float | None) -> None:
-        """Sets :attr:`times` for the micro-batches to come.
+    def multiply(self, times: float | None, of: int | None = None) -> None:
+        """Sets :attr:`times` for the micro-batches to come, of which all ranks together have ``of``; None: each as many
+        as it is divided by.
 
         Raises:
             ConfigError: it is no finite number >= 0.
         """
         if times is not None and (not is_number(times, 0) or math.isinf(times)):
             raise ConfigError(f"engine.set_micro_batches(weight={described(times)}): it is a number >= 0, or None.")
-        self._times = times
+        self._times, self.divided = times, of
 
     def weighed(self, loss: Tensor, weight: float | None, divisor: int) -> tuple[Tensor, float | None]:
         """The loss times its weight, and that as a number. Gradients will be divided by ``divisor`` micro-batches; what
@@ -85,6 +91,11 @@ class Shares:
             )
         self._since()
         number = float(number) * (1.0 if self._times is None else self._times)
+        if self.divided is not None and not number.is_integer():
+            raise ConfigError(
+                f"engine.backward(weight={number}) with Runtime(exact=True): the sum of weights over ranks would be "
+                "rounded in their order; give integers, such as counts of tokens, or leave exact out."
+            )
         first = self._divisor or divisor
         return loss * (number if divisor == first else number * divisor / first), number
 
@@ -126,4 +137,5 @@ class Shares:
                 f"engine.step(): {without:.0f} micro-batches had no weight= in engine.backward() and others had one: "
                 "give all of a step, on all ranks, one or none; engine.zero_grad() drops what has come."
             )
-        return ranks * (self._divisor or 1) / total if total else 1.0  # without any weight all gradients are 0
+        whole = self.divided or ranks * (self._divisor or 1)
+        return whole / total if total else 1.0  # without any weight all gradients are 0

@@ -32,7 +32,7 @@ from shardfold.plan.format import typed
 from shardfold.plan.formats import FORMATS, format_named
 from shardfold.plan.layout import ROLES, Axes, Layout, Wire
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, KINDS, Op
+from shardfold.plan.program import COLLECTIVES, Op
 from shardfold.plan.search import search
 
 __all__ = [
@@ -249,7 +249,7 @@ def _sendings(
     not."""
     for section, runs in times.items():
         for op in bound.program.section(section) if runs else ():
-            if op.verb in COLLECTIVES and op.verb not in KINDS and op.purpose == purpose:
+            if op.verb in COLLECTIVES and op.purpose == purpose:
                 segments = op.moves(unit := bound.by_name[op.unit])
                 pairs = zip(segments, op.each(len(segments)), strict=True)
                 yield op, runs, unit, [(segment, one, is_encoded(one, segment, bound.layout)) for segment, one in pairs]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
+from shardfold.errors import ConfigError
 from shardfold.plan import rewrites
 from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import fetched_bytes
@@ -163,8 +164,16 @@ def bind(
         meets: how ranks that send signs meet: ``dense``, ``signs`` or ``local``.
         apart: those ranks may go their own ways.
         stashes: what is updated is kept for micro-batches that are under way.
+
+    Raises:
+        ConfigError: gradients are to be summed once in a step, and each micro-batch by itself.
     """
     overlap, mesh, orders = overlap or Overlap(), Mesh.of(mesh), orders or RunOrders.of(units)
+    if overlap.reduce_once and layout.reduce.ordered:
+        raise ConfigError(
+            f"Overlap(reduce_once=True) adds gradients up on each rank, and by Runtime(exact=True) they travel as "
+            f"{layout.reduce}, each micro-batch by itself: leave one of the two out."
+        )
     by_name = {unit.name: unit for unit in units}
     at_end = set(late)
     if _waits(layout, units):

@@ -14,7 +14,7 @@ from shardfold.plan.checks import Folders
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, KINDS, MOVES, REDUCTIONS, SCATTERS, Op, Program
+from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, SCATTERS, Op, Program
 
 __all__ = [
     "STATES",
@@ -336,7 +336,7 @@ def section_traffic(
                 key, several = Sent(op.purpose, op.verb, op.axes), op.among(by_name)
                 calls, sent = total.get(key, (0, 0.0))
                 more = sum(op_bytes(op, layout, unit, mesh) for unit in several)
-                each = 1 if layout.bundles and op.verb in KINDS else len(op.moves(several[0]))
+                each = 1 if layout.bundles and op.purpose == "outer" else len(op.moves(several[0]))
                 total[key] = calls + runs * each, sent + runs * more
     return total
 
@@ -372,7 +372,7 @@ def is_encoded(op: Op, segment: SegmentSpec, layout: Layout) -> bool:
     if op.verb == "ALL_GATHER":
         dtype = segment.dtype
     else:
-        waits = op.source == "local" and segment.table_or(layout).grads.over
+        waits = op.source == "local" and segment.table_or(layout).buffered
         dtype = segment.dtype_for("reduce" if waits else "grads", layout)
     return FORMATS[op.format].native != dtype or "node" in (op.source, op.target)
 

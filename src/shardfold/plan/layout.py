@@ -49,6 +49,8 @@ from shardfold.plan.quantized import Quantized
 from shardfold.plan.signs import Signs
 
 _HOPS = re.compile(r"(?P<name>[a-z]+\d*(/\d+)?)x(?P<hops>\d+)(?P<options>([:+,].*)?)")
+ORDERED = "+ordered"
+"""Behind the name of a format: see :class:`Wire`."""
 
 __all__ = [
     "DATA_AXES",
@@ -438,6 +440,9 @@ class Wire:
     Attributes:
         hops: 2: what is split over nodes and ranks of a node crosses one after the other, so that between nodes each
             element travels once and not once per rank. ``x2`` in the format's name says the same: ``int4x2``.
+        ordered: of reduce: the gradient of each micro-batch is sent by itself, and added to the sum in the order of
+            ranks, so that the sum does not depend on how many ranks share out the micro-batches of a step.
+            ``+ordered`` behind the format's name says the same: ``fp32+ordered``.
 
     Examples:
         >>> sf.PRESETS["zero3"].replace(gather=sf.Wire(format="bf16")).gather.format
@@ -446,8 +451,12 @@ class Wire:
 
     format: str
     hops: int = 1
+    ordered: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.format, str) and self.format.endswith(ORDERED):  # pyright: ignore
+            object.__setattr__(self, "format", self.format.removesuffix(ORDERED))
+            object.__setattr__(self, "ordered", True)
         if isinstance(self.format, str) and (found := _HOPS.fullmatch(self.format)):  # pyright: ignore
             object.__setattr__(self, "format", found["name"] + found["options"])
             object.__setattr__(self, "hops", int(found["hops"]))
@@ -455,10 +464,15 @@ class Wire:
             raise LayoutError(
                 f"a format takes 1 hop, or 2 (first within nodes and then between), and not {self.hops!r}: give 1 or 2."
             )
+        if self.ordered not in (True, False) or (self.ordered and self.hops == 2):
+            raise LayoutError(
+                f"Wire(ordered={described(self.ordered)}, hops={self.hops}): it is True, for sums in the order of all "
+                "ranks, of which two hops would make sums of sums, or False: give one of the two."
+            )
 
     def __str__(self) -> str:
         name, plus, options = typed(self.format).partition("+")
-        return name + ("x2" if self.hops == 2 else "") + plus + options
+        return name + ("x2" if self.hops == 2 else "") + plus + options + ORDERED * self.ordered
 
     @staticmethod
     def named(given: str | Wire) -> Wire:
@@ -516,7 +530,7 @@ class Layout:
     @property
     def buffered(self) -> bool:
         """Whether gradients wait in a buffer of their own until they are summed and go to where they rest."""
-        return _away(self.grads)
+        return _away(self.grads) or self.reduce.ordered
 
     @property
     def updates_on(self) -> Tier:
@@ -668,6 +682,13 @@ class Layout:
                     f"{name} travels as {wire}, but that is made of whole tensors: frozen parameters can rest so, with "
                     f"base={typed(wire.format)!r}, and are then gathered so; give {name} another format."
                 )
+        if self.gather.ordered:
+            raise LayoutError(f"gather travels as {self.gather}, but nothing is summed there: leave {ORDERED!r} out.")
+        if self.reduce.ordered and (self.outer is not None or self.signs is not None):
+            raise LayoutError(
+                f"reduce travels as {self.reduce}, in the order of all ranks, and the table has groups that come "
+                "together every so many steps (outer), or signs: leave one of the two out."
+            )
         if self.gather.format not in ROLES and FORMATS[self.gather.format].state is not None:
             raise LayoutError(
                 f"gather travels as {self.gather}, but nothing is added to parameters of what was lost before: "
@@ -808,7 +829,7 @@ class Layout:
             return found if _away(found) else replace(found, small=0)
 
         changes: dict[str, Any] = {f.name: on_mesh(getattr(self, f.name)) for f in fields(self)[:5]}
-        if self.grads.tier is not Tier.DEVICE:
+        if self.grads.tier is not Tier.DEVICE or self.reduce.ordered:
             changes["grads"] = replace(changes["grads"], over=changes["master"].over)
         alone = Mesh.of(mesh).divisor == 1
         exact = alone and self.grads.tier is not Tier.DEVICE
@@ -822,6 +843,7 @@ class Layout:
             reduce=Wire(
                 format=changes["grads"].dtype if exact else resolve(self.reduce.format),
                 hops=_hops(self.reduce, changes["master"]),
+                ordered=self.reduce.ordered,
             ),
         )
         for name in ("params", "held"):
@@ -845,6 +867,8 @@ class Layout:
             )
         self._check_gather(bound, precision.compute)
         _check_reduce(bound, alone=alone and self.signs is None)  # until they are frozen, gradients cross all groups
+        if bound.reduce.ordered:
+            _check_ordered(bound, Mesh.of(mesh))
         _check_outer(bound)
         if bound.params is None and not bound.comes_and_goes:  # nothing is gathered, so the cast copy stays
             bound = replace(bound, params=Cell(dtype=precision.compute))
@@ -1013,6 +1037,31 @@ def _check_reduce(bound: Layout, *, alone: bool) -> None:
         f"grads accumulate unreduced in {grads.dtype} but travel as {form.name}: they are reduced where they lie, so "
         "give Precision.grads and Precision.reduce the same dtype or split grads."
     )
+
+
+def _check_ordered(bound: Layout, mesh: Mesh) -> None:
+    """
+    Raises:
+        LayoutError: sums in the order of ranks would still depend on how many these are.
+    """
+    grads, form = bound.grads, FORMATS[bound.reduce.format]
+    if form.native != grads.dtype or ITEMSIZE[grads.dtype] < 4:
+        raise LayoutError(
+            f"reduce travels as {bound.reduce} and grads accumulate in {grads.dtype}: sums that do not depend on the "
+            "number of ranks are not rounded to fewer bits on their way, so give Precision.reduce and Precision.grads "
+            "one dtype, 'fp32' or 'fp64'."
+        )
+    if grads.tier is not Tier.DEVICE and set(mesh.summed()) - set(bound.master.over):
+        raise LayoutError(
+            f"grads rest in the {grads.tier} tier and master is split over {_axes(bound.master.over)}, so that sums in "
+            "the order of ranks would go there before they are whole: let grads rest on the device, or split master "
+            f"over {_axes(mesh.summed())}."
+        )
+    if grads.tier is Tier.DISK:
+        raise LayoutError(
+            f"reduce travels as {bound.reduce} and grads rest in the disk tier, where their norm is taken before it is "
+            "known what to round it to: let them rest in host memory."
+        )
 
 
 def _check_outer(bound: Layout) -> None:

@@ -28,6 +28,7 @@ optimizer's own work happens there, and everything up to a marker is done before
                     part
     REDUCE_BETWEEN  the second: begin to sum those between nodes, keep this rank's shard
     ALL_REDUCE      begin to sum gradients over the axes, keep the sum
+    SPREAD          begin to bring together sums of which each rank along the axes has a part, in the order of ranks
     WAIT            go on when ``grads`` hold the sums, ``params`` what was updated, or ``log`` what another rank sent
     DROP            give the buffer ``local`` back
     SHARE           sum the gradients of what several stages of a pipeline have over these
@@ -110,12 +111,12 @@ __all__ = [
 
 Unit = TypeVar("Unit")
 SCATTERS = ("REDUCE_SCATTER", "REDUCE_WITHIN", "REDUCE_BETWEEN")
-REDUCTIONS = (*SCATTERS, "ALL_REDUCE")
+REDUCTIONS = (*SCATTERS, "ALL_REDUCE", "SPREAD")
 SUMS = (*REDUCTIONS, "WAIT", "STORE", "DROP", "SPECULATE")
 """Of a backward: what a unit's gradients go through once all are there."""
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS, "PUSH", "PULL", "LOG")
 MARKERS = ("F", "B", "END", "STEP", "FRAGMENT")
-KINDS = {"PUSH": "REDUCE_SCATTER", "PULL": "ALL_GATHER"}
+KINDS = {"PUSH": "REDUCE_SCATTER", "PULL": "ALL_GATHER", "SPREAD": "ALL_GATHER"}
 """Collectives that are another one, of other tensors."""
 MOVES = ("READ", "FETCH", "ADD", "FILL", "STORE")
 BESIDE = (*COLLECTIVES, *MOVES, "DECODE")
@@ -167,6 +168,7 @@ VERBS: Mapping[str, Verb] = {
     "REDUCE_WITHIN": Verb(("unit", "axes", "format"), source="local", target="node"),
     "REDUCE_BETWEEN": Verb(("unit", "axes", "format"), source="node", target="grads"),
     "ALL_REDUCE": Verb(("unit", "source", "axes", "format"), target="grads"),
+    "SPREAD": Verb(("unit", "axes", "format"), source="grads", target="grads"),
     "WAIT": Verb(("unit", "target")),
     "DROP": Verb(source="local"),
     "SHARE": Verb(("unit", "axes"), source="grads", target="grads"),
@@ -297,7 +299,9 @@ class Op(_Operands):
         """What a collective is for: the table's ``gather`` or ``reduce``, ``outer``, or ``copies``."""
         if self.verb == "LOG":
             return "copies"
-        return "outer" if self.verb in KINDS else "gather" if self.verb == "ALL_GATHER" else "reduce"
+        if self.verb in REDUCTIONS:
+            return "reduce"
+        return "outer" if self.verb in KINDS else "gather"
 
     @property
     def kind(self) -> str:
@@ -478,6 +482,7 @@ def redistribute(
     target: str,
     format: Mapping[str, str],
     hops: Mapping[str, int] | None = None,
+    ordered: bool = False,
 ) -> Iterator[Op]:
     """The collectives that turn how a unit lies into how its reader needs it.
 
@@ -491,12 +496,18 @@ def redistribute(
         format: by transfer what is on the link: of ``gather`` and ``reduce``, and of ``sum``, the reduction of what a
             reduction has scattered.
         hops: of ``gather`` and ``reduce``; 2: over the axes between nodes and those within one after the other.
+        ordered: sums are of all ranks at once, each of which has a part of them until they are complete.
 
     Raises:
         LayoutError: the two cannot be joined by a gather or a reduction.
     """
     two = {purpose for purpose, number in (hops or {}).items() if number == 2}
-    if have is None:  # PARTIAL
+    if have is None and ordered:
+        if data:
+            yield Op("REDUCE_SCATTER", unit, need if {*need} == {*data} else data, format["reduce"], source, target)
+        if rest := tuple(axis for axis in data if axis not in need):
+            yield Op("SPREAD", unit, rest, format["sum"])
+    elif have is None:  # PARTIAL
         if len(need) == 2 and "reduce" in two:
             yield Op("REDUCE_WITHIN", unit, need[1:], format["reduce"])
             yield Op("REDUCE_BETWEEN", unit, need[:1], format["reduce"])
@@ -610,7 +621,8 @@ class _Lowering:
         have, need = PARTIAL if source == "local" else self._over(unit, source), self._over(unit, target)
         dense = self._layout.signs is not None and self._meets == "dense"
         data = (*(self._mesh.rare if dense else ()), *self._mesh.summed(unit.distinct))
-        return redistribute(unit.name, have, need, data=data, source=source, target=target, format=format, hops=hops)
+        more: Any = {"source": source, "target": target, "hops": hops, "ordered": table.reduce.ordered}
+        return redistribute(unit.name, have, need, data=data, format=format, **more)
 
     def _over(self, unit: UnitSpec, tensor: str) -> Axes:
         """The axes that a tensor is split over; sums of gradients are used as ``master`` is, wherever they rest."""
@@ -671,18 +683,22 @@ class _Lowering:
             yield Op("FREE", unit.name)
 
     def _reduces(self, unit: UnitSpec, last: bool) -> Iterator[Op]:
-        """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last.
-        Those that rest in a slower tier go there summed over all ranks."""
+        """Gradients that rest split, or are summed in the order of ranks, are scattered in every micro-batch; what
+        remains of the sum waits for the last. Those that rest in a slower tier go there summed over all ranks. On one
+        rank those of a micro-batch that are to be added by themselves are, behind it."""
         if not unit.trainable:
             return
-        grads = unit.table_or(self._layout).grads
-        away = grads.tier is not Tier.DEVICE
-        for op in self._turn(unit, "local", "grads"):
-            if last or away or (grads.over and op.verb in SCATTERS):
+        table = unit.table_or(self._layout)
+        grads, away = table.grads, table.grads.tier is not Tier.DEVICE
+        sums = list(self._turn(unit, "local", "grads"))
+        for op in sums:
+            if last or away or (table.buffered and op.verb in SCATTERS):
                 yield op
                 yield Op("WAIT", unit.name, target="grads")
-                if grads.over and op.source == "local" and not away:
+                if table.buffered and op.source == "local" and not away:
                     yield Op("DROP", unit.name)
+        if table.buffered and not sums and not away:
+            yield from (Op("WAIT", unit.name, target="grads"), Op("DROP", unit.name))
         if away:
             yield Op("STORE", unit.name, source="grads", tier=str(grads.tier))
             yield Op("DROP", unit.name)

@@ -14,6 +14,8 @@ their unit's reduction, make it themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,7 +119,12 @@ class Gradients:
     def send(self, sends: Sequence[Send], *, scatter: bool) -> None:
         """Hands the flat of each segment to one of ``sends``. The buffer is :attr:`sent` until it is given back."""
         flats, states = self._complete(), [segment.format_state for segment in self.segments]
+        arranged = [segment.arranged(f, self._store.empty) for segment, f in zip(self.segments, flats, strict=True)]
+        flats = [flat if made is None else made for flat, made in zip(flats, arranged, strict=True)]
         self.sums = self._to.send(self.sums, Reduction(sends, flats, states, self.sending, scatter))
+        for made in arranged:
+            if made is not None:
+                self.sending.append(Pending([], partial(self._store.recycle, made)))
 
     def send_within(self, sends: Sequence[Send], ranks: int) -> None:
         """As :meth:`send`, the first of two hops, between so many ranks: its sums are :attr:`node`."""
@@ -154,6 +161,10 @@ class Gradients:
             buffer.complete()
         return buffer
 
+    def spread(self, sends: Sequence[Send]) -> None:
+        """Sums of which each rank has a part come together."""
+        self._to.spread(sends, self.sending)
+
     def send_scattered(self, sends: Sequence[Send]) -> None:
         """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
         self.sums = self._to.send_again(self.sums, sends, self.sending)
@@ -178,6 +189,8 @@ class Gradients:
 
     def arrive(self, waiter: Waiter) -> None:
         """The sums are in ``grads``."""
+        if self.local is not None and any(segment.adds_alone for segment in self.segments):
+            self.send([_kept] * len(self.segments), scatter=True)
         drain(self.sending, waiter)
 
     def give_back(self) -> None:
@@ -245,3 +258,9 @@ class Gradients:
             used[:] = [False] * len(used)
         if self.resting is not None:
             self.resting.clear()
+
+
+def _kept(flat: Tensor, *, out: Tensor, add: bool, **_: Any) -> None:
+    """Takes what other ranks would be sent, where there are none."""
+    with torch.no_grad():
+        out.add_(flat) if add else out.copy_(flat)

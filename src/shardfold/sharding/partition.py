@@ -447,6 +447,11 @@ def _lay_out(
     specs: list[SegmentSpec] = []
     for (dtype, keeps, trainable, group, rule, apart, shared, codes), members in segments.items():
         layout = rules.table(rule, apart, whole=whole)
+        if layout.reduce.ordered and keeps and trainable and ITEMSIZE[dtype] < 4:
+            raise ModelError(
+                f"parameter {next(iter(members))!r} has dtype {dtype}, in which sums of gradients are rounded by how "
+                "many ranks there are, and Runtime(exact=True) is set: make it fp32, or leave exact out."
+            )
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         boxes = {name: box for name, p in members.items() if (box := slices.get(id(p), WHOLE).box) is not None}
         parts = mesh.parts(mesh.summed(apart))

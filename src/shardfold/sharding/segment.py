@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from shardfold import accelerator
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.errors import ConfigError
+from shardfold.plan.axes import Mesh
 from shardfold.plan.formats import FORMATS, Format
 from shardfold.plan.layout import DATA_AXES, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
@@ -101,6 +102,12 @@ class Segment:
         self.table = spec.table_or(layout)
         self.rest_range = shard_range(spec.length, self.table.rest.over, mesh, coords)
         self.master_range = shard_range(spec.length, self.table.master.over, mesh, coords)
+        self._mesh, self._coords = Mesh.of(mesh), dict(coords)
+        apart = {*self.table.master.over} if self.table.reduce.ordered else {*mesh}
+        summed = self._mesh.summed(spec.distinct)
+        self._divided = tuple(axis for axis in summed if axis not in apart)  # whose ranks sum a part each of ``grads``
+        #: Whether there is nobody to sum with, and the gradient of each micro-batch is added by itself all the same.
+        self.adds_alone = self.table.reduce.ordered and not summed and self.table.grads.tier is Tier.DEVICE
         self.copied_range: tuple[int, int] | None = None  # frozen: another rank's, of which this one has a copy
         copies = self.table.copies
         if copies is not None and not spec.trainable and self.table.is_copied(trainable=False):
@@ -535,6 +542,25 @@ class Segment:
         if grads.numel() == self.spec.length:
             return grads[self.master_range[0] : self.master_range[1]]
         return grads
+
+    @property
+    def summed_grads(self) -> Tensor:
+        """The part of :attr:`master_grads` that this rank sums, in the order of all ranks; where others do not sum some
+        of it, all of that."""
+        start, stop = shard_range(self.master_range[1] - self.master_range[0], self._divided, self._mesh, self._coords)
+        return self.master_grads[start:stop]
+
+    def arranged(self, flat: Tensor, out: Callable[[int, torch.dtype], Tensor]) -> Tensor | None:
+        """A flat of gradients in the order of the ranks that sum parts of it, in memory that ``out`` gives; None: it is
+        in that order."""
+        over, each = self.table.master.over, (*self.table.master.over, *self._divided)
+        order = [each.index(axis) for axis in self._mesh if axis in each]
+        if not over or not self._divided or order == sorted(order):
+            return None
+        rows = flat.view(*(self._mesh[axis] for axis in each), -1).permute(*order, len(order))
+        made = out(flat.numel(), flat.dtype)
+        made.view(rows.shape).copy_(rows)
+        return made
 
     @property
     def update_grads(self) -> Tensor:

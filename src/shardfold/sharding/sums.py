@@ -112,8 +112,13 @@ class InPlaceSums:
         self._extra = None
         return Sums.TWICE
 
+    def spread(self, sends: Sequence[Send], sending: list[Pending]) -> None:
+        """Brings together what each rank has summed of what all keep."""
+        for segment, send in zip(self._segments, sends, strict=True):
+            send(segment.master_grads, pending=sending)
+
     def _scattered(self) -> list[Tensor]:
-        return self._extra or [segment.master_grads for segment in self._segments]
+        return self._extra or [segment.summed_grads for segment in self._segments]
 
     def store(self, sums: Sums, whole: Callable[[], list[Tensor]], note: Note) -> SumsStored:
         """What this rank keeps of the sums of a backward begins to go to the tier that gradients rest in; where it was

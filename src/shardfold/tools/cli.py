@@ -261,6 +261,10 @@ def explain(
     survive: Annotated[
         str | None, typer.Option(help="Who holds a copy of each rank's optimizer states: another rank, or a host.")
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Sums in the order of ranks, whose bits do not depend on how many these are."),
+    ] = False,
     config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed JSON: what it becomes, instead of a layout and a precision.")
     ] = None,
@@ -270,10 +274,13 @@ def explain(
     table = offloaded(presets.named(name), offload)
     if survive is not None:
         table = table.replace(copies=survive)
+    if exact:
+        table = table.replace(reduce=f"{table.reduce}+ordered")
     if config is not None:
         said = (
             ("--offload", offload),
             ("--survive", survive),
+            ("--exact", exact or None),
             ("--precision", precision),
             (f"the layout {name}", layout),
         )
@@ -292,7 +299,7 @@ def explain(
         return
     from shardfold.plan.explain import explain_preset
 
-    which = name if offload is None and survive is None else table
+    which = table if offload is not None or survive is not None or exact else name
     print(explain_preset(which, mesh=mesh, precision=precision or "bf16", params=int(params), blocks=blocks))
 
 
