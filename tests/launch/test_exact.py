@@ -167,7 +167,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
     """Where these divide the virtual ones and where they do not, with weights of micro-batches, and under ``hsdp``,
     whose ranks sum over other axes."""
     on(ranks, [3, 2, 1], "zero2", 3, MORE["clipped"], True)
-    on(ranks, [4, 3], "hsdp", 4, MORE["clipped"], False, meshes=HSDP)
+    on(ranks, [4, 2], "hsdp", 4, MORE["clipped"], False, meshes={4: HSDP[4]})
 
 
 @pytest.mark.soak

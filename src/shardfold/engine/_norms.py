@@ -126,7 +126,7 @@ class Norms:
         for segment in self._trainable():
             if segment.spec.places and [segment.spec.places[0]] != here:  # counted there
                 continue
-            over = mesh.normed(segment.table.master.over, segment.spec.distinct)
+            over = self._apart(segment)
             for term in self._numbers(segment):
                 terms.setdefault((over, segment.unscale, term.device), []).append(term)
         parts: dict[Axes, Tensor] = {}
@@ -135,6 +135,10 @@ class Norms:
             part = part * unscale if p == inf else part * unscale**p
             parts[over] = _joined(parts[over], part, p) if over in parts else part
         return parts
+
+    def _apart(self, segment: Segment) -> Axes:
+        """The axes on which other ranks have other elements of it."""
+        return self._comm.mesh.sizes.normed(segment.table.master.over, segment.spec.distinct)
 
     def take(self) -> None:
         """
@@ -172,8 +176,7 @@ class Norms:
         count = sum(segment.spec.numel for segment in segments)
         total, found = torch.zeros(GRIDS, dtype=torch.float64, device=comm.memory.device), dict[Axes, list[Tensor]]()
         for segment, flat in zip(segments, grads, strict=True):
-            over = comm.mesh.sizes.normed(segment.table.master.over, segment.spec.distinct)
-            found.setdefault(over, []).append(flat)
+            found.setdefault(self._apart(segment), []).append(flat)
         for over, flats in found.items():
             part = slice_sums(flats if isfinite(most) else (), p, most, count, total.device)
             comm.number(part, over, dist.ReduceOp.SUM, "the sum of norms")

@@ -169,11 +169,7 @@ def bind(
         ConfigError: gradients are to be summed once in a step, and each micro-batch by itself.
     """
     overlap, mesh, orders = overlap or Overlap(), Mesh.of(mesh), orders or RunOrders.of(units)
-    if overlap.reduce_once and layout.reduce.ordered:
-        raise ConfigError(
-            f"Overlap(reduce_once=True) adds gradients up on each rank, and by Runtime(exact=True) they travel as "
-            f"{layout.reduce}, each micro-batch by itself: leave one of the two out."
-        )
+    _check_sums(layout, overlap)
     by_name = {unit.name: unit for unit in units}
     at_end = set(late)
     if _waits(layout, units):
@@ -212,6 +208,18 @@ def bind(
         _in_evaluation=lambda: moved(lowered(forward=orders.evaluation)),
         _unmoved=unmoved,
     )
+
+
+def _check_sums(layout: Layout, overlap: Overlap) -> None:
+    """
+    Raises:
+        ConfigError: gradients are to be summed once in a step, and each micro-batch by itself.
+    """
+    if overlap.reduce_once and layout.reduce.ordered:
+        raise ConfigError(
+            f"Overlap(reduce_once=True) adds gradients up on each rank, and by Runtime(exact=True) they travel as "
+            f"{layout.reduce}, each micro-batch by itself: leave one of the two out."
+        )
 
 
 def _waits(layout: Layout, units: Sequence[UnitSpec]) -> bool:

@@ -867,8 +867,7 @@ class Layout:
             )
         self._check_gather(bound, precision.compute)
         _check_reduce(bound, alone=alone and self.signs is None)  # until they are frozen, gradients cross all groups
-        if bound.reduce.ordered:
-            _check_ordered(bound, Mesh.of(mesh))
+        _check_ordered(bound, Mesh.of(mesh))
         _check_outer(bound)
         if bound.params is None and not bound.comes_and_goes:  # nothing is gathered, so the cast copy stays
             bound = replace(bound, params=Cell(dtype=precision.compute))
@@ -1045,6 +1044,8 @@ def _check_ordered(bound: Layout, mesh: Mesh) -> None:
         LayoutError: sums in the order of ranks would still depend on how many these are.
     """
     grads, form = bound.grads, FORMATS[bound.reduce.format]
+    if not bound.reduce.ordered:
+        return
     if form.native != grads.dtype or ITEMSIZE[grads.dtype] < 4:
         raise LayoutError(
             f"reduce travels as {bound.reduce} and grads accumulate in {grads.dtype}: sums that do not depend on the "
