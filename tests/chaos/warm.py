@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import faulthandler
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -23,18 +24,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-from shardfold.launch import _rendezvous, workers
+from shardfold.launch import workers
 from shardfold.launch.process import die_with_parent
 
 Work = Callable[[Mapping[str, str]], None]
 """What a rank does, given its environment."""
 STACKS = signal.SIGUSR2
 """A launcher or a rank that gets it writes where it is."""
-RESOLVER = threading.Lock()
-"""A launcher's threads open stores, which asks the C library for names of hosts. A rank that is forked meanwhile would
-have the library's own lock, taken, and nobody who ever returns it: so nobody forks meanwhile."""
+ANSWERS = 2.0
+"""Seconds that a child has to ask the C library for a name."""
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
@@ -83,8 +81,7 @@ class Forked:
         self.stdout, self.stderr = ours
         sys.stdout.flush()
         sys.stderr.flush()
-        with RESOLVER:
-            self.pid = os.fork()
+        self.pid = _forked()
         if not self.pid:
             if start_new_session:
                 os.setsid()
@@ -125,7 +122,6 @@ def begin(
         Forked.work = staticmethod(work)
         names: Any = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
         workers.subprocess = names
-        _rendezvous.TCPStore = _opened  # pyright: ignore[reportAttributeAccessIssue]
         return launch()
 
     streams = [os.open(each, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for each in (out, err)]
@@ -141,9 +137,25 @@ def begin(
     return pid
 
 
-def _opened(*where: Any, **how: Any) -> TCPStore:
-    with RESOLVER:
-        return TCPStore(*where, **how)
+def _forked() -> int:
+    """As ``os.fork``, but for a child that would find the C library's lock on names of hosts taken, which nobody ever
+    returns: threads of a launcher ask for names when they open a store, and that of a store for each who connects.
+    Such a child is ended, and another one forked."""
+    while True:
+        reader, writer = os.pipe()
+        if not (pid := os.fork()):
+            with suppress(OSError):
+                socket.getnameinfo(("127.0.0.1", 0), 0)
+            os.close(reader)
+            os.close(writer)
+            return 0
+        os.close(writer)
+        answered, _, _ = select.select([reader], [], [], ANSWERS)
+        os.close(reader)
+        if answered:
+            return pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _enter(host: str) -> None:
