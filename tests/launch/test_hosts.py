@@ -598,6 +598,28 @@ def test_nodes_that_met_by_a_store_that_is_gone_do_not_wait_for_it():
     asked.set()
 
 
+def test_a_node_that_has_not_heard_of_a_majority_for_long_does_not_wait_to_tell_that_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Nobody hears it, and it has waited for the patience."""
+    leaves, over = threading.Event(), threading.Event()
+
+    class Waits(FixedRendezvous):
+        def shutdown(self) -> bool:
+            leaves.wait(20.0)
+            over.set()
+            return True
+
+    monkeypatch.setattr("shardfold.launch._rendezvous.LEAVES", 60.0)
+    inner = Waits("127.0.0.1", None, 0, 1, "job", 60.0, Patience(3.0))
+    node = Attempts(inner, "host", "127.0.0.1", None, 60.0, Patience(3.0))
+    node.voting, node._majority = (0, 1, 2), (time.monotonic() - 3.1, time.monotonic())
+    assert node.shutdown() and not over.is_set()
+    leaves.set()
+    node._majority = time.monotonic(), time.monotonic()
+    assert node.shutdown() and over.is_set()
+
+
 def test_a_store_that_never_answers_is_told_in_a_sentence():
     """TEST-NET-1 is nobody's (RFC 5737)."""
     node = Node("1", None, (1, 2), None, "c10d", "192.0.2.1", 29400)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -340,6 +341,14 @@ def test_a_rank_that_is_killed_is_told_of_on_the_other_node_too(layout: str, wir
     failed = {failure.rank: failure for failure in raised.value.failures}
     assert failed[3].kind == "died" and "SIGKILL" in failed[3].summary
     assert len(failed) == 4 and all(failed[rank].kind == "raised" for rank in range(3)), raised.value
+
+
+def test_the_link_of_one_node_is_limited() -> None:
+    with closing(Namespaces(2)) as nodes:
+        nodes.limit("10mbit", 1)
+        show = "tc -n {} qdisc show dev eth0"
+        limited = ["tbf" in subprocess.check_output(show.format(each).split(), text=True) for each in nodes.spaces]
+        assert limited == [False, True]
 
 
 def test_a_rate_that_is_none_is_refused() -> None:

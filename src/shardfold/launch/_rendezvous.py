@@ -197,7 +197,8 @@ class Attempts(RendezvousHandler):
         # In a thread that may be left behind: it waits for another one, which may ask a store that does not answer.
         ending = threading.Thread(target=self._shut_down, daemon=True)
         ending.start()
-        ending.join(0.0 if self._vain else LEAVES)
+        alone = time.monotonic() - self.ours_since > self.patience.lost  # nobody is there to be told
+        ending.join(0.0 if self._vain or alone else LEAVES)
         return True
 
     def _shut_down(self) -> None:

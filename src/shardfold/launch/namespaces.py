@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 from typing import Any, NoReturn
 
@@ -117,25 +117,25 @@ class Namespaces:
                 f"ip -n {space} link set {INTERFACE} mtu {PACKET} up",
             )
 
-    def limit(self, rate: str | None) -> None:
-        """From now on each link carries that much, in each direction.
+    def limit(self, rate: str | None, node: int | None = None) -> None:
+        """From now on each link, or that of one node, carries that much, in each direction.
 
         Raises:
             ConfigError: it is no rate.
         """
         check_rate(rate)
-        for space, end in self._ends():
+        for space, end in self._ends(range(self.nodes) if node is None else (node,)):
             if rate is None:
                 command = ["ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", end, "root"]
                 subprocess.run(command, capture_output=True, check=False)  # there may be none
             else:
                 _do(f"tc -n {space} qdisc replace dev {end} root tbf rate {rate} burst {BURST} limit {LIMIT}")
 
-    def _ends(self) -> list[tuple[str, str]]:
-        ends = [(space, INTERFACE) for space in self.spaces]
+    def _ends(self, nodes: Iterable[int]) -> list[tuple[str, str]]:
+        ends = [(self.spaces[number], INTERFACE) for number in nodes]
         if self._road is not None:
             return ends
-        return ends + [(f"{self._base}-hub", f"node{number}") for number in range(self.nodes)]
+        return ends + [(f"{self._base}-hub", f"node{number}") for number in nodes]
 
     def cut(self, node: int) -> None:
         """Nothing comes to a node or from it until :meth:`heal`; connections stay, and what was sent is sent again."""
