@@ -20,8 +20,10 @@ import shardfold as sf
 from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.errors import ConfigError, LayoutError, ModelError
 from shardfold.numerics.ordered_sums import joined_slices, largest_power, slice_sums
+from shardfold.plan.bind import bind
 from shardfold.plan.cost import traffic
 from shardfold.plan.layout import Precision, Wire
+from shardfold.plan.lifetimes import ALONE, in_use
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import lower, parse
 from shardfold.testing import Ranks
@@ -78,6 +80,19 @@ def test_each_micro_batch_is_summed_by_all_ranks_at_once() -> None:
     assert of("hsdp", mesh) == (every, [*every, "SPREAD u [inter] fp32", "WAIT u grads"], 3 * each + 4 * 128 / 2)
     for preset in ("ddp", "zero3"):
         assert of(preset, {"inter": 1, "intra": 1}) == (every[1:], every[1:], 0.0)
+
+
+def test_gradients_that_are_sent_in_another_order_are_planned_twice() -> None:
+    """Under ``hsdp`` each rank sums a part of what others keep, too."""
+    unit = UnitSpec("u", (SegmentSpec((), 256, "fp32"),))
+
+    def most(preset: str) -> float:
+        table = bound(preset)
+        ops = bind(table, [unit], MESH)
+        each = [(number, n) for section, number, n in in_use(ops, ALONE) if section == "last"]
+        return max(n for number, n in each if ops.program.last[number].verb == "REDUCE_SCATTER")
+
+    assert most("hsdp") - most("zero3") == 256 * 4
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -6,6 +6,7 @@ program and a trace of the model (``planner/memory.py``).
     gathered       a unit's parameters, from the first of CAST READ FILL ALL_GATHER to FREE
     gradients      the buffer of a unit, from GRADS, or its first gradient, to DROP
     transport      what a reduction needs besides, to its WAIT; payloads of formats
+    arranged       gradients in the order of the ranks that sum parts of them, to that WAIT
     spare          buffers that wait for the next taker, where the allocator of the device does not do that itself
     on their way   a state on its way to its update, from FETCH to STORE
     update         what an update needs besides
@@ -190,6 +191,7 @@ class Lifetimes:
         elif op.verb == "WAIT":
             self._give_back(op.unit, "sums")
             self._give_back(op.unit, "transport")
+            self._give_back(op.unit, "arranged")
             if op.unit in self._crossing:
                 self._crossing.discard(op.unit)
                 self._give_back(op.unit, "sums of a node")
@@ -214,6 +216,10 @@ class Lifetimes:
 
     def _reduce(self, op: Op, unit: UnitSpec) -> None:
         ranks = prod(self._mesh[axis] for axis in op.axes)
+        over = unit.table_or(self._layout).master.over
+        if op.verb == "REDUCE_SCATTER" and over and {*over} < {*op.axes}:
+            flats = [(float(s.length), s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
+            self._take(unit.name, "arranged", flats)
         if encoded_bytes(op, self._layout, unit, self._mesh):
             self._sum_encoded(op, unit, ranks)
         elif op.verb == "REDUCE_SCATTER" and self._behaviour.temporary(1.0, ranks):
