@@ -24,6 +24,7 @@ from shardfold.checkpoint import draft as drafts
 from shardfold.checkpoint import folders, messages, opened, run_lock
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.run_lock import LOCK, Holder
+from shardfold.checkpoint.standing_thread import StandingThread
 from shardfold.comm import launcher_notes
 from shardfold.errors import CheckpointError, CollectiveError, ConfigError, UsageError
 from shardfold.testing import Ranks, RanksFailed
@@ -688,8 +689,8 @@ class Counting(dist.HashStore):
 
 def test_where_a_rank_is_gone_words_are_not_waited_for() -> None:
     """Those that are there are heard; of who decides, and may live, also what it says within some seconds."""
-    store, gone = Counting(), threading.Event()
-    mine, theirs = (messages.Messages(store, "save/1", rank, gone) for rank in (0, 2))
+    store, gone, pulse = Counting(), threading.Event(), StandingThread("pulse")
+    mine, theirs = (messages.Messages(store, "save/1", rank, gone, pulse) for rank in (0, 2))
     theirs.say("written", "+1")
     mine.check_gone()
     gone.set()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import shardfold as sf
-from shardfold.checkpoint import save
+from shardfold.checkpoint import messages, save
 from shardfold.checkpoint.lent import Lending, LentMemory
 from shardfold.testing import Ranks
 from shardfold.tiers.host import HostTier
@@ -108,3 +109,45 @@ def test_what_is_read_is_what_was_lent() -> None:
     over.end()
     lent.give_back()
     assert not over.taken, "nothing reads it any more"
+
+
+def waited_for(folder: str) -> list[str]:
+    """What the thread that trains waits for in a save beside it, behind another one."""
+    here, found = current_thread(), list[str]()
+    sync, asked, start = os.fsync, messages.ask, Thread.start
+
+    def synced(file: int) -> None:
+        found.extend(["a disk"] * (current_thread() is here))
+        sync(file)
+
+    def ask(store: Any, call: str, *arguments: Any) -> Any:
+        found.extend([call] * (current_thread() is here))
+        return asked(store, call, *arguments)
+
+    def started(thread: Thread) -> None:
+        found.extend([f"thread {thread.name}"] * (current_thread() is here))
+        start(thread)
+
+    with closing(made("zero3", "rank")) as engine:
+        step(engine)
+        first = engine.save(f"{folder}/first")  # which makes the folder this run's
+        assert first is not None
+        first.wait()
+        step(engine)
+        comm = engine.sharded.comm
+        control = comm.control
+        os.fsync, messages.ask, save.ask, Thread.start = synced, ask, ask, started
+        comm.control = lambda *given, **more: found.append("the others") or control(*given, **more)
+        try:
+            saving = engine.save(f"{folder}/second")
+        finally:
+            os.fsync, messages.ask, save.ask, Thread.start = sync, asked, asked, start
+            comm.control = control
+        assert saving is not None
+        saving.wait()
+    return found
+
+
+def test_training_waits_for_the_other_ranks_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """Where nothing is wrong: on a place, that all have their parts, and that all see one folder."""
+    assert ranks.run(waited_for, str(tmp_path), world_size=2) == [["the others"] * 3] * 2

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 import shardfold as sf
 from shardfold.checkpoint.messages import Messages
+from shardfold.checkpoint.standing_thread import StandingThread
 from shardfold.comm import launcher_notes
 from shardfold.comm.answered import Answered, StoreLine, ask_no_more
 from shardfold.comm.epoch_watch import EpochWatch
@@ -100,7 +101,7 @@ def test_a_connection_of_its_own_has_the_same_limit(behind: Behind) -> None:
 def test_a_vote_and_the_messages_of_a_save_end_in_words(behind: Behind) -> None:
     with pytest.raises(CollectiveError, match=r"whether outer step 1 is taken cannot be asked of the store"):
         Vote(Answered(behind, 0.05), 2, 60.0).taken()
-    messages = Messages(Answered(behind, 0.05), "save/1", 0, threading.Event())
+    messages = Messages(Answered(behind, 0.05), "save/1", 0, threading.Event(), StandingThread("pulse"))
     with pytest.raises(CheckpointError, match="it has not answered within 0 s"):
         messages.say("done", "yes")
 

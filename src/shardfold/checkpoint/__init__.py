@@ -23,6 +23,7 @@ reader           a checkpoint on disk, read in pieces, without an engine
 rng              states of random generators, as values
 run_lock         which run a folder belongs to, and which process saves there: one at a time
 save             saving: every rank writes what it owns, one makes it a checkpoint
+standing_thread  a thread that stands by for what is to be done beside the training
 stored           tensors by name that are read when they are asked for
 trees            the run's own state as JSON
 trust            which objects in files are read, and for whom

@@ -90,7 +90,7 @@ class Draft:
         self.path.mkdir(exist_ok=self._tried)
         self._ours = True
         self.unmark()
-        write_synced(self.path / OWNER, json.dumps(Holder.here().to_json()).encode())
+        (self.path / OWNER).write_text(json.dumps(Holder.here().to_json()), encoding="utf-8")  # training waits for it
 
     # -- which ranks see it
 

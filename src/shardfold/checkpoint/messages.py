@@ -10,9 +10,11 @@ import threading
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
+from shardfold.checkpoint.standing_thread import StandingThread
 from shardfold.errors import CheckpointError, ShardfoldError
 
 __all__ = ["SILENCE_AT_EXIT", "SILENCE_OF_DEAD", "Messages", "ask", "drop", "put", "take", "words"]
@@ -33,42 +35,35 @@ class Messages:
         name: of the save, the same on all ranks and of no other save.
         rank: this rank.
         gone: set, by another thread, when it is known that some rank is: then who has not spoken is not waited for.
+        pulse: the thread that counts.
 
     Attributes:
         silence: seconds without a sign of life after which a rank counts as dead.
         gone: as given.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, gone: threading.Event) -> None:
-        self._store, self._name, self._rank = store, name, rank
+    def __init__(self, store: Any, name: str, rank: int, gone: threading.Event, pulse: StandingThread) -> None:
+        self._store, self._name, self._rank, self._pulse = store, name, rank, pulse
         self.silence, self.gone = SILENCE, gone
-        self._over = threading.Event()
-        self._pulse: threading.Thread | None = None
+        self._over, self._connected = threading.Event(), threading.Event()
+        self._ended: threading.Event | None = None
 
     def wait_at_most(self, silence: float) -> None:
         """A rank counts as dead after so many seconds from now on."""
         self.silence = silence
 
     def begin(self) -> None:
-        """From now on the others see that this rank lives, until :meth:`end`.
-
-        Raises:
-            CheckpointError: the store is gone.
-        """
+        """From now on the others see that this rank lives, until :meth:`end`; nobody waits here for the store."""
         if self._store is None:
             return
-        if hasattr(self._store, "clone"):  # a connection of its own: another thread may wait for minutes on that of all
-            self._store = ask(self._store, "clone")
-        pulse = threading.Thread(target=self._beat, args=(self._store,), name="shardfold-pulse", daemon=True)
-        pulse.start()
-        self._pulse = pulse
+        self._ended = self._pulse.do(partial(self._live, self._store))
 
     def end(self) -> None:
         """This rank has said and heard all; may be called twice."""
         self._over.set()
-        if self._pulse is not None:
-            self._pulse.join(self.silence)
-            self._pulse = None
+        if self._ended is not None:
+            self._ended.wait(self.silence)
+            self._ended = None
         self._store = None
 
     def say(self, what: str, text: str) -> None:
@@ -87,7 +82,7 @@ class Messages:
             CheckpointError: the store is gone.
         """
         if self._store is not None:
-            count = put(self._store, f"{self._name}/{what}/{self._rank}", data)
+            count = put(self._line(), f"{self._name}/{what}/{self._rank}", data)
             self.say(what, f"+{count}")
 
     def receive(self, what: str, rank: int, said: str) -> bytes:
@@ -96,11 +91,11 @@ class Messages:
         Raises:
             CheckpointError: the store is gone.
         """
-        return take(self._store, f"{self._name}/{what}/{rank}", int(said[1:]))
+        return take(self._line(), f"{self._name}/{what}/{rank}", int(said[1:]))
 
     def drop(self, what: str, rank: int, said: str) -> None:
         """What a rank has sent needs no room in the store any more."""
-        drop(self._store, f"{self._name}/{what}/{rank}", int(said[1:]))
+        drop(self._line(), f"{self._name}/{what}/{rank}", int(said[1:]))
 
     def told(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
         """What each of ``ranks`` has said so far; waits for nobody.
@@ -161,7 +156,12 @@ class Messages:
                 until = monotonic() + besides
         return said
 
-    def _beat(self, store: Any) -> None:
+    def _live(self, store: Any) -> None:
+        """Connects, and counts."""
+        if hasattr(store, "clone"):  # a connection of its own: another thread may wait for minutes on that of all
+            with suppress(CheckpointError):  # the store is gone: who asks it finds out
+                self._store = store = ask(store, "clone")
+        self._connected.set()
         while True:
             try:
                 store.add(f"{self._name}/alive/{self._rank}", 1)
@@ -170,8 +170,14 @@ class Messages:
             if self._over.wait(BEAT):
                 return
 
+    def _line(self) -> Any:
+        """The store, over the connection of this save once it has begun."""
+        if self._ended is not None:
+            self._connected.wait()
+        return self._store
+
     def _ask(self, call: str, *arguments: Any) -> Any:
-        return ask(self._store, call, *arguments)
+        return ask(self._line(), call, *arguments)
 
 
 def put(store: Any, key: str, data: bytes) -> int:

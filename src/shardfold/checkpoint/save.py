@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from logging import getLogger
 from pathlib import Path
@@ -36,6 +37,7 @@ from shardfold.checkpoint.index import ITEMSIZES, Index, checksum
 from shardfold.checkpoint.lent import Lending, LentShard
 from shardfold.checkpoint.messages import SILENCE_AT_EXIT, SILENCE_OF_DEAD, Messages, ask, words
 from shardfold.checkpoint.run_lock import RunLock
+from shardfold.checkpoint.standing_thread import StandingThread
 from shardfold.comm.agreement import Claim
 from shardfold.comm.coalesced import as_bytes
 from shardfold.comm.launcher_notes import tell_launcher
@@ -159,10 +161,11 @@ class Job:
         nonfinite: str,
         begun: float,
         gone: threading.Event,
+        pulse: StandingThread,
     ) -> None:
         self._rank, self._ranks = model.rank, model.world_size
         self.draft, self._keep, self._nonfinite = draft, keep, nonfinite
-        self.messages = Messages(model.comm.mesh.asked, f"save/{draft.token}", model.rank, gone)
+        self.messages = Messages(model.comm.mesh.asked, f"save/{draft.token}", model.rank, gone, pulse)
         self._begun, self._stall = begun, 0.0
         self._held = 0
         self._parts: list[UnwrittenPiece] = []
@@ -334,7 +337,7 @@ class Saver:
         self._model, self._lends = model, lends
         self.lock = RunLock()
         self.last: Saving | None = None
-        self._thread: threading.Thread | None = None
+        self._thread, self._pulse = StandingThread("shardfold-save"), StandingThread("shardfold-pulse")
         self._job: Job | None = None
         self._gone = threading.Event()
         # Kept from save to save: to write into fresh memory takes four times as long as into this.
@@ -370,14 +373,16 @@ class Saver:
         check_buffers(model)
         options = f"{place}, keep={keep}, nonfinite={nonfinite!r}, latest={latest}, shared={shared}"
         plain = wait or bool(model.run.averages) or not self._lends()
-        token, plain = self._agree(options, skip=busy == "skip", plain=plain)
+        token, plain, behind = self._agree(options, skip=busy == "skip", plain=plain)
         if token is None:
             return None
-        self._refuse_after_failure(target, token)
+        self.finish()
+        if behind:
+            self._refuse_after_failure(target, token)
         lost = sums_of_lost(model.comm, list(model.trainable()), "engine.save()")
         self.lock.begin(token)
         draft = Draft(target, token, latest=latest, lock=self.lock, adds=keep is None)
-        job = Job(model, draft, keep, nonfinite, begun, self._gone)
+        job = Job(model, draft, keep, nonfinite, begun, self._gone, self._pulse)
         lending = None if plain or lost else Lending(self._spares)
         try:
             said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out, lost, lending))
@@ -401,20 +406,19 @@ class Saver:
             model.rows.append(self._memory)
         try:
             self._blocks = job.copy(self._blocks)
-            thread = threading.Thread(target=job.run, args=(saving,), name="shardfold-save", daemon=True)
-            thread.start()
+            self._thread.do(partial(job.run, saving))
         except BaseException as error:
             job.give_up(error)
             saving._end(None, error)
             saving.told = True
             raise
-        self._job, self._thread = job, thread
+        self._job = job
         atexit.register(self._at_exit)
         return saving
 
-    def _agree(self, text: str, *, skip: bool, plain: bool) -> tuple[str | None, bool]:
+    def _agree(self, text: str, *, skip: bool, plain: bool) -> tuple[str | None, bool, bool]:
         """The token of a save that all ranks make to the same place; None if it is skipped, as another is under way.
-        And whether any rank has to write what is its own.
+        And whether any rank has to write what is its own; and whether on any the save before may have failed.
 
         Raises:
             ConfigError: on all ranks: they were given different ones.
@@ -423,16 +427,18 @@ class Saver:
         code = float(int.from_bytes(sha256(text.encode()).digest()[:6], "big"))
         token = float(int.from_bytes(os.urandom(6), "big")) if model.rank == 0 else 0.0
         under_way = self.last is not None and not self.last.done
-        flags = model.comm.control([float(skip and under_way), token, code, -code, float(plain)], dist.ReduceOp.MAX)
+        behind = under_way or (self.last is not None and self.last.error is not None)
+        mine = [float(skip and under_way), token, code, -code, float(plain), float(behind)]
+        flags = model.comm.control(mine, dist.ReduceOp.MAX)
         if flags[0]:
-            return None, plain
+            return None, plain, False
         name = f"{int(flags[1]):012x}"
         if flags[2] != -flags[3]:
             said = self._everyone(f"save/{name}/place", text)
             raise ConfigError(
                 f"engine.save() was given different places or options: {by_rank(said)}; give every rank the same."
             )
-        return name, bool(flags[4])
+        return name, bool(flags[4]), bool(flags[5])
 
     def _hosts(self, job: Job, token: str, shared: bool | None) -> list[Host]:
         """The hosts that write a folder each.
@@ -478,12 +484,11 @@ class Saver:
         return [ask(store, "get", each).decode() if ask(store, "check", [each]) else "" for each in keys]
 
     def _refuse_after_failure(self, target: Path, token: str) -> None:
-        """Waits for the save that is under way.
-
-        Raises:
-            CheckpointError: on all ranks: it failed, or one before it did, and nobody has been told by an exception.
         """
-        self.finish()
+        Raises:
+            CheckpointError: on all ranks: the save before failed, or one before it did, and nobody has been told by an
+                exception.
+        """
         failed = self._untold()
         said = self._everyone(f"save/{token}/before", "" if failed is None else str(failed))
         if any(said):
@@ -497,15 +502,18 @@ class Saver:
 
     def finish(self) -> None:
         """Waits for the save that is under way, and logs its failure."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = self._job = None
+        if self._job is not None:
+            assert self.last is not None
+            self.last._over.wait()
+            self._job = None
             atexit.unregister(self._at_exit)
         self.tell()
 
     def close(self) -> None:
         """Waits for the save that is under way, gives back the memory of copies and leaves the folders to others."""
         self.finish()
+        for thread in (self._thread, self._pulse):  # which have nothing to do any more, but may wait for a store
+            thread.end(SILENCE_OF_DEAD)
         self.lock.release()
         if self._memory in self._model.rows:
             self._model.rows.remove(self._memory)
