@@ -10,6 +10,8 @@ from torch import nn
 
 import shardfold as sf
 from shardfold.plan.axes import Mesh
+from shardfold.plan.checks import human
+from shardfold.plan.explain import explain_preset
 from shardfold.plan.holders import Holders, holders, lost_told, usual_hosts
 from shardfold.plan.layout import PRECISIONS, Layout
 from shardfold.plan.placement import shard_range
@@ -71,6 +73,21 @@ def test_what_is_lost_is_told() -> None:
     assert lost("zero1", "bf16") == "lost with any one rank: master, moments; with any one host: master, moments"
     assert lost("zero1", "fp32") == "lost with any one rank: moments; with any one host: moments"
     assert lost("hsdp", "bf16") == "lost with any one rank: nothing; with any one host: nothing"
+
+
+def test_what_a_death_costs_is_told() -> None:
+    """Bytes that a spare reads are those of its part of the states and of the copies that it holds, counted by hand;
+    where a death ends the run, nothing is told."""
+    numel, ranks = 4 * 256 * 256, 4
+    table = PRESETS["zero3"].replace(copies="rank")
+    copied = explain_preset(table, mesh={"inter": 1, "intra": ranks}, precision="bf16", params=numel)
+    read = (4 + 8) * numel / ranks
+    assert f"with a spare, that reads {human(2 * read)} of states" in copied
+    assert "without a spare each has 1.33 times as much to do" in copied
+    whole = explain_preset("ddp", mesh={"inter": 1, "intra": ranks}, params=numel)
+    assert f"reads {human(12 * numel)} of states" in whole
+    for name, sizes in (("zero3", {"inter": 1, "intra": ranks}), ("ddp", {"inter": 1, "intra": 2, "tensor": 2})):
+        assert "if a rank dies" not in explain_preset(name, mesh=sizes, params=numel), name
 
 
 def states(name: str) -> tuple[dict[str, set[float]], str]:

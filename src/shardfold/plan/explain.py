@@ -22,7 +22,7 @@ from shardfold.plan.cost import (
     traffic,
 )
 from shardfold.plan.format import typed
-from shardfold.plan.holders import holders, holders_told, usual_hosts
+from shardfold.plan.holders import death_told, holders, holders_told, usual_hosts
 from shardfold.plan.layout import Layout, Precision, Sizes, Tier
 from shardfold.plan.lifetimes import ALONE, Behaviour, peak_bytes
 from shardfold.plan.offload import with_staying
@@ -95,7 +95,8 @@ def explain(
         lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier is Tier.DEVICE else f'  ({tier})'}")
     besides = peak_bytes(bound, behaviour, rest=0)
     lines += [f"temporary bytes in a step, at most, without activations:{besides:>18,.0f}"]
-    lines += ["", *holders_told(holders(layout, mesh, per_host or mesh.size, units), mesh, per_host)]
+    found = holders(layout, mesh, per_host or mesh.size, units)
+    lines += ["", *holders_told(found, mesh, per_host), *death_told(layout, mesh, found, held)]
     lines += ["", *waits] if waits else []
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]

@@ -13,10 +13,14 @@ from math import lcm
 from typing import NamedTuple
 
 from shardfold.plan.axes import Axes, Mesh
-from shardfold.plan.layout import Layout
+from shardfold.plan.checks import human
+from shardfold.plan.layout import DATA_AXES, Layout, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec, shard_index
 
-__all__ = ["Holders", "holders", "holders_told", "lost_told", "usual_hosts"]
+__all__ = ["Holders", "death_told", "holders", "holders_told", "lost_told", "usual_hosts"]
+
+WAITS = 0.32e9
+"""Bytes of host memory of a process that waits, as measured: what its imports take."""
 
 
 class Holders(NamedTuple):
@@ -126,3 +130,27 @@ def lost_told(found: Mapping[str, Holders], *, by_host: bool = True) -> str:
     rank = ", ".join(state for state, each in found.items() if each.ranks == 1) or "nothing"
     host = ", ".join(state for state, each in found.items() if each.hosts == 1) or "nothing"
     return f"lost with any one rank: {rank}" + (f"; with any one host: {host}" if by_host else "")
+
+
+def death_told(
+    layout: Layout, mesh: Mesh, found: Mapping[str, Holders], held: Mapping[tuple[str, Tier], float]
+) -> list[str]:
+    """In lines, what a rank's death costs a run that goes on, without a spare and with one; none where it ends the run.
+
+    Args:
+        layout: a bound table.
+        mesh: of all ranks.
+        found: as :func:`holders` has it.
+        held: bytes at rest on a rank, by state and tier.
+    """
+    ranks = mesh.parts(axis for axis in DATA_AXES if axis in mesh)
+    once = any(each.ranks == 1 for state, each in found.items() if state != "grads")  # which come again
+    if once or ranks == 1 or ranks < mesh.size or layout.outer is not None or layout.signs is not None:
+        return []
+    first = "master" if any(state == "master" for state, _ in held) else "params"  # of which the other is a cast
+    states = sum(num_bytes for (state, _), num_bytes in held.items() if state in (first, "moments", "copies"))
+    return [
+        "if a rank dies and the others go on (sf.ElasticRun):",
+        f"  without a spare each has {ranks / (ranks - 1):.3g} times as much to do, and to hold of what they split",
+        f"  with a spare, that reads {human(states)} of states; while it waits it holds {human(WAITS)} of host memory",
+    ]
