@@ -17,6 +17,7 @@ of numbers for processes.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -35,8 +36,12 @@ from shardfold.tiers.limit import is_doomed
 __all__ = ["Leftovers", "has_group"]
 
 LOOK = 0.05
+GROUP = "shardfold-"
+"""With which the name of a control group begins."""
+NEW, GONE = 60.0, 1.0
+"""Seconds in which a group has its lock, and in which what was killed is gone."""
 SWEEP = """
-import fcntl, glob, os, shutil, signal, sys
+import fcntl, glob, os, shutil, signal, sys, time
 mark, begins, group = (each.encode() for each in sys.argv[1:4])
 if sys.stdin.buffer.read():
     sys.exit()
@@ -69,11 +74,13 @@ for pid in inside():
             file.write(pid)
     except OSError:
         pass
-for folder, _, _ in os.walk(group, topdown=False) if group else ():
-    try:
-        os.rmdir(folder)
-    except OSError:
-        pass
+until = time.monotonic() + 5
+while group and os.path.exists(group) and time.monotonic() < until:  # what was killed is in it until it is gone
+    for folder, _, _ in os.walk(group, topdown=False):
+        try:
+            os.rmdir(folder)
+        except OSError:
+            time.sleep(0.02)
 for folder in (each for begin in sys.argv[4:] for each in glob.glob(begin + "*")):
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -89,7 +96,8 @@ _watchers = set[int]()  # of this process
 
 
 class _ControlGroup:
-    """A control group of version 2 for ranks and all that they start, within this process's own.
+    """A control group of version 2 for ranks and all that they start, within this process's own. It is locked as long
+    as this process lives; one that is not, as all processes of its run were killed at once, is removed by the next run.
 
     Attributes:
         folder: of it; None: the system has none, or lets this process make none.
@@ -97,15 +105,18 @@ class _ControlGroup:
     """
 
     def __init__(self, name: str) -> None:
-        self.folder, self.door = None, None
+        self.folder, self.door, self._lock = None, None, None
         with suppress(OSError, StopIteration):
             mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
             root = next(words[1] for words in mounts if words[2] == "cgroup2")
             lines = Path("/proc/self/cgroup").read_text().splitlines()
             own = next(line.removeprefix("0::/") for line in lines if line.startswith("0::"))
-            folder = Path(root, own, f"shardfold-{name}")
+            _remove_ownerless(Path(root, own))
+            folder = Path(root, own, f"{GROUP}{name}")
             folder.mkdir()
             self.folder = folder
+            self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.door = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
     def processes(self) -> set[int]:
@@ -125,9 +136,30 @@ class _ControlGroup:
         for pid in self.processes():  # which stay, and go back to this process's own
             with suppress(OSError):
                 self.folder.parent.joinpath("cgroup.procs").write_text(str(pid))
-        for folder, _, _ in os.walk(self.folder, topdown=False):
-            with suppress(OSError):
+        until = time.monotonic() + GONE
+        while self.folder.exists() and time.monotonic() < until:  # what was killed is in it until it is gone
+            for folder, _, _ in os.walk(self.folder, topdown=False):
+                try:
+                    os.rmdir(folder)
+                except OSError:
+                    time.sleep(LOOK)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _remove_ownerless(around: Path) -> None:
+    """Remove groups that are nobody's any more. One that was just made may not have its lock yet."""
+    for folder in around.glob(f"{GROUP}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < NEW:
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.rmdir(folder)
+            finally:
+                os.close(lock)
 
 
 def has_group() -> bool:
