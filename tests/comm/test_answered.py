@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -83,6 +84,38 @@ def test_who_asks_in_vain_is_told_and_the_link_may_heal() -> None:
     assert asked.add("key", 1) == 2
     with pytest.raises(KeyError, match="none"):
         asked.add("none", 1)
+
+
+def test_an_answer_has_its_time_once_more_where_the_store_is_heard_of_in_another_way() -> None:
+    """Behind a link that was cut a new connection comes through before what TCP sends again; once more, and not
+    without end."""
+    store, begun = Behind(), time.monotonic()
+
+    def knock() -> float:
+        if time.monotonic() > begun + 1.0:
+            store.whole.set()
+        return time.monotonic()
+
+    assert Answered(store, 1.0, StoreLine(knock, 0.05)).add("key", 1) == 2
+    assert time.monotonic() > begun + 1.0
+    store.whole.clear()
+    with pytest.raises(dist.DistStoreError, match="has not answered"):
+        Answered(store, 0.1, StoreLine(time.monotonic, 0.02)).add("key", 1)
+    store.whole.set()
+
+
+def test_the_store_is_asked_at_the_exit_of_an_interpreter_that_starts_no_thread_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from Python 3.12 on: what a rank that ends asks and tells there is not lost."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    store = Behind()
+    store.whole.set()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert Answered(store, 60.0, StoreLine()).add("key", 1) == 2
 
 
 def test_who_waits_for_a_key_is_told_too(behind: Behind) -> None:

@@ -81,7 +81,7 @@ class Parted:
     @property
     def mends(self) -> bool:
         """Whether it is over before anybody gives anybody up."""
-        return self.heals is not None and self.heals < self.patience / 2
+        return self.heals is not None and self.heals < 0.75 * self.patience
 
     @property
     def plan(self) -> Plan:
@@ -255,6 +255,8 @@ def wrong(case: Parted, found: Found, folder: Path) -> Iterator[str]:
         yield f"launchers end with {found.ends}: {[err[-1500:] for err in found.errs]}"
         return
     for node in small:
+        if unsaid := [other for other in large if f"-{node} is lost, with rank {node};" not in found.errs[other]]:
+            yield f"launchers of nodes {unsaid} do not say that the host of node {node} is lost"
         status, behind = found.ends[node]
         if not status:
             yield f"the launcher of node {node}, which is cut off, ends with {status}"

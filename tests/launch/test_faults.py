@@ -375,6 +375,45 @@ def test_leftovers_of_another_run_are_let_alone(monkeypatch: pytest.MonkeyPatch)
             each.close()
 
 
+GROUP = """
+import os, subprocess, sys, time
+from shardfold.launch.leftovers import Leftovers
+leftovers = Leftovers()
+waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+rank = subprocess.Popen(waits, env={**os.environ, "SHARDFOLD_RUN": leftovers.mark}, start_new_session=True)
+os.write(leftovers.door, str(rank.pid).encode())
+print(leftovers._group.folder, rank.pid, leftovers._watcher.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not has_group(), reason="no control group can be made here")
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_control_group_goes_with_its_launcher_or_with_the_next_one(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that is killed, alone or with all processes of its run; the group of one that lives stays."""
+    monkeypatch.setattr("shardfold.launch.leftovers.NEW", 0.0)
+    lives = Leftovers()
+    killed = subprocess.Popen([sys.executable, "-c", GROUP], stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    group, *pids = killed.stdout.readline().split()
+    for pid in [] if alone else map(int, pids):
+        os.kill(pid, signal.SIGKILL)
+    killed.kill()
+    killed.communicate()
+    deadline = time.monotonic() + 60
+    while not alone and "populated 1" in (Path(group) / "cgroup.events").read_text():
+        assert time.monotonic() < deadline
+    if not alone:
+        Leftovers().close()
+    while Path(group).exists():
+        assert time.monotonic() < deadline, "its group is left"
+    assert lives._group.folder is not None and lives._group.folder.exists()
+    lives.close()
+    assert not lives._group.folder.exists()
+
+
 ORPHAN = """
 import os, subprocess, sys
 from pathlib import Path
@@ -748,6 +787,33 @@ def test_the_cause_may_end_behind_those_of_other_nodes_that_it_made_fail(tmp_pat
             each.wait()
 
 
+LATE = """
+import sys, threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from shardfold.launch.process import end_process
+class Last:
+    sleep = time.sleep
+    def __del__(self):
+        self.sleep(1.0)  # when the interpreter is about to end, and threads may run no more
+last = Last()
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def ask():
+    asks.set()
+    store.wait(["never"], timedelta(seconds=0.5))
+asks = threading.Event()
+threading.Thread(target=ask, daemon=True).start()
+asks.wait()
+end_process(5)
+"""
+
+
+@pytest.mark.soak
+def test_a_launcher_ends_with_its_status_though_a_store_answers_late() -> None:
+    """In a thread that asks, once the interpreter is about to end."""
+    assert subprocess.run([sys.executable, "-c", LATE], check=False).returncode == 5
+
+
 # -- hosts: network namespaces
 
 
@@ -830,6 +896,27 @@ def test_a_lost_node_is_named_and_nobody_waits_on(two: Namespaces, fault: str, n
         for each in launchers:
             each.kill()
             each.communicate()
+
+
+RAISES = """
+import torch, shardfold as sf
+model = torch.nn.Linear(2, 2)
+engine = sf.Engine(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), layout="zero2")
+engine.backward(engine(torch.ones(1, 2)).sum())
+if engine.rank == 1:
+    raise ValueError("sample 17 has no label. Look there")
+engine.step()
+"""
+
+
+@pytest.mark.soak
+def test_the_last_line_has_the_exception_of_the_rank_that_raised(two: Namespaces) -> None:
+    """On each host, whose launchers tell each other."""
+    for each in agents(two, write("raises.py", RAISES)):
+        error = each.communicate(timeout=200)[1]
+        said = "Error: ValueError: sample 17 has no label; so rank 1 on host "
+        assert error.splitlines()[-1].startswith(said), error
+        assert "exited with status 1" in error and each.returncode == 1
 
 
 @pytest.mark.soak

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from shardfold.comm.answered import answered
 from shardfold.errors import ConfigError
 from shardfold.launch import _remote as remote
 from shardfold.launch import death, hosts, scheduler
@@ -534,6 +535,20 @@ class Silent:
     def num_nodes_waiting(self) -> int:
         self.over.wait(60)
         raise RendezvousConnectionError("gone")
+
+
+def test_who_gets_no_answer_gives_signs_of_life_over_another_connection():
+    """Here the answer is that one has come."""
+    nodes = met(3.0)
+    before = nodes[0].store.get("shardfold/beat/1")
+
+    def answer() -> str:
+        while (sign := nodes[0].store.get("shardfold/beat/1")) == before:
+            time.sleep(0.01)
+        return sign.decode()
+
+    line = nodes[1].line_to("127.0.0.1", nodes[0].store.port)
+    assert answered(answer, 60.0, line).startswith("host-1:")
 
 
 def test_an_endpoint_that_does_not_answer_holds_nobody_up():

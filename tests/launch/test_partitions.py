@@ -45,7 +45,7 @@ def test_a_cut_amid_a_save_is_waited_for_no_longer(ranks: Ranks, tmp_path: Path,
 @pytest.mark.parametrize("frozen", [False, True])
 def test_who_comes_back_is_out(ranks: Ranks, tmp_path: Path, frozen: bool) -> None:
     """Amid what the others agree on, and behind it; and a cut that is over soon is nobody's end."""
-    times = (1.0, 3.3, 4.0, 8.0)
+    times = (2.2, 3.3, 4.0, 8.0)
     hold(ranks, [Parted(3, (n % 3,), heals=heals, frozen=frozen) for n, heals in enumerate(times)], tmp_path)
 
 

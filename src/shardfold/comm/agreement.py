@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,7 +46,7 @@ from shardfold import accelerator
 from shardfold.comm._watchdog import Watchdog, Whereabouts
 from shardfold.comm.answered import Answered
 from shardfold.comm.expected import Coming, Expectation, Place, Sequel, Started
-from shardfold.comm.launcher_notes import has_followed, is_given_notice, note_given_up, tell_launcher
+from shardfold.comm.launcher_notes import has_followed, is_given_notice, last_words, note_given_up, tell_launcher
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
@@ -298,10 +297,9 @@ class Agreement:
         """The others learn up to where they find this rank; and, if the interpreter ends by an exception, which."""
         if (store := self._store) is None:  # a mesh is closed by itself when the interpreter exits
             return
-        error = getattr(sys, "last_value", None)
         with suppress(RuntimeError):  # the process that served the store may have died
-            if error is not None:
-                store.set(f"why/{self.peers.rank}", f"{type(error).__name__}: {error}".splitlines()[0][:SHORT])
+            if why := last_words():
+                store.set(f"why/{self.peers.rank}", why)
             store.append("left", f"{self.peers.rank}:{self.sequence} ")
 
     def _left(self) -> dict[int, int]:

@@ -9,6 +9,7 @@ asked until it has come.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -38,12 +39,17 @@ class _Question:
 class StoreLine:
     """The connection over which a store is asked, one question at a time.
 
+    Args:
+        knock: called while an answer does not come, ``every`` so many seconds: when the store was last heard of in
+            another way, by the monotonic clock. From then an answer may take its time once more, at most twice in all.
+
     Attributes:
         open: questions whose answer was given up.
         asked: those whose answer is waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, knock: Callable[[], float] = lambda: 0.0, every: float = threading.TIMEOUT_MAX) -> None:
+        self._knock, self._every = knock, every
         self.open: list[_Question] = []
         self.asked: set[_Question] = set()
 
@@ -68,8 +74,11 @@ class StoreLine:
 
         if not self.open:
             self.asked.add(question)
-            threading.Thread(target=run, name="shardfold-ask", daemon=True).start()
-            question.over.wait(min(limit, threading.TIMEOUT_MAX))
+            try:
+                threading.Thread(target=run, name="shardfold-ask", daemon=True).start()
+            except RuntimeError:  # the interpreter exits: from Python 3.12 on no thread begins then
+                run()
+            self._await(question, limit)
             self.asked.discard(question)
             if not question.came:
                 self.open.append(question)
@@ -78,6 +87,13 @@ class StoreLine:
         if failed:
             raise failed[0]
         return said[0]
+
+    def _await(self, question: _Question, limit: float) -> None:
+        begun = heard = time.monotonic()
+        while (left := min(heard + limit, begun + 2 * limit) - time.monotonic()) > 0:
+            if question.over.wait(min(left, self._every, threading.TIMEOUT_MAX)):
+                return
+            heard = max(heard, self._knock())
 
     def give_up(self) -> None:
         """By another thread: whoever waits for an answer waits no longer, and nothing else is asked until it has

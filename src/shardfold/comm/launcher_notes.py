@@ -16,6 +16,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -54,9 +55,11 @@ __all__ = [
     "is_dismissed",
     "is_given_notice",
     "is_over",
+    "last_words",
     "note_awaited",
     "note_closed",
     "note_elastic",
+    "note_exception",
     "note_folder",
     "note_given_up",
     "note_step",
@@ -85,6 +88,7 @@ NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
 """The signal by which a rank writes its stack and ends; one that programs have no other use for."""
 LOOK = 0.02
+SHORT = 200  # characters of an exception that are told
 
 _file: list[int] = []  # of this process, once it is open
 _told: list[str] = []  # what was told last, until an update
@@ -103,6 +107,18 @@ def tell_launcher(why: str, *, follows: bool = False) -> None:
     text = f"{int(follows)}{' '.join(why.split())}".encode()[:MOST]
     _told[:] = [why]
     _write(text + b"\0", 0)
+
+
+def last_words() -> str:
+    """Of the exception by which the interpreter ends; empty: by none."""
+    error = getattr(sys, "last_value", None)
+    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:SHORT]
+
+
+def note_exception() -> None:
+    """When the interpreter exits: leaves by which exception, unless something else was told as the reason."""
+    if not _told and isinstance(getattr(sys, "last_value", None), Exception):
+        tell_launcher(last_words())
 
 
 def has_followed() -> bool:

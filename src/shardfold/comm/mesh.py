@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardfold import accelerator
 from shardfold.comm.answered import Answered, answered, ask_another
 from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
+from shardfold.comm.launcher_notes import note_exception
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, OrderError, UsageError, did_you_mean
 from shardfold.plan.axes import ALSO, DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh, nearest_sizes
@@ -769,6 +770,7 @@ class _Process:
             return
         for mesh in list(self.open):
             mesh.farewell()
+        note_exception()
         for mesh in list(self.open):
             if mesh.gave_up or mesh.meets:
                 mesh.abandon()

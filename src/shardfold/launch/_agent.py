@@ -324,7 +324,7 @@ class Agent(SimpleElasticAgent):
         try:
             return self.meeting.heard()
         except RendezvousError:
-            return None if self.members.move_from(store) else Death(-1, 0, f"of node {hub}", 0)
+            return None if self.members.move_from(store) else Death(-1, 0, self.meeting.host_of(hub), 0)
 
     def _lost_node(self) -> Death | None:
         """The loss of a node that the others do not go on without."""
@@ -338,6 +338,8 @@ class Agent(SimpleElasticAgent):
     def _tell_without(self, group: WorkerGroup) -> None:
         """Say which ranks the others have just gone on without, and which have come in."""
         assert self.members is not None and self.spares is not None
+        while self.members.gone:
+            say(f"shardfold run: {self.members.gone.pop(0)}.")
         new = self.spares.come_in(self.members)
         if new:
             self.meeting.resume()

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from shardfold.comm.answered import Answered, StoreLine, answered
+from shardfold.comm.answered import Answered, answered
 from shardfold.comm.membership import Member, Membership
 from shardfold.comm.shared_folders import remove_left
 from shardfold.launch._mail import Mail
@@ -62,6 +62,7 @@ class Members:
 
     Attributes:
         without: local ranks that the others go on without.
+        gone: sentences about ranks of other hosts that are not in an epoch that has begun, to be told.
         failed: why the run cannot go on; empty: it can.
     """
 
@@ -80,6 +81,7 @@ class Members:
         self._mine = {uid: worker for uid, worker in zip(uids, workers, strict=True)}
         self._waiting: dict[int, Worker] = {}  # those that may take a rank's place, by number
         self.without: set[int] = set()
+        self.gone: list[str] = []
         self.failed = ""
         self._voter: Voter | None = None
         self._lock = threading.RLock()
@@ -161,7 +163,10 @@ class Members:
                 self._wake.wait(pause(self._voter, self._num_nodes) if looks or busy else None)
                 self._wake.clear()
         except RuntimeError:  # the store is gone, and no other one can take its place
-            self.failed = self.failed or f"the launcher on node {self._meeting.hub} does not answer any more"
+            self.failed = (
+                self.failed
+                or f"the launcher on host {self._meeting.host_of(self._meeting.hub)} does not answer any more"
+            )
         except Exception as error:  # ranks that wait for a place are not to wait without end
             self.failed = self.failed or f"no next epoch could be made ({error})"
 
@@ -171,9 +176,10 @@ class Members:
         mine = [[uid, worker.local_rank] for uid, worker in self._mine.items()]
         each = [mine]
         if self._num_nodes > 1:
-            self._store.set(f"{QUEUE}/ranks/{self._agent}", json.dumps(mine))
+            self._store.set(f"{QUEUE}/ranks/{self._agent}", json.dumps([self._meeting.host, mine]))
             keys = [f"{QUEUE}/ranks/{node}" for node in range(self._num_nodes)]
-            each = [json.loads(text) for text in self._store.multi_get(keys)]
+            hosts, each = zip(*(json.loads(text) for text in self._store.multi_get(keys)), strict=True)
+            self._meeting.hosts.update(enumerate(hosts))
             self._mail = Mail(self._store, self._agent)
         members = [Member(uid, node, local) for node, said in enumerate(each) for uid, local in said]
         record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)), size=len(members))
@@ -233,7 +239,7 @@ class Members:
         Raises:
             RendezvousError, RuntimeError, OSError: it does not answer in time.
         """
-        line = StoreLine()
+        line = self._meeting.line_to(*place)
         store = answered(lambda: join_store(*place, JOIN), 2 * JOIN, line)
         return Answered(store, self._meeting.patience.lost, line)
 
@@ -345,12 +351,26 @@ class Members:
         self._voter = voter  # before a word of it is out: what was promised stays so, whatever becomes of the store
         if before is not None and voter.record.epoch > before.record.epoch:
             self._publish(voter.record)
+            self._note_gone(before.record, voter.record)
         if voter.in_minority:
             self.failed = "fewer than half of the hosts are left, and the others may go on"
         elif not voter.is_member and self._dead(before or voter) != [each.uid for each in self._here(before or voter)]:
             self.failed = "the others have gone on without this host"
         if out and self._mail is not None:
             self._mail.send(out)
+
+    def _note_gone(self, before: Membership, record: Membership) -> None:
+        """Who of other hosts was in the epoch before, and is not in this one."""
+        left = set(record.members)
+        then = f"; epoch {record.epoch} has {len(left)} rank{'s' * (len(left) != 1)}"
+        gone = [each for each in before.members if each not in left and each.agent != self._agent]
+        for node in sorted({each.agent for each in gone}):
+            uids = [str(each.uid) for each in gone if each.agent == node]
+            ranks = f"rank{'s' * (len(uids) > 1)} {', '.join(uids)}"
+            host = self._meeting.host_of(node)
+            lost = self._voter is not None and node in self._voter.suspects
+            who = f"host {host} is lost, with {ranks}" if lost else f"{ranks} on host {host} ended"
+            self.gone.append(f"{who}{then}")
 
     def _publish(self, record: Membership) -> None:
         """The ranks of this node go on in an epoch."""

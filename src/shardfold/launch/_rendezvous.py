@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shardfold.comm.answered import Answered, StoreLine
 from shardfold.errors import ConfigError
+from shardfold.launch._second_line import SecondLine
 from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
 from shardfold.plan.patience import Patience
@@ -92,6 +93,7 @@ class Attempts(RendezvousHandler):
         self.store: Any = None
         self.node_rank, self.num_nodes = 0, 1
         self.hub = 0  # the node that has the store
+        self.hosts: dict[int, str] = {}  # names, by node, as far as they are known
         self.finished = False
         self._beaten = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
@@ -114,7 +116,7 @@ class Attempts(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.store, self.hub = None, 0  # closes the dead attempt's
+        self.store, self.hub, self.hosts = None, 0, {}  # closes the dead attempt's
         self.finished, self._beats, self._lost, self._without = False, {}, set(), set()
         self._awaits, self._awaited = NOBODY, (0.0, NOBODY)
         self.voting, self._moved, self._unreached, self._majority = (), 0.0, (), (0.0, 0.0)
@@ -133,14 +135,19 @@ class Attempts(RendezvousHandler):
             self.store = open_store(address, self.port or 0)
             port = self.store.port
             self.prepare(self.store)
-            met.store.set("shardfold/store", json.dumps([address, port]))
+            met.store.set("shardfold/store", json.dumps([address, port, self.host]))
         else:
             asked = Answered(met.store, self.patience.lost)
             wait_for(asked, ["shardfold/store"], time.monotonic() + self.timeout)
-            address, port = json.loads(asked.get("shardfold/store"))
+            address, port, self.hosts[0] = json.loads(asked.get("shardfold/store"))
             # A node that is cut off shall notice: what it asks would wait until TCP gives up.
-            self.store = Answered(join_store(address, port, self.timeout), self.patience.lost, StoreLine())
+            store = join_store(address, port, self.timeout)
+            self.store = Answered(store, self.patience.lost, self.line_to(address, port))
         return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))
+
+    def host_of(self, node: int) -> str:
+        """Its name, for a sentence."""
+        return self.hosts.get(node, f"of node {node}")
 
     def prepare(self, store: Any) -> None:
         """What all nodes may ask of a store is there."""
@@ -148,6 +155,24 @@ class Attempts(RendezvousHandler):
             store.set(f"shardfold/beat/{rank}", f"of node {rank}{NOT_YET}")
             store.set(f"shardfold/awaits/{rank}", "[[], []]")
         store.set("shardfold/majority", "")
+
+    def line_to(self, address: str, port: int) -> StoreLine:
+        """Over which another node's store is asked, and another way to it."""
+        every = self.patience.beat / 2
+
+        def come() -> bool:
+            with suppress(*GONE):
+                socket.create_connection((address, port), timeout=every).close()
+                store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+                self._show(store, time.monotonic())
+                return True
+            return False
+
+        return StoreLine(SecondLine(come).knock, every)
+
+    def _show(self, store: Any, now: float) -> None:
+        """Give a sign of life there."""
+        store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
 
     def move_to(self, store: Any, hub: int, unreached: Collection[int] = ()) -> None:
         """From now on the attempt's store is that of another node, as the one that had it is gone: nothing was said in
@@ -247,7 +272,7 @@ class Attempts(RendezvousHandler):
                         earliest = death
         except GONE:
             if earliest is None:
-                return Death(-1, 0, "of node 0", 0, at=time.time(), follows=True)
+                return Death(-1, 0, self.host_of(self.hub), 0, at=time.time(), follows=True)
         return earliest
 
     def heard(self) -> Death | None:
@@ -260,7 +285,7 @@ class Attempts(RendezvousHandler):
             if self.store is not None and self.store.check(["shardfold/death"]):
                 return Death.from_json(self.store.get("shardfold/death"))
         except GONE as error:
-            raise RendezvousError(f"the launcher on node {self.hub} does not answer any more") from error
+            raise RendezvousError(f"the launcher on host {self.host_of(self.hub)} does not answer any more") from error
         return None
 
     def without(self) -> set[int]:
@@ -278,7 +303,7 @@ class Attempts(RendezvousHandler):
             return None
         self._beaten = now
         with suppress(*GONE):
-            self.store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
+            self._show(self.store, now)
             lost: Death | None = None
             if self.node_rank == self.hub:
                 lost = self._look_for_lost(now, goes_on)
@@ -577,7 +602,7 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
         "join_timeout": str(int(timeout)),
         "keep_alive_interval": str(patience.keep_alive),
         "keep_alive_max_attempt": "3",
-        "read_timeout": str(max(1, ceil(patience.lost))),  # of each question, so the store may not be there late
+        "read_timeout": str(max(1, ceil(2 * patience.lost))),  # of each question, so the store may not be there late
         **_at_home(node),
         **conf,
     }

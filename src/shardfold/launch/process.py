@@ -10,15 +10,18 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import NoReturn
 
 __all__ = [
     "INTERRUPTED",
     "SAID",
     "adopt_orphans",
     "die_with_parent",
+    "end_process",
     "exit_status",
     "free_port",
     "how",
@@ -135,6 +138,17 @@ def end_at_signals() -> None:
     if os.getpid() == 1:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, lambda number, _: sys.exit(exit_status(-number)))
+
+
+def end_process(status: int) -> NoReturn:
+    """End a launcher, at once where threads are left, as one that still waits for the answer of a store: one that comes
+    back from C++ when the interpreter is about to exit would end the process by SIGABRT."""
+    if threading.active_count() == 1:
+        sys.exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the terminal is gone
+            stream.flush()
+    os._exit(status)
 
 
 def signal_main_thread(pid: int, number: int) -> None:

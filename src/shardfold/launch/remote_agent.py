@@ -18,7 +18,7 @@ from typing import IO
 from shardfold.errors import ShardfoldError
 from shardfold.launch.decision import Node
 from shardfold.launch.options import Options
-from shardfold.launch.process import SAID
+from shardfold.launch.process import SAID, end_process
 from shardfold.launch.run_script import become_deepspeed, quietly_imported
 
 __all__ = ["main"]
@@ -50,7 +50,4 @@ def listen(line: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # 255 is ssh's own word for a host that is lost. The thread that listens holds standard input.
-    os._exit(1 if status == 255 else status)
+    end_process(1 if status == 255 else status)  # 255 is ssh's own word for a host that is lost
