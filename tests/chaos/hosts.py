@@ -50,8 +50,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "restarts": (0, 1),
     "backend": ("static", "c10d"),
 }
-FLAP = 1.0
-"""Seconds for which a link is cut."""
+FLAP = 4.0
+"""Seconds for which a link is cut, two thirds of the patience."""
 LOSS = 10
 """Packets of a hundred that a link loses."""
 
@@ -95,7 +95,7 @@ class HostCase(Case):
     @property
     def patience(self) -> float:
         """As of a case on one host."""
-        return 3.0 if self.fault in (*LOST, *HANGS) else 10.0
+        return 1.5 * FLAP if self.fault == "flap" else 3.0 if self.fault in (*LOST, *HANGS) else 10.0
 
     @property
     def goes_on(self) -> bool:
