@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from shardfold.comm.answered import answered
+from shardfold.comm.answered import Answered, StoreLine, answered
 from shardfold.errors import ConfigError
 from shardfold.launch import _remote as remote
 from shardfold.launch import death, hosts, scheduler
@@ -551,6 +551,23 @@ def test_who_gets_no_answer_gives_signs_of_life_over_another_connection():
     assert answered(answer, 60.0, line).startswith("host-1:")
 
 
+def test_who_gives_up_a_store_that_answers_after_all_tells_the_others(monkeypatch: pytest.MonkeyPatch):
+    """Over another connection; they would name one of their ranks, which fails because those of this host end."""
+    nodes = met(3.0)
+    nodes[1].line_to("127.0.0.1", nodes[0].store.port)
+
+    line, asked = StoreLine(), threading.Event()
+    with pytest.raises(RuntimeError):
+        answered(lambda: asked.wait(60), 0.01, line)
+    monkeypatch.setattr(nodes[1], "store", Answered(nodes[1].store, 60.0, line))
+    assert nodes[0].heard() is None
+    nodes[1].tell_no_more()
+    told = nodes[0].heard()
+    assert told is not None and told.sentence("") == "Error: the launcher on host host-1 does not answer any more."
+    assert nodes[0]._has_told(1)
+    asked.set()
+
+
 def test_an_endpoint_that_does_not_answer_holds_nobody_up():
     """And that it is gone matters only where the ranks would have to meet there once more."""
     inner = Silent()
@@ -654,6 +671,12 @@ def test_a_death_in_words():
         "Error: rank 1 has closed its engine; so rank 0 on host b: exited with status 1; the other rank was ended."
     )
     assert death.Death.from_json(killed.to_json()) == killed
+    lost = death.Death(-1, 0, "b", 0)
+    assert lost.sentence("; all ranks were ended").startswith(
+        "Error: the launcher on host b does not answer any more; "
+    )
+    few = death.Death(-1, 0, "b", 0, why="fewer than half of the hosts are left")
+    assert few.sentence("") == "Error: fewer than half of the hosts are left."
 
 
 class Kernel:

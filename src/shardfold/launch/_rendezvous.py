@@ -107,6 +107,7 @@ class Attempts(RendezvousHandler):
         self._moved = 0.0  # when the store became another node's; 0: it did not
         self._unreached: Collection[int] = ()  # nodes that could not be asked whether they have it
         self._endpoint = Endpoint(inner)
+        self._open_anew: Callable[[], Any] = lambda: None  # another connection to the store of another node
 
     def get_backend(self) -> str:
         return self.inner.get_backend()
@@ -160,14 +161,17 @@ class Attempts(RendezvousHandler):
         """Over which another node's store is asked, and another way to it."""
         every = self.patience.beat / 2
 
+        def opened() -> Any:
+            socket.create_connection((address, port), timeout=every).close()
+            return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+
         def come() -> bool:
             with suppress(*GONE):
-                socket.create_connection((address, port), timeout=every).close()
-                store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
-                self._show(store, time.monotonic())
+                self._show(opened(), time.monotonic())
                 return True
             return False
 
+        self._open_anew = opened
         return StoreLine(SecondLine(come).knock, every)
 
     def _show(self, store: Any, now: float) -> None:
@@ -234,22 +238,39 @@ class Attempts(RendezvousHandler):
         """Tell the other agents of a death in this attempt."""
         with suppress(*GONE):
             if self.store is not None:
-                self._tell(self.node_rank, death)
+                self._tell(self.store, self.node_rank, death)
 
-    def _tell(self, rank: int, death: Death) -> None:
-        self.store.set(f"shardfold/death/{rank}", death.to_json())
-        if self.store.add("shardfold/deaths", 1) == 1:
-            self.store.set("shardfold/death", death.to_json())
+    def _tell(self, store: Any, rank: int, death: Death) -> None:
+        store.set(f"shardfold/death/{rank}", death.to_json())
+        if store.add("shardfold/deaths", 1) == 1:
+            store.set("shardfold/death", death.to_json())
 
     def tell_no_more(self) -> None:
         """Note that this node tells of no other death in this attempt."""
-        with suppress(*GONE):
+        try:
             if self.store is not None:
-                self._tell_no_more(self.node_rank)
+                self._tell_no_more(self.store, self.node_rank)
+        except GONE:
+            if not self.voting:
+                self._part()
 
-    def _tell_no_more(self, rank: int) -> None:
-        self.store.set(f"shardfold/told/{rank}", "")
-        self.store.add("shardfold/told", 1)
+    def _tell_no_more(self, store: Any, rank: int) -> None:
+        store.set(f"shardfold/told/{rank}", "")
+        store.add("shardfold/told", 1)
+
+    def _part(self) -> None:
+        """This node ends its ranks as the store has not answered. If it does by now, the others learn so: they would
+        else name one of their ranks, which fails because of that."""
+
+        def tell() -> None:
+            with suppress(*GONE):
+                if (store := self._open_anew()) is not None:
+                    self._tell(store, self.node_rank, Death(-1, 0, self.host, 0, at=time.time()))
+                    self._tell_no_more(store, self.node_rank)
+
+        telling = threading.Thread(target=tell, name="shardfold-part", daemon=True)
+        telling.start()
+        telling.join(LEAVES)
 
     def first(self) -> Death | None:
         """Return the earliest death of this attempt that none other caused, once all tell of no more or are lost.
@@ -378,11 +399,11 @@ class Attempts(RendezvousHandler):
                 if goes_on(rank):
                     self._without.add(rank)
                     self.store.set("shardfold/without", json.dumps(sorted(self._without)))
-                    self._tell_no_more(rank)
+                    self._tell_no_more(self.store, rank)
                     continue
                 lost = Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
-                self._tell(rank, lost)
-                self._tell_no_more(rank)
+                self._tell(self.store, rank, lost)
+                self._tell_no_more(self.store, rank)
         return lost
 
     def _has_told(self, rank: int) -> bool:

@@ -42,7 +42,7 @@ class Death:
         at: when, in seconds since 1970 by the clock of its host.
         follows: whether its engine said that another rank's end made it fail.
         why: what its engine said made it fail, or of one that ended with status 0 that of another, without a full stop;
-            "" if nothing.
+            "" if nothing; of a launcher that ends its own ranks, why it does.
         steps: updates that its engine had done; None: unknown.
     """
 
@@ -76,7 +76,7 @@ class Death:
         ``then``."""
         if self.rank < 0:
             ended = how(self.returncode) if self.returncode else "does not answer any more"
-            return f"Error: the launcher on host {self.host} {ended}{then}."
+            return f"Error: {self.why or f'the launcher on host {self.host} {ended}'}{then}."
         front, cause = told(self.returncode, self.why)
         cause = cause.removeprefix("was ")
         if self.oom:
