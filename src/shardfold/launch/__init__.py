@@ -25,14 +25,13 @@ _voter        how launchers agree who is in the next epoch
 """
 
 from shardfold.launch.local import GRACE_AFTER_SIGTERM, launch, launch_local, rank_environment
-from shardfold.launch.process import INTERRUPTED, SAID, die_with_parent, end_process, free_port, how, is_rank, num_cores
+from shardfold.launch.process import INTERRUPTED, SAID, die_with_parent, free_port, how, is_rank, num_cores
 
 __all__ = [
     "GRACE_AFTER_SIGTERM",
     "INTERRUPTED",
     "SAID",
     "die_with_parent",
-    "end_process",
     "free_port",
     "how",
     "is_rank",

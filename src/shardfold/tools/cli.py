@@ -417,7 +417,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         status = refuse(error)
     if status == launch.INTERRUPTED and INTERRUPTION.received:  # which the parser makes a status of, too
         INTERRUPTION.say()
-    (launch.end_process if ours < len(arguments) else sys.exit)(status or 0)
+    sys.exit(status or 0)
 
 
 def command_of(application: typer.Typer, word: str = "") -> Any:

@@ -35,4 +35,11 @@ def main() -> NoReturn:
             raise
         print(f"Error: {said}", file=sys.stderr)
         sys.exit(SAID)
-    cli.main()
+    try:
+        cli.main()
+    except SystemExit as end:
+        if "run" in sys.argv[1:3]:
+            from shardfold.launch.process import end_process
+
+            end_process(int(end.code or 0))
+        raise
