@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardfold.comm._second_line import SecondLine
+
 __all__ = ["Answered", "StoreLine", "answered", "ask_another", "ask_no_more"]
 
 
@@ -40,16 +42,16 @@ class StoreLine:
     """The connection over which a store is asked, one question at a time.
 
     Args:
-        knock: called while an answer does not come, ``every`` so many seconds: when the store was last heard of in
-            another way, by the monotonic clock. From then an answer may take its time once more, at most twice in all.
+        second: tried ``every`` so many seconds while an answer does not come. From when the store was heard of by it,
+            the answer may take its time once more; it is not tried again then.
 
     Attributes:
         open: questions whose answer was given up.
         asked: those whose answer is waited for.
     """
 
-    def __init__(self, knock: Callable[[], float] = lambda: 0.0, every: float = threading.TIMEOUT_MAX) -> None:
-        self._knock, self._every = knock, every
+    def __init__(self, second: SecondLine | None = None, every: float = threading.TIMEOUT_MAX) -> None:
+        self._second, self._every = second, every
         self.open: list[_Question] = []
         self.asked: set[_Question] = set()
 
@@ -90,10 +92,12 @@ class StoreLine:
 
     def _await(self, question: _Question, limit: float) -> None:
         begun = heard = time.monotonic()
-        while (left := min(heard + limit, begun + 2 * limit) - time.monotonic()) > 0:
-            if question.over.wait(min(left, self._every, threading.TIMEOUT_MAX)):
+        while not question.over.wait(min(heard + limit - time.monotonic(), self._every, threading.TIMEOUT_MAX)):
+            now, before = time.monotonic(), heard
+            if self._second is not None:
+                heard = max(heard, self._second.knock() if now < begun + limit else self._second.close())
+            if now >= before + limit and heard == before:
                 return
-            heard = max(heard, self._knock())
 
     def give_up(self) -> None:
         """By another thread: whoever waits for an answer waits no longer, and nothing else is asked until it has

@@ -18,7 +18,6 @@ _mail         what launchers say to each other through one store
 _members      one node's part in a run that goes on without a rank that dies
 _remote       starts an agent on each of several hosts, and sees all of them to their end: by ssh, srun or mpirun
 _rendezvous   where agents meet, and a store of its own for each attempt
-_second_line  a second connection to the store of launchers, for when the first one is silent
 _slow_road    a road between nodes on which everything takes a while
 _spares       processes that wait to take the place of ranks that die
 _voter        how launchers agree who is in the next epoch

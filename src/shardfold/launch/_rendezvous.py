@@ -30,9 +30,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from shardfold.comm._second_line import SecondLine
 from shardfold.comm.answered import Answered, StoreLine
 from shardfold.errors import ConfigError
-from shardfold.launch._second_line import SecondLine
 from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
 from shardfold.plan.patience import Patience
@@ -165,14 +165,13 @@ class Attempts(RendezvousHandler):
             socket.create_connection((address, port), timeout=every).close()
             return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
 
-        def come() -> bool:
-            with suppress(*GONE):
-                self._show(opened(), time.monotonic())
-                return True
-            return False
+        def reach() -> Callable[[], None]:
+            store = opened()
+            store.check(["shardfold/death"])
+            return lambda: self._show(store, time.monotonic())
 
         self._open_anew = opened
-        return StoreLine(SecondLine(come).knock, every)
+        return StoreLine(SecondLine(reach), every)
 
     def _show(self, store: Any, now: float) -> None:
         """Give a sign of life there."""
