@@ -248,7 +248,8 @@ def _narrower(model: ShardedModel, checkpoint: Checkpoint) -> str:
 
 def _nonfinite(checkpoint: Checkpoint) -> str:
     """What is to be known of a checkpoint that holds inf or NaN where one beside it holds none; else nothing."""
-    names = checkpoint.index.nonfinite
+    if not (names := checkpoint.index.nonfinite):  # what is beside it may be another run's, and be removed meanwhile
+        return ""
     sound = [path.name for path in listed(checkpoint.path.parent) if len(origin(path).nonfinite) < len(names)]
     if not sound:
         return ""
