@@ -32,6 +32,7 @@ from shardfold.plan.axes import Axis
 from shardfold.plan.copies import Copies
 from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.plan.outer import Outer
+from shardfold.plan.outer_runs import OuterRuns
 from shardfold.plan.presets import PRESETS
 from shardfold.plan.quantized import Quantized
 from shardfold.plan.rewrites import Overlap
@@ -86,6 +87,7 @@ __all__ = [
     "LossScale",
     "MemoryReport",
     "Outer",
+    "OuterRuns",
     "Overlap",
     "Parallel",
     "Precision",

@@ -163,12 +163,12 @@ def together(quorums: list[Quorum], *given: dict[str, Any]) -> list[OuterMeeting
 
 def test_shares_are_those_of_tokens() -> None:
     first, second = together(parts(2, deadline=60.0), {"tokens": 30.0}, {"tokens": 10.0, "steps": 5})
-    assert first == second == OuterMeeting((0, 1), (0.75, 0.25), (), 0, 5)
+    assert first == second == OuterMeeting((0, 1), (0.75, 0.25), (), 0, 5, 1)
 
 
 def test_who_was_away_comes_to_the_next_one_with_what_it_has_missed_and_not_before_it_is_open() -> None:
     quorums = parts(3)
-    assert together(quorums[:2]) == [OuterMeeting((0, 1), (0.5, 0.5), (), 0, 3)] * 2
+    assert together(quorums[:2]) == [OuterMeeting((0, 1), (0.5, 0.5), (), 0, 3, 1)] * 2
     assert turn(quorums[2]) is None  # nobody else has come to the second one, and it does not wait
     assert turn(quorums[2], due=False) is None
     met = together(quorums, *[{"steps": 6, "due": group < 2} for group in range(2)], {"steps": 6, "due": False})
@@ -181,25 +181,59 @@ def test_too_few_put_it_off_and_so_do_enough_without_the_newest_weights() -> Non
     quorums = parts(4)
     assert turn(quorums[0]) is None  # alone
     quorums[1]._last = 1  # which has heard of it, and so begins the next one too if it is the first
-    quorums[0]._deadline = quorums[1]._deadline = 5.0
+    quorums[0]._deadline, quorums[0]._ended = 5.0, 0.0  # no pace is known, so it waits for so long
+    quorums[1]._deadline = 5.0
     assert together(quorums[:2])[0] is not None
     late = parts(4)[2:]
     for each in late:
         each._store = quorums[0]._store
         each._waited = 100  # so long alone that it begins one by itself
     assert together(late) == [None, None]
-    assert [each.version for each in quorums] == [2, 2, 0, 0]
+    assert [each.version for each in quorums] == [1, 1, 0, 0]
+    for each in late:
+        each._ended, each._waited, each._deadline = 0.0, 100, 5.0
+    assert together(late) == [None, None]  # the second in vain, of enough
+    for each in late:
+        each._ended, each._waited = 0.0, 100
+    assert together(late) == [OuterMeeting((2, 3), (0.5, 0.5), (), 2, 3, 2)] * 2
+    assert late[0].version == 2
+
+
+def test_who_was_away_in_the_last_one_is_not_waited_for_until_it_is_back() -> None:
+    quorums = parts(3, deadline=60.0)
+    for each in quorums:
+        each._deadline = 0.2
+    assert together(quorums[:2])[0] is not None
+    for each in quorums[:2]:
+        each._deadline, each._ended = 60.0, 0.0
+    begun = time.monotonic()
+    assert together(quorums[:2])[0] is not None and time.monotonic() - begun < 30.0
+    assert turn(quorums[2], due=False) is None and turn(quorums[2]) is None  # it says that it is there
+    for each in quorums[:2]:
+        each._ended = 0.0
+
+    def comes() -> OuterMeeting | None:
+        while (met := turn(quorums[2], due=False)) is None:
+            pass
+        return met
+
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(turn, each) for each in quorums[:2]]
+        while not quorums[2]._store.add("round/3/came", 0):
+            pass
+        mine = pool.submit(comes).result()
+        assert mine is not None and mine.groups == (0, 1, 2) and others[0].result() == mine
 
 
 def test_groups_are_waited_for_as_long_as_they_use_to_be_late() -> None:
     quorum = parts(3, deadline=60.0)[0]
     assert quorum.grace == 60.0  # nothing is known yet
-    quorum._step = 2.0
+    quorum._paces.append(2.0)
     assert quorum.grace == 3.0  # half of a round
-    quorum._step = 0.0
+    quorum._paces[0] = 0.001
     quorum._lags.extend([0.0, 0.1, 0.1, 0.1, 0.2, 0.1, 0.1, 0.3])
     assert quorum.grace == pytest.approx(0.1)
-    quorum._step = 0.2
+    quorum._paces[0] = 0.2
     assert quorum.grace == pytest.approx(0.4)
 
 

@@ -336,7 +336,8 @@ def _take_rounds(model: ShardedModel, said: Mapping[str, Any]) -> list[str]:
     notes: list[str] = []
     if outer is not None:
         goes_on = outer.goes_on(said)
-        outer.begin_anew(int(said["steps"]) if goes_on else 0)
+        steps, version = (int(said.get(name, 0)) if goes_on else 0 for name in ("steps", "version"))
+        outer.begin_anew(steps, version)
         if said and not goes_on:
             notes.append("The round of outer steps begins anew: rounds were others in the checkpoint's run.")
     if groups != here:

@@ -19,6 +19,7 @@
     meter              bytes handed to collectives and moved between tiers
     peers              the ranks of one program, and the small messages of all of them
     polling            waiting for keys of the shared store, so that it can end
+    run_pairs          process groups of this rank and one of another run
     runtime            the device of a rank, how long ranks wait for each other, and checks that cost time
     shared_folders     folders in shared memory, by the process that made them
     transport          plain collectives of ``torch.distributed``

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -65,6 +66,10 @@ class Rounds:
             leads = not any(place for axis, place in mesh.coords.items() if axis != outer.axis)
             self.vote = None
             self.quorum = Quorum(mesh.asked, weights.group, weights.groups, outer, leads=leads)
+            if weights.pairs is not None:
+                count = sum(segment.spec.numel for segment in model.trainable())
+                rules = f"{mesh.world} ranks, {count} elements and {replace(outer, runs=None)}"
+                self.quorum.meet_runs(weights.pairs.store, mesh.world, rules)
         self._learned = 0.0  # tokens since the last outer step, or steps where nobody tells of tokens
         self._in_a_row = [0] * outer.fragments  # outer steps in a row that were put off
         self.flights = [Flight.NONE] * outer.fragments
@@ -103,9 +108,9 @@ class Rounds:
         """So many tokens are what the step learns from that is about to be taken; None: as many as any other."""
         self._learned += 1.0 if tokens is None else tokens
 
-    def _meet_some(self, quorum: Quorum, *, everyone: bool) -> None:
+    def _meet_some(self, quorum: Quorum, *, everyone: bool, now: bool = False) -> None:
         """An outer step of the groups that are there, if they are enough."""
-        due = self.outer.due(self.steps, 0)
+        due = now or self.outer.due(self.steps, 0)
         meeting = quorum.turn(due=due, everyone=everyone, steps=self.steps, tokens=self._learned)
         if meeting is None:
             if due:
@@ -114,7 +119,12 @@ class Rounds:
         self.weights.catch_up(meeting)
         self._send(0)
         self._use(0)
-        with self.weights.taken_whole() if everyone else nullcontext():
+        if not quorum.settled(meeting, whole=self.weights.is_whole):
+            self.weights.forget()
+            self.flights[0] = Flight.NONE
+            self._model.run.count_put_off()
+            return
+        with self.weights.taken_whole() if now else nullcontext():
             self._take(0)
         self.steps, self._learned = meeting.steps, 0.0
 
@@ -133,7 +143,7 @@ class Rounds:
         only follow its momentum."""
         outer = self.outer
         if self.quorum is not None:
-            self._meet_some(self.quorum, everyone=True)
+            self._meet_some(self.quorum, everyone=outer.runs is None, now=True)
             return
         for fragment in range(outer.fragments):
             due = outer.due(self.steps, fragment) and not (outer.delay or outer.stays or self._in_a_row[fragment])
@@ -148,7 +158,7 @@ class Rounds:
     def hold_still(self) -> None:
         """What is in flight has come: only to take it in is left, so that it can be read; and all groups have the same
         global weights. All ranks call it."""
-        if self.quorum is not None:
+        if self.quorum is not None and self.outer.runs is None:  # other runs are not asked
             self._align(self.quorum)
         for fragment, flight in enumerate(self.flights):
             if flight is Flight.SENT:
@@ -170,7 +180,7 @@ class Rounds:
         self.weights.catch_up(OuterMeeting(groups, shares, behind, source, steps))
         quorum.begin_anew()
 
-    def begin_anew(self, steps: int = 0) -> None:
+    def begin_anew(self, steps: int = 0, version: int = 0) -> None:
         """So many steps are done. At the first, nothing is in flight; else what was sent and is not taken in yet is
         there."""
         outer, fragments = self.outer, range(self.outer.fragments)
@@ -178,7 +188,7 @@ class Rounds:
             self.weights.forget()
         self.steps = steps
         if self.quorum is not None:
-            self.quorum.begin_anew()
+            self.quorum.begin_anew(version)
         self._ended = [None] * outer.fragments
         flies = [any(outer.due(steps, fragment, behind) for behind in range(outer.delay)) for fragment in fragments]
         self.flights = [Flight.USED if each else Flight.NONE for each in flies]
@@ -191,7 +201,8 @@ class Rounds:
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"steps": self.steps, "groups": self.weights.groups, **self._plan()}
+        said = {"steps": self.steps, "groups": self._model.comm.mesh.sizes.groups, **self._plan()}
+        return said if self.quorum is None else {**said, "version": self.quorum.version}
 
     def _plan(self) -> dict[str, Any]:
         """What has to be the same where a round goes on: when what is sent, and which units a fragment begins with."""

@@ -25,8 +25,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from shardfold.comm.run_pairs import RunPairs
 from shardfold.comm.transport import Pending, drain
-from shardfold.optim.present_groups import OuterMeeting, PresentGroups
+from shardfold.errors import ConfigError
+from shardfold.optim.present_groups import OuterMeeting, PresentGroups, PresentRuns
 from shardfold.plan.outer import Outer
 from shardfold.plan.program import Op
 from shardfold.plan.report import MemoryRow
@@ -47,18 +49,25 @@ class GlobalWeights:
 
     def __init__(self, outer: Outer, model: ShardedModel) -> None:
         self.outer, self._model, self._comm = outer, model, model.comm
-        self.groups = self._comm.mesh.parts((outer.axis,))
+        self.pairs = _pairs(outer, model) if outer.runs is not None else None
+        self.groups = outer.runs.count if outer.runs is not None else self._comm.mesh.parts((outer.axis,))
         self._whole = False  # nothing of a group's own weights stays, whatever ``alpha`` says
-        self.group = self._comm.mesh.coords[outer.axis]
+        self.group = outer.runs.number if outer.runs is not None else self._comm.mesh.coords[outer.axis]
         self._changes: dict[int, Tensor] = {}  # by segment: its outer gradient, and then the change; (length / parts,)
         self._sums: dict[int, Tensor] = {}  # by segment: the sum of this group's part
         self._pending: dict[str, list[Pending]] = {}  # by unit
         #: Groups may be away; None: all take part in each outer step.
-        self.present = PresentGroups(self._comm, outer.axis) if outer.quorum is not None and self.groups > 1 else None
+        self.present: PresentGroups | None = None
+        if self.pairs is not None:
+            self.present = PresentRuns(self._comm, self.pairs)
+        elif outer.quorum is not None and self.groups > 1:
+            self.present = PresentGroups(self._comm, outer.axis)
         model.rows.append(self._memory)
 
     def own(self, segment: Segment) -> slice:
-        """This group's part of a shard."""
+        """This group's part of a shard, which no other group of this run has; of a run that is a group, all of it."""
+        if self.pairs is not None:
+            return slice(0, segment.shard_numel)
         size = segment.shard_numel // self.groups
         return slice(self.group * size, (self.group + 1) * size)
 
@@ -88,11 +97,7 @@ class GlobalWeights:
         for unit, segment, one in _each(units, op):
             outer = self._changes[id(segment)]
             if self.present is not None:
-                parts = self.present.parts(outer.numel())
-                rows = self._rows(segment, len(outer[parts[self.group]]), outer.dtype)
-                rows[self.group].copy_(outer[parts[self.group]])
-                goes = {group: outer[part] for group, part in parts.items()}
-                self._pending.setdefault(unit.name, []).append(self.present.swap(one, goes, rows))
+                self._pending.setdefault(unit.name, []).append(self._push_parts(self.present, one, segment))
                 continue
             mine = self._comm.memory.empty(outer.numel() // self.groups, outer.dtype)
             self._sums[id(segment)] = mine
@@ -109,7 +114,11 @@ class GlobalWeights:
         for segment in unit.trainable:
             outer = self._changes[id(segment)]
             if self.present is not None:
+                if self.pairs is not None:  # across no axis of the mesh, so the program sends nothing
+                    self._push_parts(self.present, Op("PUSH", unit.name, (self.outer.axis,)), segment)
                 self._weigh(segment, outer)
+                if self.pairs is not None:
+                    self._pull_parts(self.present, Op("PULL", unit.name, (self.outer.axis,)), segment)
                 continue
             mean = self._sums.pop(id(segment), outer).div_(self.groups)
             self._gain_momentum(segment, mean)
@@ -132,9 +141,7 @@ class GlobalWeights:
         for unit, segment, one in _each(units, op):
             pending, change = self._pending.setdefault(unit.name, []), self._changes[id(segment)]
             if self.present is not None:
-                parts = self.present.parts(change.numel())
-                goes = dict.fromkeys(parts, change[parts[self.group]])
-                pending.append(self.present.swap(one, goes, {group: change[part] for group, part in parts.items()}))
+                pending.append(self._pull_parts(self.present, one, segment))
             else:
                 self._comm.collective(one, change, pending=pending)
 
@@ -156,6 +163,26 @@ class GlobalWeights:
             _take(segment, new)
 
     # -- where groups may be away
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the outer step that is under way may be taken, as far as this rank knows."""
+        return self.present is None or self.present.is_whole
+
+    def _push_parts(self, present: PresentGroups, op: Op, segment: Segment) -> Pending:
+        """Each group is sent its part of the outer gradient."""
+        outer = self._changes[id(segment)]
+        parts = present.parts(outer.numel())
+        rows = self._rows(segment, len(outer[parts[self.group]]), outer.dtype)
+        rows[self.group].copy_(outer[parts[self.group]])
+        return present.swap(op, {group: outer[part] for group, part in parts.items()}, rows)
+
+    def _pull_parts(self, present: PresentGroups, op: Op, segment: Segment) -> Pending:
+        """Each group is sent this one's part of the mean."""
+        change = self._changes[id(segment)]
+        parts = present.parts(change.numel())
+        goes = dict.fromkeys(parts, change[parts[self.group]])
+        return present.swap(op, goes, {group: change[part] for group, part in parts.items()})
 
     def _rows(self, segment: Segment, size: int, dtype: torch.dtype) -> dict[int, Tensor]:
         """Room for each group's outer gradients of this group's part."""
@@ -194,13 +221,14 @@ class GlobalWeights:
             op = Op("PULL", unit.name, (self.outer.axis,))
             for segment, name in product(unit.trainable, ("global", "momentum") if self.outer.beta else ("global",)):
                 region = segment.regions[name]
-                values = region.values()
-                before = values.clone()
+                before = region.values().clone()
+                values = torch.empty_like(before) if behind else before
                 goes, comes = ({}, {meeting.source: values}) if behind else (dict.fromkeys(meeting.behind, values), {})
                 self.present.swap(op, goes, comes).wait(self._comm.job.wait)
-                if behind:
-                    region.store(values)
-                if behind and name == "global":
+                if not (behind and self.is_whole):
+                    continue
+                region.store(values)
+                if name == "global":
                     master = _master(segment)
                     _take(segment, master.to(values.dtype) + (values - before).to(master.device))
 
@@ -234,6 +262,22 @@ class GlobalWeights:
         """Outer gradients between their steps; with ``delay`` they are there for longer than a step."""
         held = sum(flat.nbytes for flat in (*self._changes.values(), *self._sums.values()))
         return MemoryRow("outer", "device", held, 0.0, held)
+
+
+def _pairs(outer: Outer, model: ShardedModel) -> RunPairs:
+    """
+    Raises:
+        ConfigError: groups are runs of their own and ranks of one along an axis, or on a device without Gloo.
+    """
+    assert outer.runs is not None and outer.deadline is not None
+    if (size := model.comm.mesh.sizes[outer.axis]) > 1:
+        raise ConfigError(
+            f"Outer.runs is given and {outer.axis!r}, the axis of the groups, has {size} ranks in this run: give "
+            f"parallel={{{outer.axis!r}: 1, ...}}, as each group is a run of its own."
+        )
+    if model.device.type != "cpu":
+        raise ConfigError(f"Outer.runs goes over Gloo between CPUs, and the model is on {model.device}: leave it out.")
+    return RunPairs(outer.runs, model.comm.mesh.rank, float(outer.deadline))
 
 
 def _each(units: Sequence[Unit], op: Op) -> Iterator[tuple[Unit, Segment, Op]]:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.comm.comm import Comm
+from shardfold.comm.run_pairs import RunPairs
 from shardfold.comm.transport import Pending
 from shardfold.plan.cost import Sent
 from shardfold.plan.program import Op
 
-__all__ = ["OuterMeeting", "PresentGroups"]
+__all__ = ["OuterMeeting", "PresentGroups", "PresentRuns"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class OuterMeeting:
         behind: those of them that have not the newest global weights.
         source: the first that has them.
         steps: how far rounds are, in steps.
+        version: of the global weights behind it.
+        lives: of groups that are runs of their own, as often as each was started.
     """
 
     groups: tuple[int, ...]
@@ -38,6 +41,8 @@ class OuterMeeting:
     behind: tuple[int, ...]
     source: int
     steps: int
+    version: int = 0
+    lives: tuple[int, ...] = ()
 
 
 class PresentGroups:
@@ -57,6 +62,11 @@ class PresentGroups:
         self._group = self._row.index(comm.mesh.rank)
         self.meeting: OuterMeeting | None = None
         comm.mesh.join_pairs(axis)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all has come that was to; a rank that is gone is an error of all."""
+        return True
 
     def begin(self, meeting: OuterMeeting) -> None:
         """An outer step of these groups."""
@@ -84,3 +94,29 @@ class PresentGroups:
                         num_bytes += tensor.nbytes * (source == self._group)
             comm.meter.send(Sent(op.purpose, op.verb, op.axes), num_bytes)
         return Pending(works)
+
+
+class PresentRuns(PresentGroups):
+    """The same, of groups that are runs of their own.
+
+    Args:
+        comm: of the engine.
+        pairs: with ranks of other runs.
+    """
+
+    def __init__(self, comm: Comm, pairs: RunPairs) -> None:
+        self._comm, self._pairs, self._group = comm, pairs, pairs.number
+        self.meeting: OuterMeeting | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._pairs.failed
+
+    def begin(self, meeting: OuterMeeting) -> None:
+        super().begin(meeting)
+        self._pairs.begin(dict(zip(meeting.groups, meeting.lives, strict=True)))
+
+    def swap(self, op: Op, goes: Mapping[int, Tensor], comes: Mapping[int, Tensor]) -> Pending:
+        """Sends and receives, and has come; if a run is gone, :attr:`is_whole` says so."""
+        self._comm.meter.send(Sent(op.purpose, op.verb, op.axes), self._pairs.swap(goes, comes))
+        return Pending([])

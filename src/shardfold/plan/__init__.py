@@ -16,6 +16,7 @@
     offload          which states of a table rest in a slower tier, and of which units
     order            one order made of what several ranks ran
     outer            rare steps over one axis, between groups that train apart
+    outer_runs       groups between outer steps that are runs of their own
     patience         one number of seconds, from which limits on waiting follow
     placement        WHERE each element lies: offsets, padding, owners, ranges, and boxes of tensors
     presets          the names people know, as values of the table: one line and one paper each

@@ -22,6 +22,7 @@ from typing import Any
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.checks import described, is_integer, is_number, known_arguments
 from shardfold.plan.format import typed
+from shardfold.plan.outer_runs import OuterRuns
 
 __all__ = ["OPTIMIZERS", "Outer"]
 
@@ -53,6 +54,8 @@ class Outer:
         quorum: groups, with which an outer step goes on: with a ``deadline``, it is held when so many have come and the
             others are later than they use to be. They take in what they have missed when they come back; each group
             counts by the tokens that it has learned from. None: all groups take part.
+        runs: the groups are runs of their own, and this one is one of them; ``axis`` then is of size 1. With a
+            ``quorum``. None: they are the ranks along ``axis``.
         put_off: how many outer steps of a fragment in a row may be, with a ``deadline``; the next waits as long as it
             takes. None: 1.
 
@@ -78,6 +81,7 @@ class Outer:
     deadline: float | None = None
     put_off: int | None = None
     quorum: int | None = None
+    runs: OuterRuns | None = None
 
     def __post_init__(self) -> None:
         for name, least, unit in (
@@ -133,6 +137,13 @@ class Outer:
             )
         if self.quorum is not None:
             self._check_quorum()
+        if self.runs is not None and not isinstance(self.runs, OuterRuns):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"Outer.runs is {described(self.runs)}: it is an OuterRuns, or None.")
+        if self.runs is not None and self.quorum is None:
+            raise ConfigError(
+                "Outer.runs is given and there is no quorum=: runs come and go, so say with how many of them an outer "
+                "step is held, and give deadline=."
+            )
         if self.delay >= self.every:
             raise ConfigError(
                 f"Outer.delay is {self.delay} and every={self.every}: what is sent has to come before the same part is "
@@ -207,6 +218,8 @@ class Outer:
             said.append(f"keeping {self.stays:g} of a group's own")
         if self.format is not None:
             said.append(f"as {typed(self.format)}")
+        if self.runs is not None:
+            said.append(f"as run {self.runs.number} of {self.runs.count} that meet at {self.runs.at}")
         if self.quorum is not None:
             said.append(f"with {self.quorum} groups or more, which wait for the others for {self.deadline:g} s at most")
         elif self.deadline is not None:
