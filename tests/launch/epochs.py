@@ -9,7 +9,8 @@ to arrive, for each launcher that may notice something, and, while faults are le
                itself; one of a minority, or that the others have gone on without, ends by itself, and is as one that
                has crashed
     doubts     a launcher that lives is suspected by one of the others, as behind a link that is cut for a while
-    comes      a process that may take the place of a rank, at any launcher, once at each; it may die as any rank
+    comes      a process that may take the place of a rank, at any launcher, once at each; it may die as any rank. One
+               comes with a launcher that comes later, which knows one of the records that others have
 
 The machine is pure, so what it does in one of its states with one event is computed once. States of the whole are
 numbers into these tables: some microseconds each.
@@ -59,6 +60,7 @@ class Walk:
         ballots: of one epoch, behind which no launcher begins another: duels of two could go on for ever.
         most: states, more of which are refused.
         spares: how many processes may come that take the place of ranks; none is a fault.
+        late: how many launchers come later, each with such a process.
     """
 
     def __init__(
@@ -70,16 +72,19 @@ class Walk:
         ballots: int = 2,
         most: int = 10**7,
         spares: int = 0,
+        late: int = 0,
     ) -> None:
-        self.agents, self.ballots, self.most, self.spares = agents, ballots, most, spares
+        self.agents, self.ballots, self.most, self.spares = agents + late, ballots, most, spares
+        self.begun, self.machine = agents, machine
         self._voters: list[Voter] = []
         self._messages: list[Message] = []
         self._records: list[Membership] = []
         self._numbers: dict[Any, int] = {}
         self._done: dict[tuple[int, Any], tuple[int, int]] = {}
         self._stale: dict[tuple[int, int], bool] = {}
-        record = Membership(0, tuple(Member(uid, uid) for uid in range(agents)), size=agents)
-        voters = tuple(self._number(self._voters, machine(agent, record)) for agent in range(agents))
+        members = tuple(Member(uid, uid) for uid in range(agents))
+        record = Membership(0, members, size=agents, most=agents + late, nodes=agents if late else 0)
+        voters = (*(self._number(self._voters, machine(agent, record)) for agent in range(agents)), *[-1] * late)
         self.first = World(voters, 0, 0, 0, faults, 1 << self._number(self._records, record))
         self.cut = 0  # states in which a duel would go on
 
@@ -187,6 +192,7 @@ class Walk:
                 f"{message.kind} {message.source}>{message.target}",
                 self.act(there, message.target, "receive", number),
             )
+        yield from self.coming(world)
         crashed = [agent for agent, number in enumerate(world.voters) if number < 0]
         known = [(agent, self._voters[number]) for agent, number in enumerate(world.voters) if number >= 0]
         newest = max(voter.record.epoch for _, voter in known) if known else 0
@@ -202,9 +208,10 @@ class Walk:
                 yield f"{agent} asks", there
             if voter.in_minority or not (voter.is_member or waits):
                 yield f"{agent} leaves", self.without(world, agent)
-            mine, spare = self.live(world, agent), Member(agent + self.agents, agent)
+            mine, spare = self.live(world, agent), self.spare_of(agent)
             dead = len(mine) < sum(each.agent == agent for each in voter.record.members)
-            if world.come.bit_count() < self.spares and not (world.come | world.dead >> self.agents) >> agent & 1:
+            came = (world.come & (1 << self.begun) - 1).bit_count()
+            if came < self.spares and not (world.come | world.dead >> self.agents) >> agent & 1:
                 there = world._replace(come=world.come | 1 << agent)
                 yield f"a spare comes to {agent}", self.act(there, agent, "offer", (spare,))
             if any(world.dead >> each.uid & 1 for each in voter.spares):
@@ -218,6 +225,20 @@ class Walk:
                     yield f"{agent} tries again", self.act(world, agent, "retry")
                 else:
                     self.cut += 1
+
+    def spare_of(self, agent: int) -> Member:
+        return Member(agent + self.agents, agent)
+
+    def coming(self, world: World) -> Iterator[tuple[str, World]]:
+        """A launcher that comes later, with a record that one of the others has."""
+        known = {self._voters[number].record: None for number in world.voters if number >= 0}
+        for agent in range(self.begun, self.agents):
+            for record in known if world.voters[agent] < 0 and not world.come >> agent & 1 else ():
+                number = self._number(self._voters, self.machine(agent, record))
+                voters = (*world.voters[:agent], number, *world.voters[agent + 1 :])
+                there = world._replace(voters=voters, come=world.come | 1 << agent)
+                came = self.act(there, agent, "offer", (self.spare_of(agent),))
+                yield f"{agent} comes in epoch {record.epoch}", came
 
     # -- what must be
 
@@ -240,7 +261,8 @@ class Walk:
                 raise Violation("a member comes back")
             if len(set(record.members)) < len(record.members):
                 raise Violation("a member is there twice")
-            if len(record.members) > self.agents:
+            first = [each for each in record.members if each.agent < self.begun]
+            if len(record.members) > self.agents or len(first) > self.begun:
                 raise Violation("more members than there shall be")
             if record.members and not set(record.members) & set(by_epoch[epoch - 1].members):
                 raise Violation("those that come have nobody to go on with")
@@ -258,13 +280,13 @@ class Walk:
                 waits = any(not world.dead >> each.uid & 1 for each in voter.spares)
                 heard = (self._voters[n] for a, n in enumerate(world.voters) if n >= 0 and a in newest.agents)
                 deaf = voter.in_minority or any(agent in other.suspects or other.in_minority for other in heard)
-                if waits and newest.room and newest.members and not deaf:
+                if waits and newest.has_room(voter.spares) and newest.members and not deaf:
                     return False
                 continue
             if voter.record != newest or (voter.needed and not voter.in_minority):
                 return False
             waits = any(not world.dead >> each.uid & 1 for each in voter.spares)
-            if waits and newest.room and newest.members and not voter.in_minority:
+            if waits and newest.has_room(voter.spares) and newest.members and not voter.in_minority:
                 return False
         return True
 

@@ -470,7 +470,7 @@ def test_the_store_of_an_attempt_moves_to_another_node():
     store = open_store("127.0.0.1", 0)
     nodes[1].prepare(store)
     for node in nodes[1:]:
-        node.move_to(store, 1)
+        node.move_to(store, 1, ("", 0))
         assert node.without() == {0} and not node.heard()
     assert nodes[1].beat(lambda _: False) is None  # nobody has been looked at yet
     assert not nodes[2].finish() and nodes[1].finish() and nodes[2].finish()
@@ -492,7 +492,7 @@ def test_who_did_not_answer_where_the_store_could_have_moved_is_lost_once_enough
     nodes[2].prepare(store)
     for node in nodes[2:]:
         node.voting = range(5)
-        node.move_to(store, 2, [1])
+        node.move_to(store, 2, ("", 0), [1])
     for node in (nodes[3], nodes[2], nodes[4], nodes[2]):
         node._beaten = 0.0  # it is time for a sign of life
         assert not asked

@@ -39,7 +39,9 @@ class Membership:
         epoch: 0 is what the launchers have started; each record takes the place of the one before.
         members: in the order of their ranks.
         address, port: of the store at which they meet.
-        size: how many there shall be, and never more: those of epoch 0.
+        size: how many there shall be: those of epoch 0.
+        most: how many there may be with those of nodes that have come later.
+        nodes: that have begun; those that come later have higher numbers. 0: none may come.
     """
 
     epoch: int
@@ -47,11 +49,16 @@ class Membership:
     address: str = ""
     port: int = 0
     size: int = 0
+    most: int = 0
+    nodes: int = 0
 
-    @property
-    def room(self) -> int:
-        """How many may join."""
-        return max(self.size - len(self.members), 0)
+    def admits(self, spare: Member, there: int) -> bool:
+        """Whether a process may come in where so many are."""
+        return there < (max(self.size, self.most) if self.nodes and spare.agent >= self.nodes else self.size)
+
+    def has_room(self, spares: Iterable[Member]) -> bool:
+        """Whether one of these may join."""
+        return any(self.admits(each, len(self.members)) for each in spares)
 
     @cached_property
     def agents(self) -> tuple[int, ...]:

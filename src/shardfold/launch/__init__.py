@@ -16,6 +16,7 @@ workers       the ranks of one node as processes
 _agent        the agent of one node: starts ranks, watches them, starts them again
 _mail         what launchers say to each other through one store
 _members      one node's part in a run that goes on without a rank that dies
+_open_run     where hosts that come later find a run that is under way
 _remote       starts an agent on each of several hosts, and sees all of them to their end: by ssh, srun or mpirun
 _rendezvous   where agents meet, and a store of its own for each attempt
 _slow_road    a road between nodes on which everything takes a while

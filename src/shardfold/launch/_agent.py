@@ -47,6 +47,8 @@ __all__ = ["Agent", "run_node"]
 AFTER_DEATH = 5.0  # seconds that the other ranks have before they are killed
 AFTER_SIGNAL = 30.0
 LEAVE = 3.0
+LATER = 1000
+"""Processes of a node that has come later have numbers from so many times its own on."""
 SAME = 3
 """Attempts that fail alike, one after the other, until the ranks are not started again."""
 
@@ -119,7 +121,7 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.death, self.mine, self.oom, self.workers, self._lingers = None, False, OomWatch(), [], ""
         self._interface, self._without = "", set()
-        several = (worker_group.group_world_size or 1) > 1
+        several = (worker_group.group_world_size or 1) > 1 or self.meeting.opened is not None
         if several and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
             self._interface = interface_towards(str(worker_group.master_addr))
         try:
@@ -130,6 +132,10 @@ class Agent(SimpleElasticAgent):
         self.members = self._members_of(worker_group)
         self.spares = self._spares_of(worker_group)
         return {worker.local_rank: worker.process.pid for worker in self.workers}
+
+    def _assign_worker_ranks(self, *given: Any) -> Any:  # pyright: ignore
+        """None, where this node has come later: its processes wait for a place in the next epoch."""
+        return [] if self.meeting.came_later else super()._assign_worker_ranks(*given)  # pyright: ignore
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown()
@@ -162,7 +168,10 @@ class Agent(SimpleElasticAgent):
             watch([worker], self._ended)
             return worker
 
-        return Spares(given.spares, given.replace, places, meeting.node_rank, meeting.num_nodes, started, say)
+        if not meeting.came_later:
+            return Spares(given.spares, given.replace, places, meeting.node_rank, meeting.num_nodes, started, say)
+        there = group.spec.local_world_size + given.spares
+        return Spares(there, given.replace, [], LATER * meeting.node_rank, 1, started, say)
 
     def _place_of(self, group: WorkerGroup, worker: Worker) -> Any:
         if self.spares is not None and worker.local_rank in self.spares.places:
@@ -242,7 +251,9 @@ class Agent(SimpleElasticAgent):
         local_rank, count = place.local_rank, group.spec.local_world_size
         cores = None
         environment = {**os.environ, **self._variables(group, place), PATIENCE: f"{self.patience.seconds:g}"}
-        if local_rank >= count:  # it meets the others at the store of the epoch in which it comes in
+        if (
+            local_rank >= count or self.meeting.came_later
+        ):  # it meets the others at the store of the epoch in which it comes in
             environment[SPARE] = str(place.global_rank)
             del environment["MASTER_ADDR"], environment["MASTER_PORT"]
         if self.options.bind_cores_to_rank:

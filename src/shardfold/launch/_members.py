@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -73,9 +74,12 @@ class Members:
         meeting: Attempts,
         open_store: Callable[[], tuple[str, int, Any]],
     ) -> None:
-        self._agent, self._num_nodes = meeting.node_rank, meeting.num_nodes
+        self._agent, self._begun = meeting.node_rank, meeting.num_nodes
+        self._several = self._begun > 1 or meeting.opened is not None  # launchers, or there may be
+        self._each = len(uids)
         self._meeting, self._store = meeting, meeting.store
         self._ready: Any = None  # a store of this node that may take the place of the present one
+        self._prepared = 0  # for how many nodes
         self._others: dict[int, tuple[str, int]] = {}  # where such a store is, by node
         self._open_store = open_store
         self._mine = {uid: worker for uid, worker in zip(uids, workers, strict=True)}
@@ -137,7 +141,7 @@ class Members:
     def lose(self, node: int) -> bool:
         """A node is not heard of any more; whether the others go on without it."""
         with self._lock:
-            if self._voter is None or node not in self._voter.record.agents or not self._are_elastic():
+            if self._voter is None or not self._are_elastic():
                 return False
             if node == self._meeting.hub:
                 return self._move() and not self.failed
@@ -158,9 +162,9 @@ class Members:
             while not self._over:
                 with self._lock:
                     self._look_anywhere()
-                looks = self._num_nodes > 1 or bool(self._served) or bool(self._waiting)
+                looks = self._several or bool(self._served) or bool(self._waiting)
                 busy = self._voter is not None and self._voter.needed
-                self._wake.wait(pause(self._voter, self._num_nodes) if looks or busy else None)
+                self._wake.wait(pause(self._voter, self._meeting.num_nodes) if looks or busy else None)
                 self._wake.clear()
         except RuntimeError:  # the store is gone, and no other one can take its place
             self.failed = (
@@ -173,19 +177,27 @@ class Members:
     def _begin(self) -> None:
         """Every rank learns its place in epoch 0, which is what the launchers have started."""
         remove_left()  # of a run that was killed with all of its processes
+        if self._several:
+            self._mail = Mail(self._store, self._agent)
+        if self._meeting.came_later:
+            with self._lock:
+                self._voter = Voter(self._agent, Membership.from_json(self._store.get(f"{QUEUE}/record")))
+            return
         mine = [[uid, worker.local_rank] for uid, worker in self._mine.items()]
         each = [mine]
-        if self._num_nodes > 1:
+        if self._begun > 1:
             self._store.set(f"{QUEUE}/ranks/{self._agent}", json.dumps([self._meeting.host, mine]))
-            keys = [f"{QUEUE}/ranks/{node}" for node in range(self._num_nodes)]
+            keys = [f"{QUEUE}/ranks/{node}" for node in range(self._begun)]
             hosts, each = zip(*(json.loads(text) for text in self._store.multi_get(keys)), strict=True)
             self._meeting.hosts.update(enumerate(hosts))
-            self._mail = Mail(self._store, self._agent)
         members = [Member(uid, node, local) for node, said in enumerate(each) for uid, local in said]
         record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)), size=len(members))
+        if self._meeting.opened is not None:
+            record = replace(record, most=self._meeting.opened.most * self._each, nodes=self._begun)
         with self._lock:
             self._voter = Voter(self._agent, record)
             self._publish(record)
+            self._say_record(record)
 
     def _look_anywhere(self) -> None:
         """The same as :meth:`_look`, in another store if the present one is gone.
@@ -204,12 +216,15 @@ class Members:
         lives = any(worker.returncode is None for worker in self._mine.values())  # and says what it can
         if self._ready is None and lives and self._are_elastic():
             address, port, self._ready = self._open_store()
-            self._meeting.prepare(self._ready)
+            self._prepared = self._meeting.prepare(self._ready)
             self._store.set(f"{QUEUE}/ready/{self._agent}", json.dumps([address, port]))
         if self._ready is None or self._voter is None:
             return
+        self._meeting.open()
         self._meeting.let_vote(self._voter.record.agents)
-        for node in range(self._num_nodes):
+        if self._prepared < self._meeting.num_nodes:
+            self._prepared = self._meeting.prepare(self._ready, self._prepared)
+        for node in range(self._meeting.num_nodes):
             if node not in self._others and self._store.check([f"{QUEUE}/ready/{node}"]):
                 address, port = json.loads(self._store.get(f"{QUEUE}/ready/{node}"))
                 self._others[node] = address, port
@@ -224,8 +239,9 @@ class Members:
                 continue
             try:
                 store = self._ready if node == self._agent else self._joined(place)
-                self._meeting.move_to(store, node, unreached)
+                self._meeting.move_to(store, node, place, unreached)
                 self._store, self._mail = store, Mail(store, self._agent)
+                self._say_record(self._voter.record)
                 self._take(self._voter.suspect(gone))
             except (*GONE, RendezvousError):
                 unreached.append(node)
@@ -254,7 +270,7 @@ class Members:
                 self.without.add(worker.local_rank)
                 self._vain = 0
                 self._take(self._voter.lose())
-        if self._num_nodes > 1:
+        if self._several:
             self._stand_by()
             self._read()
         self._offer(self._voter)
@@ -304,7 +320,7 @@ class Members:
         """Whether all ranks of this node that live can go on without another; where none lives, those that lived could
         have, and others may on another node."""
         left = [worker for worker in self._mine.values() if worker.returncode is None]
-        if not left and self._num_nodes == 1:
+        if not left and not self._several:
             return False
         return all(worker.is_elastic for worker in left or self._mine.values())
 
@@ -352,6 +368,7 @@ class Members:
         if before is not None and voter.record.epoch > before.record.epoch:
             self._publish(voter.record)
             self._note_gone(before.record, voter.record)
+            self._say_record(voter.record)
         if voter.in_minority:
             self.failed = "fewer than half of the hosts are left, and the others may go on"
         elif not voter.is_member and self._dead(before or voter) != [each.uid for each in self._here(before or voter)]:
@@ -371,6 +388,11 @@ class Members:
             lost = self._voter is not None and node in self._voter.suspects
             who = f"host {host} is lost, with {ranks}" if lost else f"{ranks} on host {host} ended"
             self.gone.append(f"{who}{then}")
+
+    def _say_record(self, record: Membership) -> None:
+        """Launchers that come later are told which record there is, by the one that has the store."""
+        if self._meeting.opened is not None and self._agent == self._meeting.hub:
+            self._store.set(f"{QUEUE}/record", record.to_json())
 
     def _publish(self, record: Membership) -> None:
         """The ranks of this node go on in an epoch."""

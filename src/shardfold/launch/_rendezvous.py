@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from shardfold.comm._second_line import SecondLine
 from shardfold.comm.answered import Answered, StoreLine
 from shardfold.errors import ConfigError
+from shardfold.launch._open_run import OpenRun
 from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
 from shardfold.plan.patience import Patience
@@ -76,6 +77,10 @@ class Attempts(RendezvousHandler):
         timeout: seconds to wait for node 0's word.
         patience: how long nothing may be heard of a node.
         meets: host and port of the store behind ``inner``, which may be another node's; None: it looks by itself.
+        opened: says where an attempt is that takes in nodes which come later; None: none does.
+
+    Attributes:
+        came_later: whether this node has come into an attempt that was under way.
     """
 
     def __init__(
@@ -87,8 +92,12 @@ class Attempts(RendezvousHandler):
         timeout: float,
         patience: Patience,
         meets: tuple[str, int] | None = None,
+        opened: OpenRun | None = None,
     ) -> None:
         self.patience, self.meets, self._met, self._vain = patience, meets, False, False
+        self.opened, self.came_later = opened, False
+        self._place: tuple[str, int] | None = None  # of the attempt's store
+        self._told_open, self._let_in = False, 0  # whether others were told of it, and how many nodes have come later
         self.inner, self.host, self.address, self.port, self.timeout = inner, host, address, port, timeout
         self.store: Any = None
         self.node_rank, self.num_nodes = 0, 1
@@ -122,6 +131,8 @@ class Attempts(RendezvousHandler):
         self._awaits, self._awaited = NOBODY, (0.0, NOBODY)
         self.voting, self._moved, self._unreached, self._majority = (), 0.0, (), (0.0, 0.0)
         self._endpoint = Endpoint(self.inner)
+        if self.opened is not None and (came := self._come_in(self.opened)) is not None:
+            return came
         if self._met and self.meets is not None:  # torch's handler would wait without end for a thread of its own
             self._await_answer(*self.meets)
         self._met = True
@@ -144,18 +155,72 @@ class Attempts(RendezvousHandler):
             # A node that is cut off shall notice: what it asks would wait until TCP gives up.
             store = join_store(address, port, self.timeout)
             self.store = Answered(store, self.patience.lost, self.line_to(address, port))
+        self._place = address, port
         return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))
 
     def host_of(self, node: int) -> str:
         """Its name, for a sentence."""
         return self.hosts.get(node, f"of node {node}")
 
-    def prepare(self, store: Any) -> None:
-        """What all nodes may ask of a store is there."""
-        for rank in range(self.num_nodes):
+    # -- nodes that come later
+
+    def _come_in(self, opened: OpenRun) -> RendezvousInfo | None:
+        """This node comes into an attempt that is under way; None: there is none, and nodes meet as at first."""
+        last, self._place, self.came_later = self._place, None, False
+        if last is not None and self._told_open:
+            opened.take_back()
+        self._told_open, self._let_in = False, 0
+        place = opened.find()
+        if place is None or place == last:
+            return None
+        try:
+            store: Any = Answered(join_store(*place, ALREADY), self.patience.lost, self.line_to(*place))
+            if store.check(["shardfold/death"]):
+                return None
+            number = store.add("shardfold/knocks", 1)
+            wait_for(store, [f"shardfold/knock/{number}"], time.monotonic() + self.patience.lost)
+            self.node_rank = int(store.get(f"shardfold/knock/{number}"))
+            self.num_nodes, self.hub = map(int, json.loads(store.get("shardfold/nodes")))
+        except (RendezvousError, *GONE):
+            return None
+        self.store, self._place, self.came_later = store, place, True
+        return RendezvousInfo(store, self.node_rank, self.num_nodes, RendezvousStoreInfo(*place))
+
+    def open(self) -> None:
+        """The ranks can go on with others: nodes that come later are taken in, where the attempt's store is here."""
+        if self.opened is None or self._told_open or self.node_rank != self.hub or self._place is None:
+            return
+        self._told_open = True
+        self.opened.tell(*self._place)
+
+    def _grow(self) -> None:
+        """Learns of nodes that have come later, and their names, and, where the store is here, lets them in."""
+        if self.opened is None:
+            return
+        for node in {*range(self.num_nodes)}.difference(self.hosts):
+            host, _, said = self.store.get(f"shardfold/beat/{node}").decode().rpartition(":")
+            if f":{said}" != NOT_YET:
+                self.hosts[node] = host
+        if self.node_rank != self.hub:
+            self.num_nodes = max(self.num_nodes, json.loads(self.store.get("shardfold/nodes"))[0])
+            return
+        knocks = self.store.add("shardfold/knocks", 0)
+        while self._let_in < knocks:
+            self._let_in += 1
+            node, self.num_nodes = self.num_nodes, self.num_nodes + 1
+            self.prepare(self.store, node)
+            self.store.set(f"shardfold/knock/{self._let_in}", str(node))
+
+    def prepare(self, store: Any, first: int = 0) -> int:
+        """What all nodes, from the ``first`` on, may ask of a store is there; how many nodes these are in all."""
+        nodes = self.num_nodes
+        for rank in range(first, nodes):
             store.set(f"shardfold/beat/{rank}", f"of node {rank}{NOT_YET}")
             store.set(f"shardfold/awaits/{rank}", "[[], []]")
-        store.set("shardfold/majority", "")
+        if not first:
+            store.set("shardfold/majority", "")
+        store.set("shardfold/nodes", json.dumps([nodes, self.node_rank]))
+        return nodes
 
     def line_to(self, address: str, port: int) -> StoreLine:
         """Over which another node's store is asked, and another way to it."""
@@ -177,15 +242,18 @@ class Attempts(RendezvousHandler):
         """Give a sign of life there."""
         store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
 
-    def move_to(self, store: Any, hub: int, unreached: Collection[int] = ()) -> None:
+    def move_to(self, store: Any, hub: int, place: tuple[str, int], unreached: Collection[int] = ()) -> None:
         """From now on the attempt's store is that of another node, as the one that had it is gone: nothing was said in
-        it yet. ``unreached``: nodes that could have had it and did not answer."""
+        it yet. ``place``: where it is; ``unreached``: nodes that could have had it and did not answer."""
+        self._place, self._told_open, self._let_in = place, False, 0
         self._lost.add(self.hub)
         self._without.add(self.hub)
         if hub == self.node_rank:
             for node in self._lost:
                 store.set(f"shardfold/told/{node}", "")
             store.add("shardfold/told", len(self._lost))
+        elif self.opened is not None:
+            self.num_nodes = json.loads(store.get("shardfold/nodes"))[0]
         self.store, self.hub, self.finished = store, hub, False
         self._moved, self._unreached, self._told_majority = time.monotonic(), unreached, b""
         self._beaten, self._beats, self._awaits, self._awaited = 0.0, {}, NOBODY, (0.0, NOBODY)
@@ -230,6 +298,8 @@ class Attempts(RendezvousHandler):
         return True
 
     def _shut_down(self) -> None:
+        if self.opened is not None and self._told_open:
+            self.opened.take_back()
         with suppress(RendezvousError, *GONE):
             self.inner.shutdown()
 
@@ -319,10 +389,11 @@ class Attempts(RendezvousHandler):
         """Give a sign of life; on the node that has the store, also return the loss of one that has long given none,
         unless the run ``goes_on`` without it; on the others that of the former, once the store has moved there."""
         now = time.monotonic()
-        if self.num_nodes == 1 or now - self._beaten < self.patience.beat:
+        if (self.num_nodes == 1 and self.opened is None) or now - self._beaten < self.patience.beat:
             return None
         self._beaten = now
         with suppress(*GONE):
+            self._grow()
             self._show(self.store, now)
             lost: Death | None = None
             if self.node_rank == self.hub:
@@ -421,9 +492,12 @@ class Attempts(RendezvousHandler):
     def finish(self) -> bool:
         """Note that this node's ranks have ended well, and return whether all nodes' have."""
         with suppress(*GONE):
-            done = self.store.add("shardfold/done", 0 if self.finished else 1)
+            if not self.finished:
+                self.store.set(f"shardfold/done/{self.node_rank}", "")
             self.finished = True
-            return done >= self.num_nodes - len(self._without)
+            self._grow()
+            others = [node for node in range(self.num_nodes) if node not in self._without]
+            return self.store.check([f"shardfold/done/{node}" for node in others])
         return False
 
     def resume(self) -> None:
@@ -431,7 +505,7 @@ class Attempts(RendezvousHandler):
         if self.finished:
             self.finished = False
             with suppress(*GONE):
-                self.store.add("shardfold/done", -1)
+                self.store.delete_key(f"shardfold/done/{self.node_rank}")
 
     def leave(self) -> None:
         """Note that this node asks nothing more of the attempt's store."""
@@ -627,7 +701,8 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
         **conf,
     }
     meets = (node.host, node.port or 0) if node.backend == "c10d" else None
-    return Attempts(_handler(node, name, words, timeout), host, None, None, timeout, patience, meets)
+    opened = OpenRun(*meets, name, node.nodes[1]) if meets is not None and node.nodes[0] < node.nodes[1] else None
+    return Attempts(_handler(node, name, words, timeout), host, None, None, timeout, patience, meets, opened)
 
 
 def _handler(node: Node, name: str, words: dict[str, str], timeout: float) -> RendezvousHandler:

@@ -21,6 +21,7 @@ and gives the next machine and what it sends, so that a checker can try every or
 ``[Note: spares]`` A spare is a process that no record has had yet. Where one waits and members are missing, an epoch is
 over too, with nobody gone: ranks then stop between two steps. One that dies before it comes in, or while it does, is a
 member that dies. A node without members says in a CALL who waits there, and votes from the epoch on in which one is in.
+A node that comes later is such a node, which begins with the last record; its spares may be more than are missing.
 """
 
 from __future__ import annotations
@@ -176,12 +177,12 @@ class Voter:
     @property
     def asks(self) -> bool:
         """Whether a spare of this node, which has no members, may come in."""
-        return bool(self.spares) and not self.is_member and self.record.room > 0
+        return not self.is_member and self.record.has_room(self.spares)
 
     @property
     def _may_grow(self) -> bool:
         """Whether a spare may come in that this node knows of."""
-        return bool(self.spares or self.guests) and self.record.room > 0 and self.is_member
+        return self.is_member and self.record.has_room((*self.spares, *self.guests))
 
     @property
     def _next(self) -> int:
@@ -327,8 +328,8 @@ class Voter:
         if taken:  # it may be decided
             record = max(taken, key=lambda message: message.taken or NONE).record
         else:
-            first = self.promises[0]
-            record = Membership(self._next, self._who(), first.address, first.port, self.record.size)
+            first, who = self.promises[0], self._who()
+            record = replace(self.record, epoch=self._next, members=who, address=first.address, port=first.port)
         proposed = replace(self, proposed=record)
         said = [proposed._say("ACCEPT", agent, self.ballot, record) for agent in sorted(promised)]
         return proposed, tuple(said)
@@ -339,9 +340,9 @@ class Voter:
         members = [each for message in self.promises for each in message.members]
         if members and all(message.admits for message in self.promises):
             spares = {each for message in self.promises for each in message.spares}
-            while spares and len(members) < self.record.size:
+            while may := [each for each in spares if self.record.admits(each, len(members))]:
                 there = Counter(each.agent for each in members)
-                taken = min(spares, key=lambda each: (there[each.agent], each.agent, each.uid))
+                taken = min(may, key=lambda each: (there[each.agent], each.agent, each.uid))
                 spares.remove(taken)
                 members.append(taken)
         return tuple(sorted(members, key=lambda each: (each.agent, each.uid)))
