@@ -181,8 +181,8 @@ def test_too_few_put_it_off_and_so_do_enough_without_the_newest_weights() -> Non
     quorums = parts(4)
     assert turn(quorums[0]) is None  # alone
     quorums[1]._last = 1  # which has heard of it, and so begins the next one too if it is the first
-    quorums[0]._deadline, quorums[0]._ended = 5.0, 0.0  # no pace is known, so it waits for so long
-    quorums[1]._deadline = 5.0
+    quorums[0]._deadline, quorums[0]._ended = 2.0, 0.0  # no pace is known, so it waits for so long
+    quorums[1]._deadline = 2.0
     assert together(quorums[:2])[0] is not None
     late = parts(4)[2:]
     for each in late:
@@ -191,7 +191,7 @@ def test_too_few_put_it_off_and_so_do_enough_without_the_newest_weights() -> Non
     assert together(late) == [None, None]
     assert [each.version for each in quorums] == [1, 1, 0, 0]
     for each in late:
-        each._ended, each._waited, each._deadline = 0.0, 100, 5.0
+        each._ended, each._waited, each._deadline = 0.0, 100, 2.0
     assert together(late) == [None, None]  # the second in vain, of enough
     for each in late:
         each._ended, each._waited = 0.0, 100

@@ -47,7 +47,8 @@ def readers(loader: Any, ranks: int) -> Readers:
         raise unknown_order("the Trainer", inner or loader, order)
 
     def indices(uid: int, epoch: int) -> Iterator[list[int]]:
-        batches, sampler = copy.copy(inner), copy.copy(order)
+        sampler: Any = copy.copy(order)
+        batches = copy.copy(inner)
         if hasattr(sampler, "set_epoch"):
             sampler.generator = None  # the other one is in use
             sampler.set_epoch(epoch)
