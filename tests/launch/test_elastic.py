@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
+import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -22,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import Worker as Place
 import shardfold as sf
 from shardfold.checkpoint.held import Held, covering
 from shardfold.checkpoint.index import Index, Parameter, Piece
-from shardfold.comm.launcher_notes import ELASTIC, FILE
+from shardfold.comm.launcher_notes import ELASTIC, FILE, STOPPED
 from shardfold.comm.membership import EpochPlace, Member, Membership
 from shardfold.engine.elastic import once_only
 from shardfold.errors import ConfigError, StepError
@@ -141,6 +143,41 @@ def test_a_host_whose_only_rank_is_killed_goes_on_if_that_rank_could_have(elasti
         assert members.takes(rank) is elastic
     finally:
         members.close()
+
+
+@linux
+def test_a_rank_that_dies_while_it_is_decided_who_goes_on_is_gone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not one that has failed: its launcher sees that it has ended when the others have stopped for another one."""
+    code = f"import os, signal; notes = os.open(os.environ[{FILE!r}], os.O_RDWR); "
+    code += f"os.pwrite(notes, b'%020d' % 9, {STOPPED}); os.pwrite(notes, b'1', {ELASTIC}); signal.pause()"
+    ranks = [
+        Worker(number, [sys.executable, "-c", code], dict(os.environ), (Outlet(), Outlet())) for number in range(3)
+    ]
+    watch(ranks)
+    deadline = time.monotonic() + 60.0
+    while not all(rank.is_elastic for rank in ranks):
+        assert time.monotonic() < deadline
+    stop = Members._stop
+
+    def stop_late(members: Members) -> None:
+        os.kill(ranks[2].process.pid, signal.SIGKILL) if ranks[2].returncode is None else None
+        assert ranks[2]._over.wait(60.0)
+        stop(members)
+
+    meeting = Attempts(None, "host", None, None, 60.0, Patience(3.0))  # pyright: ignore[reportArgumentType]
+    meeting.store = dist.HashStore()
+    members = Members([0, 1, 2], ranks, meeting, lambda: ("127.0.0.1", 1, None))
+    try:
+        while members._voter is None:
+            members._thread.join(0.01)
+        monkeypatch.setattr(Members, "_stop", stop_late)
+        os.kill(ranks[1].process.pid, signal.SIGKILL)
+        assert ranks[1]._over.wait(60.0)
+        assert members.takes(ranks[1]) and members.takes(ranks[2])
+    finally:
+        members.close()
+        os.kill(ranks[0].process.pid, signal.SIGKILL)
+        assert ranks[0]._over.wait(60.0)
 
 
 def test_records_and_places_are_read_as_they_were_written() -> None:

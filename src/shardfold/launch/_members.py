@@ -333,7 +333,9 @@ class Members:
     def _stop(self) -> None:
         """All ranks of this node that live have stopped: whoever decides hears of them."""
         assert self._voter is not None
-        epoch, dead = self._voter.record.epoch, self._dead(self._voter)
+        epoch = self._voter.record.epoch
+        # Who has died since the others were told to go on without who is gone is taken up at the next look.
+        dead = [uid for uid in self._dead(self._voter) if self._mine[uid].local_rank in self.without]
         live = [member for member in self._here(self._voter) if member.uid not in dead]
         if self._has_ended() and not self._voter.broken:
             return
