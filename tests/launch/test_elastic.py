@@ -146,12 +146,17 @@ def test_a_host_whose_only_rank_is_killed_goes_on_if_that_rank_could_have(elasti
 
 
 @linux
-def test_a_rank_that_dies_while_it_is_decided_who_goes_on_is_gone_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not one that has failed: its launcher sees that it has ended when the others have stopped for another one."""
+@pytest.mark.parametrize("how", ["KILL", "end"])
+def test_a_rank_that_dies_while_others_agree_is_gone_too(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not one that has failed: its launcher sees that it has ended when the others have stopped for another one.
+    One that has come to its end then is not waited for."""
     code = f"import os, signal; notes = os.open(os.environ[{FILE!r}], os.O_RDWR); "
-    code += f"os.pwrite(notes, b'%020d' % 9, {STOPPED}); os.pwrite(notes, b'1', {ELASTIC}); signal.pause()"
+    code += "signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); "
+    stopped = f"os.pwrite(notes, b'%020d' % 9, {STOPPED}); "
+    codes = [f"{code}{stopped * (number < 2 or how == 'KILL')}os.pwrite(notes, b'1', {ELASTIC})" for number in range(3)]
     ranks = [
-        Worker(number, [sys.executable, "-c", code], dict(os.environ), (Outlet(), Outlet())) for number in range(3)
+        Worker(number, [sys.executable, "-c", f"{each}; signal.pause()"], dict(os.environ), (Outlet(), Outlet()))
+        for number, each in enumerate(codes)
     ]
     watch(ranks)
     deadline = time.monotonic() + 60.0
@@ -160,7 +165,8 @@ def test_a_rank_that_dies_while_it_is_decided_who_goes_on_is_gone_too(monkeypatc
     stop = Members._stop
 
     def stop_late(members: Members) -> None:
-        os.kill(ranks[2].process.pid, signal.SIGKILL) if ranks[2].returncode is None else None
+        if ranks[2].returncode is None:
+            os.kill(ranks[2].process.pid, signal.SIGKILL if how == "KILL" else signal.SIGTERM)
         assert ranks[2]._over.wait(60.0)
         stop(members)
 
@@ -173,7 +179,8 @@ def test_a_rank_that_dies_while_it_is_decided_who_goes_on_is_gone_too(monkeypatc
         monkeypatch.setattr(Members, "_stop", stop_late)
         os.kill(ranks[1].process.pid, signal.SIGKILL)
         assert ranks[1]._over.wait(60.0)
-        assert members.takes(ranks[1]) and members.takes(ranks[2])
+        assert members.takes(ranks[1]) and members.takes(ranks[2]) is (how == "KILL")
+        assert [each.uid for each in members._voter.record.members] == [0]
     finally:
         members.close()
         os.kill(ranks[0].process.pid, signal.SIGKILL)

@@ -251,9 +251,8 @@ class Agent(SimpleElasticAgent):
         local_rank, count = place.local_rank, group.spec.local_world_size
         cores = None
         environment = {**os.environ, **self._variables(group, place), PATIENCE: f"{self.patience.seconds:g}"}
-        if (
-            local_rank >= count or self.meeting.came_later
-        ):  # it meets the others at the store of the epoch in which it comes in
+        # Who comes later meets the others at the store of the epoch in which it comes in.
+        if local_rank >= count or self.meeting.came_later:
             environment[SPARE] = str(place.global_rank)
             del environment["MASTER_ADDR"], environment["MASTER_PORT"]
         if self.options.bind_cores_to_rank:

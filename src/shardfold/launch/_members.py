@@ -316,6 +316,11 @@ class Members:
         """Members of this node that have ended."""
         return [member.uid for member in self._here(voter) if self._mine[member.uid].returncode is not None]
 
+    def _is_untold(self, worker: Worker) -> bool:
+        """Whether it was killed, and the next look is going to find that out: a record without it before that
+        would call it failed."""
+        return (worker.returncode or 0) < 0 and worker.local_rank not in self.without
+
     def _are_elastic(self) -> bool:
         """Whether all ranks of this node that live can go on without another; where none lives, those that lived could
         have, and others may on another node."""
@@ -334,8 +339,7 @@ class Members:
         """All ranks of this node that live have stopped: whoever decides hears of them."""
         assert self._voter is not None
         epoch = self._voter.record.epoch
-        # Who has died since the others were told to go on without who is gone is taken up at the next look.
-        dead = [uid for uid in self._dead(self._voter) if self._mine[uid].local_rank in self.without]
+        dead = [uid for uid in self._dead(self._voter) if not self._is_untold(self._mine[uid])]
         live = [member for member in self._here(self._voter) if member.uid not in dead]
         if self._has_ended() and not self._voter.broken:
             return

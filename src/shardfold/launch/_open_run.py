@@ -16,11 +16,12 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["OpenRun"]
+__all__ = ["GONE", "OpenRun"]
 
 ANSWERS = 1.5
 """Seconds that the store has to answer."""
 GONE = (DistError, RuntimeError, OSError)
+"""What a store raises whose host is gone."""
 
 
 class OpenRun:

@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from shardfold.comm._second_line import SecondLine
 from shardfold.comm.answered import Answered, StoreLine
 from shardfold.errors import ConfigError
-from shardfold.launch._open_run import OpenRun
+from shardfold.launch._open_run import GONE, OpenRun
 from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
 from shardfold.plan.patience import Patience
@@ -63,7 +63,6 @@ NOT_YET = ":0"
 Awaited = tuple[frozenset[int], frozenset[int]]
 """Ranks that say nothing and are waited for, and those that were waited for in vain."""
 NOBODY: Awaited = frozenset(), frozenset()
-GONE = (DistError, RuntimeError, OSError)  # what a store raises whose host is gone
 
 
 class Attempts(RendezvousHandler):

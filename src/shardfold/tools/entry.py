@@ -38,8 +38,9 @@ def main() -> NoReturn:
     try:
         cli.main()
     except SystemExit as end:
-        if "run" in sys.argv[1:3]:
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        if command == "run" and isinstance(end.code, int | None):
             from shardfold.launch.process import end_process
 
-            end_process(int(end.code or 0))
+            end_process(end.code or 0)
         raise

@@ -306,7 +306,10 @@ class TuneRun(RunOnRanks):
             return True
         self.model.eval()
         vocab = self.model_config.get_text_config().vocab_size
-        logits = lambda **batch: self.engine(**batch, use_cache=False).logits  # noqa: E731
+
+        def logits(**batch: Any) -> Tensor:
+            return self.engine(**batch, use_cache=False).logits
+
         if (why := why_not_packed(logits, vocab, self.engine.device)) is not None:
             words = f"{type(self.model).__name__} cannot be packed: {why}. Samples are padded."
             self.console.print(words, highlight=False, soft_wrap=True)
