@@ -40,15 +40,17 @@ def messages(package: Package) -> list[Message]:
 class Package:
     """The sources, and what the names in them stand for."""
 
-    def __init__(self) -> None:
-        self.trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCES.rglob("*.py"))}
+    def __init__(self, trees: dict[Path, ast.Module] | None = None) -> None:
+        if trees is None:
+            trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCES.rglob("*.py"))}
         self._outer: dict[ast.AST, ast.AST] = {}
         self._functions: dict[str, list[ast.FunctionDef]] = {}
         self._calls: dict[str, list[ast.Call]] = {}
         self._given: dict[ast.AST, dict[str, list[ast.expr]]] = {}
         self._home: dict[ast.AST, ast.Module] = {}
-        self.files = {tree: path.relative_to(SOURCES.parent).as_posix() for path, tree in self.trees.items()}
-        for tree in self.trees.values():
+        self._inside: dict[ast.FunctionDef, dict[str, list[ast.expr]]] = {}
+        self.files = {tree: path.relative_to(SOURCES.parent).as_posix() for path, tree in trees.items()}
+        for tree in trees.values():
             self._read(tree)
 
     def texts(self, node: ast.expr) -> list[str]:
@@ -108,7 +110,7 @@ class Package:
         scope = node
         while scope := self._outer.get(scope):
             if isinstance(scope, ast.FunctionDef):
-                inner = [value for each in ast.walk(scope) for target, value in assigned(each) if target == name]
+                inner = self._assigned_in(scope).get(name, ())
                 yield from inner
                 arguments = [each.arg for each in scope.args.args if each.arg not in ("self", "cls")]
                 if name in arguments:
@@ -118,6 +120,15 @@ class Package:
                 if inner or name in arguments:
                     return
         yield from self._given[self._home[node]].get(name, ())
+
+    def _assigned_in(self, function: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+        """What names are given in a function, in the order in which a walk comes to it."""
+        if function not in self._inside:
+            found = self._inside[function] = {}
+            for each in ast.walk(function):
+                for target, value in assigned(each):
+                    found.setdefault(target, []).append(value)
+        return self._inside[function]
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import shardfold
-from tests.support.sources import trees
+from tests.support.sources import nodes
 
 SOURCES = Path(shardfold.__file__).parent
 SEAM, TABLE = SOURCES / "accelerator.py", SOURCES / "torch_internals.py"
@@ -19,8 +19,8 @@ MODULES = ("cuda", "accelerator", "xpu", "mps", "mtia", "get_device_module")
 COMPARED = ("cuda", "nccl")
 
 
-def _findings(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _findings(path: Path) -> Iterator[str]:
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in MODULES:
                 yield f"line {node.lineno}: torch.{node.attr}"
@@ -44,5 +44,5 @@ def _findings(tree: ast.AST) -> Iterator[str]:
 def test_devices_are_asked_for_in_one_place() -> None:
     """No file but ``accelerator.py`` uses ``torch.cuda`` or its like, or compares with the name of one type: what runs
     on one accelerator runs on each that offers the same."""
-    found = [f"{path.relative_to(SOURCES)}: {said}" for path in FILES for said in _findings(trees()[path])]
+    found = [f"{path.relative_to(SOURCES)}: {said}" for path in FILES for said in _findings(path)]
     assert not found

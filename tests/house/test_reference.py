@@ -21,6 +21,7 @@ from torch import nn
 import shardfold as sf
 import shardfold.errors
 import shardfold.testing
+from tests.support.sources import nodes, trees
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs/site"
@@ -85,7 +86,7 @@ def messages() -> Any:
 
 @pytest.fixture(scope="module")
 def sources(messages: Any) -> Any:
-    return messages.Package()
+    return messages.Package(trees())
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +94,12 @@ def page(messages: Any, sources: Any) -> str:
     return messages.page(sources)
 
 
-def test_every_sentence_that_is_raised_is_on_the_page(sources: Any, page: str) -> None:
+def test_every_sentence_that_is_raised_is_on_the_page(page: str) -> None:
     """Each `raise` of an error of ours with a text of its own, looked up by the longest run of its fixed words."""
     errors = set(shardfold.errors.__all__)
     count = 0
-    for path, tree in sources.trees.items():
-        for node in ast.walk(tree):
+    for path in trees():
+        for node in nodes(path):
             call = node.exc if isinstance(node, ast.Raise) else None
             if not (isinstance(call, ast.Call) and call.args and getattr(call.func, "id", "") in errors):
                 continue

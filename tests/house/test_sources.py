@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardfold
 from shardfold.plan.checks import GROUPS
-from tests.support.sources import trees
+from tests.support.sources import nodes, trees
 
 SOURCES = Path(shardfold.__file__).parent
 FILES = sorted(SOURCES.rglob("*.py"))
@@ -37,7 +37,7 @@ def _public(path: Path) -> bool:
 
 def test_no_global_statements():
     """No function rebinds a module's names."""
-    found = [f"{_name(path)}:{node.lineno}" for path in FILES for node in ast.walk(trees()[path])
+    found = [f"{_name(path)}:{node.lineno}" for path in FILES for node in nodes(path)
              if isinstance(node, ast.Global)]  # fmt: skip
     assert not found, f"`global` stands in {found}"
 
@@ -53,7 +53,7 @@ def test_functions_are_short():
     functions = [
         (f"{_name(path)}:{node.lineno} {node.name}", node)
         for path in FILES
-        for node in ast.walk(trees()[path])
+        for node in nodes(path)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
     long = {name: (node.end_lineno or 0) - node.lineno + 1 - _examples(node) for name, node in functions}
@@ -77,10 +77,7 @@ def test_nobody_is_handed_the_engine():
                                "planner")
              for path in (SOURCES / room).rglob("*.py")]  # fmt: skip
     named = [
-        _name(path)
-        for path in below
-        for node in ast.walk(trees()[path])
-        if isinstance(node, ast.Name) and node.id == "Engine"
+        _name(path) for path in below for node in nodes(path) if isinstance(node, ast.Name) and node.id == "Engine"
     ]
     assert not named
 
@@ -103,7 +100,7 @@ def test_no_import_cycles():
 def test_values_know_no_process_group():
     """Layouts, programs and costs are values: their modules do not import `torch.distributed`."""
     for path in VALUES:
-        for node in ast.walk(trees()[path]):
+        for node in nodes(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -116,7 +113,7 @@ def test_ranks_send_each_other_no_objects():
     objects = {name for name in vars(dist) if name.endswith(("_object", "_object_list"))}
     for path in FILES:
         if path != SOURCES / "compat" / "deepspeed" / "comm" / "collectives.py":
-            names = {node.attr for node in ast.walk(trees()[path]) if isinstance(node, ast.Attribute)}
+            names = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
             assert not names & objects, _name(path)
 
 
@@ -126,7 +123,7 @@ def test_all_is_exact():
     assert len(names) == len(set(names))
     assert not [name for name in names if not hasattr(shardfold, name)]
     public: set[str] = set()
-    for node in ast.walk(trees()[SOURCES / "__init__.py"]):
+    for node in nodes(SOURCES / "__init__.py"):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardfold":
             public |= {alias.asname or alias.name for alias in node.names}
     public |= {name for name, value in vars(shardfold).items() if getattr(value, "__module__", "") == "shardfold"}
@@ -160,11 +157,11 @@ OTHERS = {("parallel/head.py", "sample"), ("planner/candidate.py", "pipeline")}
 """A layer's own argument, and a line of a plan."""
 
 
-def _literals(tree: ast.Module) -> Iterator[str]:
-    """Its texts but for docstrings; what is put into one is ``?``."""
-    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    left_out |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+def _literals(path: Path) -> Iterator[str]:
+    """A file's texts but for docstrings; what is put into one is ``?``."""
+    left_out = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+    left_out |= {id(part) for node in nodes(path) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes(path):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "?" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
@@ -183,10 +180,10 @@ def test_messages_name_an_argument_as_it_is_typed():
     assert _bare("tensor= is 3") == ["tensor"] and _bare("a mesh (or stages=?)") == ["stages"]
     assert not _bare("sf.Parallel(mesh={'tensor': 2}, stages=?) is 3") and not _bare("f(g(x), seed=3)")
     found = []
-    for path, tree in trees().items():
+    for path in trees():
         name = path.relative_to(SOURCES).as_posix()
         if name.startswith(("compat/", "testing/")) or name == "plan/checks.py":
             continue
-        for text in _literals(tree):
+        for text in _literals(path):
             found += [f"{name}: {each}= in {text!r}" for each in _bare(text) if (name, each) not in OTHERS]
     assert not found, "\n".join(found)

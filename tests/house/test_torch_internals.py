@@ -17,7 +17,7 @@ import shardfold
 from shardfold import torch_internals
 from shardfold.errors import ShardfoldError
 from shardfold.torch_internals import ATTRIBUTES, INTERNALS, TRIED, Internal, check, missing
-from tests.support.sources import trees
+from tests.support.sources import nodes, trees
 
 SOURCES = Path(shardfold.__file__).parent
 
@@ -39,9 +39,9 @@ def _private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def _own(tree: ast.AST) -> Iterator[str]:
+def _own(path: Path) -> Iterator[str]:
     """Names that a file of ours defines."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -51,9 +51,9 @@ def _own(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
-def _used(tree: ast.AST) -> Iterator[str]:
+def _used(path: Path) -> Iterator[str]:
     """Private names that a file reads of something, by attribute, by import, or by a string."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             if not (isinstance(node.value, ast.Name) and node.value.id == "ATEN"):  # operations have such names
                 yield node.attr
@@ -71,13 +71,13 @@ def _used(tree: ast.AST) -> Iterator[str]:
 
 def test_every_private_name_of_pytorch_is_in_one_file() -> None:
     """What no file of ours defines and has an underscore is a row of the tables."""
-    own = {name for tree in trees().values() for name in _own(tree)}
+    own = {name for path in trees() for name in _own(path)}
     listed = {part for internal in ATTRIBUTES for part in internal.path.split(".")}
     found = {
         f"{path.relative_to(SOURCES)}: {name}"
-        for path, tree in trees().items()
+        for path in trees()
         if path.name != "torch_internals.py"
-        for name in _used(tree)
+        for name in _used(path)
         if _private(name) and name not in own | listed | OTHERS
     }
     assert not found
