@@ -212,6 +212,50 @@ def test_a_run_dies_and_comes_back(ranks: Ranks, tmp_path: Path, layout: str, ea
             torch.testing.assert_close(found[number][2][name], value, rtol=1e-9, atol=1e-9)
 
 
+def two_sets(at: str) -> list[tuple[int, OuterMeeting | None, dict[str, torch.Tensor]]]:
+    """Of two sets of runs, one behind the other on the same store: what each came to in its first outer step."""
+    torch.set_num_threads(1)
+    number, found = int(os.environ["RANK"]), list[tuple[int, OuterMeeting | None, dict[str, torch.Tensor]]]()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    store = TCPStore("127.0.0.1", int(at.rpartition(":")[2]), is_master=False)
+    for which in range(2):
+        table = sf.PRESETS["ddp"].with_outer(outer_of(number, 3, at))
+        engine = sf.Engine(model(), optimizer=SGD, layout=table, parallel={"inter": 1, "intra": 1})
+        assert engine._rounds is not None and engine._rounds.quorum is not None
+        store.set(f"made/{which}/{number}", "")
+        store.wait([f"made/{which}/{each}" for each in range(3)])  # all begin together
+        for step in range(DILOCO["every"]):
+            engine.backward(loss_of(engine, batch(10 * which + number, step)))
+            engine.step(tokens=10.0 + number)
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+        present = engine._rounds.weights.present
+        assert present is not None
+        found.append((engine.stats().put_off, present.meeting, state))
+        engine.close()
+    return found
+
+
+def test_a_new_set_of_runs_begins_anew_on_a_used_store(ranks: Ranks) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = ranks.run(two_sets, f"127.0.0.1:{server.port}", world_size=3, timeout=60.0, distributed=False)
+    for which, sets in enumerate(zip(*found, strict=True)):
+        models, outer = [model() for _ in range(3)], sf.Outer(**DILOCO)
+        shared = [[p.detach().clone() for p in one.parameters()] for one in models]
+        for number, one in enumerate(models):
+            optimizer = SGD(one.parameters())
+            for step in range(DILOCO["every"]):
+                optimizer.zero_grad()
+                loss_of(one, batch(10 * which + number, step)).backward()
+                optimizer.step()
+        meeting = sets[0][1]
+        assert meeting is not None and meeting.groups == (0, 1, 2) and not meeting.behind
+        came_to(models, shared, [[torch.zeros_like(p) for p in one] for one in shared], meeting, outer)
+        for one, (put_off, met, state) in zip(models, sets, strict=True):
+            assert met == meeting and not put_off
+            for name, value in one.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-11, atol=1e-11)
+
+
 # -- what is refused
 
 

@@ -177,7 +177,7 @@ def test_who_was_away_comes_to_the_next_one_with_what_it_has_missed_and_not_befo
     assert met[0] == met[2] and met[2].groups == (0, 1, 2) and met[2].behind == (2,) and met[2].source == 0
 
 
-def test_too_few_put_it_off_and_so_do_enough_without_the_newest_weights() -> None:
+def test_too_few_put_it_off_and_so_do_enough_without_the_newest_weights(caplog: pytest.LogCaptureFixture) -> None:
     quorums = parts(4)
     assert turn(quorums[0]) is None  # alone
     quorums[1]._last = 1  # which has heard of it, and so begins the next one too if it is the first
@@ -188,7 +188,12 @@ def test_too_few_put_it_off_and_so_do_enough_without_the_newest_weights() -> Non
     for each in late:
         each._store = quorums[0]._store
         each._waited = 100  # so long alone that it begins one by itself
+    assert not caplog.messages
     assert together(late) == [None, None]
+    assert {text.partition(" none")[0] for text in caplog.messages} == {
+        "An outer step is put off, as of groups 2, 3, which have come,"
+    }
+    assert "if groups 0, 1, which have them, stay away" in caplog.text
     assert [each.version for each in quorums] == [1, 1, 0, 0]
     for each in late:
         each._ended, each._waited, each._deadline = 0.0, 100, 2.0

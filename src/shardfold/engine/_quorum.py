@@ -11,13 +11,15 @@ first decision, so that all read the same one:
 There are those that took part in the last one, and who has come back since and says so: who is away is waited for once.
 One of those that come has to have the newest global weights, so there is one history of them, whoever was away when. A
 group that an outer step was held without, or put off, comes to the next one as soon as another group has, whatever
-number of steps it has done by then: from there on it is in time again. If those with the newest weights stay away, the
-others go on from the newest that they have, and what the outer step had changed that they lack is lost.
+number of steps it has done by then: from there on it is in time again. If those with the newest weights stay away, or
+all groups have come and none has them, the others go on from the newest that they have, and what the outer step had
+changed that they lack is lost. So a new set of runs begins anew on the store of one that is over.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
@@ -31,6 +33,7 @@ from shardfold.plan.outer import Outer
 
 __all__ = ["Quorum"]
 
+LOG = logging.getLogger("shardfold")
 PAUSE = 0.005
 """Seconds between two looks at who has come: groups wait for each other rarely, and then for moments."""
 KNOWN, KEPT = 8, 64
@@ -203,9 +206,13 @@ class Quorum:
         return {"number": number, "late": str(self._group) not in said["here"], **said}
 
     def _begins(self, decided: int) -> bool:
-        """Whether this group may be the first: it has missed none, or nothing by it, or it has waited for long."""
-        missed = self._late or decided > self._last
-        return not missed or self._waited > ALONE * self._every or self._known(decided)["newest"] == self.version
+        """Whether this group may be the first: it has missed none, or nothing by it, or it has waited for long, or all
+        runs that had the newest weights have ended since, and been started again."""
+        if not (self._late or decided > self._last) or self._waited > ALONE * self._every:
+            return True
+        known = self._known(decided)
+        ended = (self._store.add(f"round/life/{group}", 0) > life for group, life in known["had"].items())
+        return known["newest"] == self.version or (self._ranks > 0 and all(ended))
 
     def _decided(self, number: int, everyone: bool) -> dict[str, Any]:
         """What each group has said that takes part, if any does, and which version they then have."""
@@ -220,12 +227,15 @@ class Quorum:
                 elif group not in seen:
                     there = group in before["there"] or self._store.check([f"round/{number}/back/{group}"])
                     awaited = awaited or there or everyone
-            if not enough and len(seen) >= self._least and max(each[0] for each in said.values()) >= newest:
-                enough = now
+            if not enough and len(seen) >= self._least:
+                lacks = max(each[0] for each in said.values()) < newest and len(seen) < self._groups
+                enough = 0.0 if lacks else now
             late = now - (enough or begun) > self.grace and not everyone
             if late or (not awaited and (enough or len(seen) == self._groups)):
                 version = max(before["newest"], *(each[0] for each in said.values())) + 1
-                words = {"here": said, "version": version, "newest": version, "there": sorted(seen), "vain": 0}
+                had = {each: life for each, (_, _, life, _) in said.items()}
+                words = {"here": said, "version": version, "newest": version, "had": had, "vain": 0}
+                words["there"] = sorted(seen)
                 if not enough:
                     words = {**before, "here": {}, "vain": before["vain"] + (len(seen) >= self._least)}
                 self._store.compare_set(key, "", json.dumps(words))
@@ -234,13 +244,23 @@ class Quorum:
         self._store.compare_set("round/number", str(number - 1) if number > 1 else "", str(number))
         if enough and not everyone:
             self._lags.extend(max(0.0, at - enough) for at in seen.values())
-        return json.loads(self._store.get(key))
+        decided = json.loads(self._store.get(key))
+        if decided["vain"] > before["vain"]:
+            LOG.warning(
+                "An outer step is put off, as of groups %s, which have come, none has the newest global weights: if "
+                "groups %s, which have them, stay away, the next one behind %s such is held with the newest there is.",
+                ", ".join(map(str, sorted(seen))),
+                ", ".join(sorted(before["had"])),
+                VAIN,
+            )
+        return decided
 
     def _known(self, number: int) -> dict[str, Any]:
-        """What was decided of an outer step: what each group has said that took part, and by the last one that was
-        held which one it was, and who was there; and how many were put off since, as the newest weights were away."""
+        """What was decided of an outer step: what each group has said that took part; by the last one that was held
+        which one it was, who has its weights, in which life, and who was there; and how many were put off since, as the
+        newest weights were away."""
         if not number:
-            return {"here": {}, "newest": 0, "there": list(range(self._groups)), "vain": 0}
+            return {"here": {}, "newest": 0, "had": {}, "there": list(range(self._groups)), "vain": 0}
         known = json.loads(self._store.get(f"round/{number}/decided"))
         if self._ranks and known["here"] and self._came_of(number) != "taken":
             return {**self._known(number - 1), "there": known["there"]}
