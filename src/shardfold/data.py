@@ -166,6 +166,11 @@ class Sampler(data.Sampler[list[int]]):
         return self.num_ranks * self.batch_size
 
     @property
+    def least(self) -> int:
+        """Samples that a global batch has at least: fewer than others where one is short."""
+        return self.global_batch if self.fill_last or self.drop_last else self.num_ranks
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0."""
         return self._at.epoch
@@ -192,18 +197,19 @@ class Sampler(data.Sampler[list[int]]):
             yield self._share(at, self.rank)
             at = self._after(at)
 
-    def batches_of(self, ranks: Sequence[int]) -> Iterator[list[int]]:
+    def batches_of(self, ranks: Sequence[int], of: int | None = None) -> Iterator[list[int]]:
         """Yields of each global batch what each of these ranks reads, in their order, from the present position on and
         without an end; does not move it. It is how one rank reads for several.
 
         Args:
             ranks: from 0 to ``num_ranks - 1``, as often as their batches are to come; ``-1 - rank``: of that one two
                 samples alone.
+            of: among how many ranks each global batch is shared out, evenly; None: ``num_ranks``.
         """
         at = self._at
         while True:
             for rank in ranks:
-                yield self._share(at, rank) if rank >= 0 else self._share(at, -1 - rank)[:2]
+                yield self._share(at, rank, of) if rank >= 0 else self._share(at, -1 - rank)[:2]
             at = self._after(at)
 
     def advance(self, num_batches: int = 1) -> None:
@@ -269,10 +275,10 @@ class Sampler(data.Sampler[list[int]]):
             return self.global_batch
         return max(min(self.global_batch, self.length - at.consumed), self.num_ranks)
 
-    def _share(self, at: _Position, rank: int) -> list[int]:
+    def _share(self, at: _Position, rank: int, of: int | None = None) -> list[int]:
         """A rank's share of the global batch that comes next; it may reach into the epochs behind."""
         size = self._size(at)
-        start, stop = (at.consumed + size * each // self.num_ranks for each in (rank, rank + 1))
+        start, stop = (at.consumed + size * each // (of or self.num_ranks) for each in (rank, rank + 1))
         share: list[int] = []
         while start < stop:
             epochs, first = divmod(start, self.length)
@@ -337,15 +343,15 @@ class Loader(data.DataLoader[Any]):
             self._follows.advance()
             yield batch
 
-    def batches_of(self, ranks: Sequence[int]) -> Iterator[Any]:
+    def batches_of(self, ranks: Sequence[int], of: int | None = None) -> Iterator[Any]:
         """As :meth:`Sampler.batches_of`: the batches of these ranks, without an end, and the position stays."""
-        return self._begun(ranks)
+        return self._begun(ranks, of)
 
-    def _begun(self, ranks: Sequence[int] | None) -> Iterator[Any]:
+    def _begun(self, ranks: Sequence[int] | None, of: int | None = None) -> Iterator[Any]:
         sampler = self._follows
         rank = sampler.rank if ranks is None else ranks[0]
         self._seeds.manual_seed(seed_of(sampler.seed, sampler.epoch, sampler.consumed, rank))
-        self._ahead.ranks = ranks
+        self._ahead.ranks, self._ahead.of = ranks, of
         return super().__iter__()
 
     @property
@@ -372,12 +378,13 @@ class _Ahead(data.Sampler[list[int]]):
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.ranks: Sequence[int] | None = None  # for which it reads; None: for its own, to the end of an epoch
+        self.of: int | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.sampler.batches() if self.ranks is None else self.sampler.batches_of(self.ranks)
+        return self.sampler.batches() if self.ranks is None else self.sampler.batches_of(self.ranks, self.of)
 
 
 def seed_of(*place: int) -> int:

@@ -180,7 +180,42 @@ def on_ranks(layout: str, *, weighed: bool) -> list[torch.Tensor]:
             engine.step()
             if engine.steps == STEPS:
                 break
+        found = list(engine.state_dict().values())
+    return [*found, *together_on_ranks()] if weighed else found
+
+
+def normed(norm: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def together_on_ranks() -> list[torch.Tensor]:
+    """Of a model that normalizes over all ranks, who read even parts of the global batch."""
+    rows = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(1))
+    with closing(sf.Engine(normed(sf.nn.SyncBatchNorm), optimizer=adamw, layout="ddp")) as engine:
+        read = VirtualRanks(sf.Loader(TensorDataset(rows), sampler()), ACCUMULATE)
+        for each in read.reads_together(engine.data_rank, engine.data_ranks):
+            engine.set_micro_batches(ACCUMULATE, each.weight, alone=each.samples)
+            engine.backward(loss_of(engine.module, *each.batch))
+            engine.step()
+            if engine.steps == STEPS:
+                break
         return list(engine.state_dict().values())
+
+
+def plain_together() -> list[torch.Tensor]:
+    rows, module = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(1)), normed(nn.BatchNorm1d)
+    optimizer, whole = (
+        adamw(module.parameters()),
+        sf.Sampler(50, 2 * VIRTUAL, seed=4, fill_last=True, rank=0, num_ranks=1),
+    )
+    for _ in range(STEPS):
+        for indices in islice(whole.batches_of([0]), ACCUMULATE):
+            (loss_of(module, rows[indices]) / ACCUMULATE).backward()
+        whole.advance(ACCUMULATE)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.detach() for value in module.state_dict().values()]
 
 
 def plain() -> list[torch.Tensor]:
@@ -204,8 +239,10 @@ def plain() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("count", "layout"), [(2, "ddp"), (2, "zero3"), (3, "ddp"), (4, "ddp")])
 def test_training_is_the_same_on_any_number_of_ranks(count: int, layout: str, ranks: Ranks) -> None:
-    for found in ranks.run(partial(on_ranks, weighed=layout == "ddp"), layout, world_size=count):
-        for mine, expected in zip(found, plain(), strict=True):
+    weighed = layout == "ddp"
+    of_one = [*plain(), *plain_together()] if weighed else plain()
+    for found in ranks.run(partial(on_ranks, weighed=weighed), layout, world_size=count):
+        for mine, expected in zip(found, of_one, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
@@ -230,6 +267,8 @@ def test_the_loop_of_a_run() -> None:
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
         assert run.engine.accumulate == ACCUMULATE and run.engine.micro_batch_weight is None
         assert not list(run.batches(loader, steps=STEPS)) and not list(run.batches(loader, epochs=1))
+        sizes = [len(batch) for batch in islice(run.batches(sampler(), together=True), ACCUMULATE)]
+        assert sizes == [2 * VIRTUAL] * ACCUMULATE
 
 
 def test_a_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
@@ -264,6 +303,8 @@ def test_what_no_batches_are_of() -> None:
     with closing(sf.ElasticRun(make)) as run:
         with pytest.raises(ConfigError, match=r"give a shardfold\.Loader"):
             run.batches(TensorDataset(torch.ones(3)))  # pyright: ignore
+        with pytest.raises(ConfigError, match=r"may have 3 samples, and there are 4 ranks.*fill_last=True"):
+            next(VirtualRanks(sf.Sampler(50, 2, rank=0, num_ranks=VIRTUAL), 1).reads_together(0, 4))
         with pytest.raises(ConfigError, match="steps=-1"):
             run.batches(sampler(), steps=-1)
         with pytest.raises(ConfigError, match=r"set_micro_batches\(weight=-1"):

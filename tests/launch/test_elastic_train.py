@@ -157,9 +157,8 @@ def test_a_spare_of_train_takes_the_place_of_the_rank_that_prints(tmp_path: Path
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("layout", "spares"), [("ddp", 0), ("zero2", 0), ("zero2", 2)])
-def test_ranks_of_train_face_are_killed_and_it_goes_on(layout: str, spares: int, tmp_path: Path) -> None:
-    """Up to the first death losses are those of an undisturbed run; from there on its batch normalization has the
-    images of as many ranks as are left."""
+def test_ranks_of_train_face_are_killed_and_it_comes_to_the_same(layout: str, spares: int, tmp_path: Path) -> None:
+    """Its batch normalization has the images of the whole step, on however many ranks."""
     sizes = ["--identities", "11", "--shots", "4", "--held-out", "5", "--size", "16", "--width", "16", "--far", "0.1"]
     fixed = [sys.executable, "-m", "shardfold", "train", "face", *sizes, "--embedding", "12", "--head", "replicated"]
     steps = 10 * STEPS if spares else STEPS
@@ -169,7 +168,7 @@ def test_ranks_of_train_face_are_killed_and_it_goes_on(layout: str, spares: int,
     quiet = [*fixed, "--procs", "3", "--batch", "4", "--out", str(tmp_path / "quiet")]
     subprocess.run(quiet, cwd=ROOT, capture_output=True, check=True, timeout=240)
     apart = [abs(found.get(int(row["step"]), row)["loss"] / row["loss"] - 1) for row in rows(tmp_path / "quiet")]
-    assert max(apart[: KILLED[0]]) < 1e-6 and max(apart) < 1.0, apart
+    assert max(apart[: KILLED[0]]) < 1e-6 and max(apart) < 2e-4, apart  # roundings grow from the first death on
     assert RunStatus.of(tmp_path / "run").state == "done"
 
 

@@ -8,11 +8,15 @@ not depend on how many ranks there are; the gradient does in the order of its su
 Where some have fewer micro-batches than others, as ranks do not divide the virtual ones or one of them is slow, they
 read two samples of one of theirs a second time, with weight 0: all ranks do the same passes, which take next to nothing
 where there is nothing to do. Two, as statistics of a batch need more than one.
+
+What is computed of all samples of a global batch at once, as the statistics of a batch norm over all ranks, needs them
+in one pass: each rank then reads an even part of the global batch, which counts by its samples, and there is no virtual
+rank (:meth:`VirtualRanks.reads_together`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardfold.data import Loader, Sampler, seed_generators, seed_of
@@ -31,11 +35,13 @@ class MicroBatch(NamedTuple):
         batch: as the loader gives it, or indices of a sampler.
         weight: 1; 0 if another rank reads it, or this one had it before; None where no rank has less than another.
         is_last: of the step.
+        samples: that it has, where these are what it counts by; None: it does not.
     """
 
     batch: Any
     weight: float | None
     is_last: bool
+    samples: int | None = None
 
 
 class VirtualRanks(StepPosition):
@@ -84,7 +90,29 @@ class VirtualRanks(StepPosition):
         """What a rank gets, from the present position on and without an end. The position moves with the
         last micro-batch of a step, and generators of random numbers are set for each."""
         mine = self.of_rank(rank, shares)
-        batches = iter(self._source.batches_of([-1 - virtual if weight == 0 else virtual for virtual, weight in mine]))
+        each = [-1 - virtual if weight == 0 else virtual for virtual, weight in mine]
+        return self._in_steps(mine, iter(self._source.batches_of(each)))
+
+    def reads_together(self, rank: int, ranks: int) -> Iterator[MicroBatch]:
+        """The same, where a rank reads its even part of each global batch as one micro-batch.
+
+        Raises:
+            ConfigError: some global batch has fewer samples than there are ranks.
+        """
+        if ranks > (least := self._sampler.least):
+            raise ConfigError(
+                f"run.batches(together=True): a global batch may have {least} samples, and there are {ranks} ranks, of "
+                "which each needs one: give a larger batch_size"
+                + ", or fill_last=True."
+                * (not self._sampler.fill_last)
+            )
+        sizes = map(len, self._sampler.batches_of([rank], ranks))
+        for each in self._in_steps([(rank, None)], zip(self._source.batches_of([rank], ranks), sizes, strict=False)):
+            batch, samples = each.batch
+            yield each._replace(batch=batch, samples=samples)
+
+    def _in_steps(self, mine: Sequence[tuple[int, float | None]], batches: Iterator[Any]) -> Iterator[MicroBatch]:
+        """What a rank reads for each of its virtual ranks in turn, step by step."""
         while True:
             place = (self._sampler.seed, self._sampler.epoch, self._sampler.consumed)
             for number in range(self._accumulate):

@@ -59,7 +59,7 @@ from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.engine.engine import Engine
 from shardfold.engine.step_position import Positioned, StepPosition
 from shardfold.errors import CheckpointError, CollectiveError, ConfigError, ShardfoldError, StepError
-from shardfold.plan.checks import described, is_integer, known_arguments
+from shardfold.plan.checks import check_flags, described, is_integer, known_arguments
 from shardfold.plan.patience import Patience
 from shardfold.sharding.model import ShardedModel
 
@@ -229,7 +229,12 @@ class ElasticRun:
                 note_closed(False)
 
     def batches(
-        self, source: Loader | Sampler, *, steps: int | None = None, epochs: int | None = None
+        self,
+        source: Loader | Sampler,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        together: bool = False,
     ) -> Iterator[Any]:
         """Batches for attempts: ``for batch in run.batches(loader): with run.attempt() as engine: ...``, with a
         backward and a call of :meth:`Engine.step` each, which updates behind the last micro-batch of a step.
@@ -248,16 +253,28 @@ class ElasticRun:
             source: a loader; or a sampler, for its indices. It is read as if without an end.
             steps: it ends when so many updates are done, those before a resume included; None: it does not.
             epochs: it ends with the first step that comes to the end of so many epochs.
+            together: whether each rank gets an even part of every global batch as one micro-batch, however many ranks
+                there are, in the place of one for each virtual rank. For models that compute something over all ranks'
+                samples in a forward, as :class:`shardfold.nn.SyncBatchNorm`. A micro-batch counts by its samples, so
+                the loss of a rank is a mean over them, or the backward has a ``weight=`` of its own. With fewer ranks
+                parts are larger, and so are activations; random numbers follow from the rank.
 
         Raises:
-            ConfigError: it is neither, or ``steps`` or ``epochs`` is no integer >= 0.
+            ConfigError: it is neither, or ``steps`` or ``epochs`` is no integer >= 0; or ``together`` with
+                ``Runtime(exact=True)``, or with fewer samples in a global batch than there are ranks.
         """
+        check_flags("run.batches", together=together)
+        if together and self.engine.sharded.layout.reduce.ordered:
+            raise ConfigError(
+                "run.batches(together=True) with Runtime(exact=True): what is computed of a rank's samples at once "
+                "depends on how many ranks there are; leave one of them out."
+            )
         for name, most in (("steps", steps), ("epochs", epochs)):
             if most is not None and not is_integer(most, 0):
                 raise ConfigError(f"run.batches({name}={described(most)}): it is an integer >= 0, or None.")
         self._data = data = VirtualRanks(source, self._accumulate)
         self._go_on_reading(data)
-        return self._batches(data, steps, epochs)
+        return self._batches(data, steps, epochs, together)
 
     def _go_on_reading(self, data: StepPosition) -> None:
         """What is read is known: a rank that has joined reads it from where the others are."""
@@ -265,7 +282,7 @@ class ElasticRun:
             data.go_on_at(self.position)
             self.position = None
 
-    def _batches(self, data: VirtualRanks, steps: int | None, epochs: int | None) -> Iterator[Any]:
+    def _batches(self, data: VirtualRanks, steps: int | None, epochs: int | None, together: bool) -> Iterator[Any]:
         known, shares = self.engine, data.shares(self.engine.data_ranks)
         try:
             while True:
@@ -274,13 +291,17 @@ class ElasticRun:
                     engine.zero_grad()
                 if engine is not known:
                     known, shares = engine, data.shares(engine.data_ranks)
-                micro_batches = self._accumulate * max(shares.counts)
+                micro_batches = self._accumulate * (1 if together else max(shares.counts))
                 exact = engine.sharded.layout.reduce.ordered
                 of = self._accumulate * data.sampler.num_ranks if exact else None
-                reads = data.reads(engine.data_rank, shares)
+                if together:
+                    reads = data.reads_together(engine.data_rank, engine.data_ranks)
+                else:
+                    reads = data.reads(engine.data_rank, shares)
                 while self.engine is engine:
                     data.begin(engine.steps)
-                    if engine.data_ranks > 1 and not exact and shares.follow(engine.stats().straggler, engine.steps):
+                    moves = engine.data_ranks > 1 and not (exact or together)
+                    if moves and shares.follow(engine.stats().straggler, engine.steps):
                         self._tell_shares(shares)
                         break
                     if steps is not None and engine.steps >= steps:
@@ -291,7 +312,7 @@ class ElasticRun:
                     if self.engine is not engine:
                         break
                     for read in reads:
-                        engine.set_micro_batches(micro_batches, read.weight, of=of)
+                        engine.set_micro_batches(micro_batches, read.weight, of=of, alone=read.samples)
                         yield read.batch
                         if read.is_last or self.engine is not engine:
                             break

@@ -728,15 +728,17 @@ class Engine:
         """What :meth:`set_micro_batches` has set."""
         return self._backward.weights.times
 
-    def set_micro_batches(self, accumulate: int, weight: float | None = None, *, of: int | None = None) -> None:
+    def set_micro_batches(
+        self, accumulate: int, weight: float | None = None, *, of: int | None = None, alone: float | None = None
+    ) -> None:
         """From now on a step has so many micro-batches, the same on all ranks, and ``weight=`` of backwards is
         multiplied by ``weight``, which also is the weight of those that are given none. A micro-batch of weight 0
         changes nothing, so a rank that has fewer than others can do the same passes; None: weights are as they are
         given. ``of``: by how many gradients are divided as they come, those of all ranks that count; None: by
-        ``accumulate`` for each rank.
+        ``accumulate`` for each rank. ``alone``: what counts as the ``weight=`` of backwards without one; None: 1.
 
         Raises:
-            ConfigError: ``accumulate`` or ``of`` is no integer above 0, or ``weight`` no finite number >= 0.
+            ConfigError: ``accumulate`` or ``of`` is no integer above 0, or ``weight`` or ``alone`` no number >= 0.
         """
         weights = self._backward.weights
         if accumulate != self.accumulate or of != weights.divided:
@@ -744,7 +746,7 @@ class Engine:
             if of is not None:
                 check_accumulate(of)
                 self._runner.handlers.set_scale(1.0 / of)
-        weights.multiply(weight, of)
+        weights.multiply(weight, of, alone)
 
     @property
     def micro_batch(self) -> int:

@@ -37,6 +37,7 @@ class Shares:
         self._given: list[float | None] = []
         self._divisor: int | None = None  # that the first micro-batch with a weight was divided by
         self._times: float | None = None
+        self._alone: float | None = None  # what counts as the weight of micro-batches that are given none
         self.divided: int | None = None
         self._own = False  # the backward under way is one of the engine's, which says its weight
         self._coming: float | None = None  # that weight
@@ -63,16 +64,17 @@ class Shares:
         """What weights are multiplied by, and the weight of micro-batches that are given none; None: nothing is."""
         return self._times
 
-    def multiply(self, times: float | None, of: int | None = None) -> None:
+    def multiply(self, times: float | None, of: int | None = None, alone: float | None = None) -> None:
         """Sets :attr:`times` for the micro-batches to come, of which all ranks together have ``of``; None: each as many
-        as it is divided by.
+        as it is divided by. ``alone``: what counts as the weight of those that are given none; None: 1.
 
         Raises:
-            ConfigError: it is no finite number >= 0.
+            ConfigError: one is no finite number >= 0.
         """
-        if times is not None and (not is_number(times, 0) or math.isinf(times)):
-            raise ConfigError(f"engine.set_micro_batches(weight={described(times)}): it is a number >= 0, or None.")
-        self._times, self.divided = times, of
+        for name, value in (("weight", times), ("alone", alone)):
+            if value is not None and (not is_number(value, 0) or math.isinf(value)):
+                raise ConfigError(f"engine.set_micro_batches({name}={described(value)}): it is a number >= 0, or None.")
+        self._times, self.divided, self._alone = times, of, alone
 
     def weighed(self, loss: Tensor, weight: float | None, divisor: int) -> tuple[Tensor, float | None]:
         """The loss times its weight, and that as a number. Gradients will be divided by ``divisor`` micro-batches; what
@@ -81,9 +83,10 @@ class Shares:
         Raises:
             ConfigError: the weight is no finite number >= 0.
         """
-        if weight is None and self._times is None:
+        if weight is None and self._times is None and self._alone is None:
             return loss, None
-        weight = 1.0 if weight is None else weight
+        if weight is None:
+            weight = 1.0 if self._alone is None else self._alone
         number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         if not is_number(number, 0) or math.isinf(number):
             raise ConfigError(

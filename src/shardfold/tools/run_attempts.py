@@ -64,10 +64,11 @@ class RunAttempts:
         assert self._run is not None
         return self._run.engine
 
-    def batches(self, source: sf.Sampler | sf.Loader) -> Iterator[Any]:
-        """This rank's micro-batches, epoch after epoch, from the position on: those of a loader, or indices."""
+    def batches(self, source: sf.Sampler | sf.Loader, *, together: bool = False) -> Iterator[Any]:
+        """This rank's micro-batches, epoch after epoch, from the position on: those of a loader, or indices.
+        ``together``: see :meth:`shardfold.ElasticRun.batches`."""
         if self._run is not None:
-            yield from self._run.batches(source)
+            yield from self._run.batches(source, together=together)
         while True:
             yield from source
 

@@ -115,27 +115,18 @@ class FaceRun(RunOnRanks):
         return self.sampler.global_batch / times[len(times) // 2] if times else math.nan
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's, epoch after epoch."""
-        return self.attempts.batches(self.loader)
+        """This rank's, epoch after epoch: one for each step, as the neck normalizes over those of all ranks."""
+        return self.attempts.batches(self.loader, together=True)
 
     def step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, Any]:
         """One step; what it came to."""
-        said, seconds, total, weight = None, 0.0, 0.0, 0.0
-        for batch in batches:  # one, but where ranks are gone whose batches this one reads
-            images, labels = (t.to(self.engine.device) for t in batch)
-            counted = self.engine.micro_batch_weight
-            began = time.perf_counter()  # of the engine alone: what images cost is the loader's
-            loss = self.engine(images, labels)
-            self.engine.backward(loss)
-            said = self.engine.step(samples=0 if counted == 0 else len(labels))
-            seconds += time.perf_counter() - began
-            total += loss.item() * (1.0 if counted is None else counted)
-            weight += 1.0 if counted is None else counted
-            if not self.engine.micro_batch:
-                break
-        assert said is not None
-        self.seconds.append(seconds)
-        mean = self.engine.mean(total / max(weight, 1.0), weight=weight)
+        images, labels = (t.to(self.engine.device) for t in next(batches))
+        began = time.perf_counter()  # of the engine alone: what images cost is the loader's
+        loss = self.engine(images, labels)
+        self.engine.backward(loss)
+        said = self.engine.step(samples=len(labels))
+        self.seconds.append(time.perf_counter() - began)
+        mean = self.engine.mean(loss.item(), weight=len(labels))
         if not math.isfinite(mean) and self.engine.loss_scale is None:
             raise ShardfoldError(
                 f"the loss is {mean} at step {self.done + 1}: lower the learning rate (--lr, now {self.config.lr:g})."
