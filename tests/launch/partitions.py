@@ -47,6 +47,8 @@ class Parted:
         behind: which step of rank 0.
         heals: seconds until they reach the others again; None: they do not.
         frozen: whether their processes stand still meanwhile, instead.
+        leaves: whether their ranks end with status 0, instead.
+        killed: a rank that is killed before, behind the first step; -1: none.
         backend: how hosts meet.
         patience: of the launchers.
         steps: updates of the run.
@@ -60,6 +62,8 @@ class Parted:
     behind: int = 3
     heals: float | None = None
     frozen: bool = False
+    leaves: bool = False
+    killed: int = -1
     backend: str = "static"
     patience: float = 3.0
     steps: int = 10
@@ -133,6 +137,10 @@ def work(case: Parted, folder: Path, environment: Any) -> None:
         for recovery in run.recoveries[known:]:
             say("recovery", **recovery._asdict())
         known = len(run.recoveries)
+        if case.killed == uid:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case.leaves and uid in case.away and run.engine.steps >= case.behind:
+            os._exit(0)
         time.sleep(0.1)
     weights = run.engine.state_dict()
     if run.engine.rank == 0:
@@ -222,6 +230,8 @@ class Partition:
         return any(each["what"] == "step" and each["steps"] >= case.behind for each in log)
 
     def _cut(self) -> None:
+        if self.case.leaves:
+            return
         if self.case.frozen:
             self._send(signal.SIGSTOP)
         else:
@@ -249,6 +259,9 @@ class Partition:
 
 def wrong(case: Parted, found: Found, folder: Path) -> Iterator[str]:
     """What is not as it has to be."""
+    if case.leaves:
+        yield from unnamed(case, found)
+        return
     small = set[int]() if case.mends else case.small
     large = [node for node in range(case.hosts) if node not in small]
     if {found.ends[node][0] for node in large} != {0}:
@@ -276,6 +289,16 @@ def wrong(case: Parted, found: Found, folder: Path) -> Iterator[str]:
     far = max(float((weights[name] - value).abs().max()) for name, value in expected.items())
     if far > TOLERANCE:
         yield f"weights are {far} from plain PyTorch's"
+
+
+def unnamed(case: Parted, found: Found) -> Iterator[str]:
+    """What is not as it has to be where a rank ends with status 0 amid the run."""
+    (node,) = case.away
+    for other, (status, behind) in found.ends.items():
+        if not status or f"Error: rank {node} on host " not in found.errs[other].splitlines()[-1]:
+            yield f"the launcher of node {other} ends with {status}: {found.errs[other][-1500:]}"
+        if behind > 1.5 * case.patience:  # they wait twice as long until they give up by themselves
+            yield f"the launcher of node {other} ended {behind:.1f} s later"
 
 
 def went_on(found: Found) -> float:

@@ -187,6 +187,33 @@ def test_a_rank_that_dies_while_others_agree_is_gone_too(how: str, monkeypatch: 
         assert ranks[0]._over.wait(60.0)
 
 
+@linux
+def test_who_has_come_to_its_end_is_missed_once_all_others_have_stopped() -> None:
+    said = f"os.pwrite(notes, b'1it missed rank 1. Look', 0); os.pwrite(notes, b'%020d' % 1, {STOPPED}); "
+    code = f"import os, signal; notes = os.open(os.environ[{FILE!r}], os.O_RDWR); "
+    code += "signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); "
+    ends = f"os.pwrite(notes, b'1', {ELASTIC}); signal.pause()"
+    commands = [[sys.executable, "-c", f"{code}{each}{ends}"] for each in (said, "")]
+    ranks = [Worker(number, each, dict(os.environ), (Outlet(), Outlet())) for number, each in enumerate(commands)]
+    watch(ranks)
+    deadline = time.monotonic() + 60.0
+    while not all(rank.is_elastic for rank in ranks):
+        assert time.monotonic() < deadline
+    meeting = Attempts(None, "host", None, None, 60.0, Patience(3.0))  # pyright: ignore[reportArgumentType]
+    meeting.store = dist.HashStore()
+    members = Members([0, 1], ranks, meeting, lambda: ("127.0.0.1", 1, None))
+    try:
+        while members._voter is None:
+            members._thread.join(0.01)
+        assert members.standing() == (-1, "it missed rank 1")
+        ranks[1].send(signal.SIGTERM)
+        assert ranks[1]._over.wait(60.0) and members.standing() == (0, "it missed rank 1")
+    finally:
+        members.close()
+        for rank in ranks:
+            rank.send(signal.SIGKILL)
+
+
 def test_records_and_places_are_read_as_they_were_written() -> None:
     members = tuple(Member(uid, uid // 2, uid % 2) for uid in (0, 2, 3, 5))
     record = Membership(3, members, "10.0.0.1", 29501, 6)

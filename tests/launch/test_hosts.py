@@ -23,6 +23,7 @@ from shardfold.launch._rendezvous import (
     Attempts,
     Endpoint,
     FixedRendezvous,
+    RankWaits,
     RendezvousTimeoutError,
     join_store,
     meeting_of,
@@ -454,12 +455,14 @@ def test_agents_tell_each_other_for_whom_their_ranks_wait_and_for_whom_in_vain()
     """As often as they give signs of life."""
     nodes = met(30.0)
     for rank in range(3):
-        nodes[0].store.set(f"shardfold/awaits/{rank}", "[[], []]")
+        nodes[0].store.set(f"shardfold/awaits/{rank}", RankWaits().to_json())
     for node in nodes:
         node.beat(lambda _: False)
-    assert nodes[1].awaited({0}, {4}) == ({0}, {4})
-    assert nodes[2].awaited({1}, ()) == ({0, 1}, {4})
-    assert nodes[1].awaited((), ()) == ({0}, {4})  # not asked again yet
+    said = RankWaits(frozenset({0}), frozenset({4}), idle=2, why="it waited for rank 4")
+    assert nodes[1].awaited(said) == said._replace(idle=-1)
+    assert nodes[2].awaited(RankWaits(frozenset({1}), idle=2)) == ({0, 1}, {4}, -1, said.why)
+    assert nodes[0].awaited(RankWaits(idle=2)) == ({0, 1}, {4}, 2, said.why)
+    assert nodes[1].awaited(RankWaits()) == said._replace(idle=-1)  # not asked again yet
 
 
 def test_the_store_of_an_attempt_moves_to_another_node():

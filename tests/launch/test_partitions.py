@@ -50,6 +50,13 @@ def test_who_comes_back_is_out(ranks: Ranks, tmp_path: Path, frozen: bool) -> No
 
 
 @pytest.mark.soak
+def test_who_ends_well_amid_the_run_is_named_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    """Also behind a death that the others have gone on without."""
+    cases = [Parted(3, (node,), leaves=True, patience=10.0) for node in range(2)]
+    hold(ranks, [*cases, Parted(4, (1,), leaves=True, killed=2, patience=10.0)], tmp_path)
+
+
+@pytest.mark.soak
 def test_copies_on_other_hosts_outlive_a_cut(ranks: Ranks, tmp_path: Path) -> None:
     cases = [
         Parted(3, (node,), layout=layout, survive="host") for node, layout in enumerate(("zero1", "zero2", "zero3"))

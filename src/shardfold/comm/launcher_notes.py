@@ -62,6 +62,7 @@ __all__ = [
     "note_exception",
     "note_folder",
     "note_given_up",
+    "note_going_on",
     "note_step",
     "note_stopped",
     "offer_stack",
@@ -132,13 +133,18 @@ def note_folder(folder: str) -> None:
         _write(name + b"\0", FOLDER)
 
 
-def note_step(steps: int) -> None:
-    """Leaves how many updates were done. Who goes on has not failed by what was told before."""
+def note_going_on() -> None:
+    """Leaves that this rank has not failed by what was told before."""
     if _told:
         _told.clear()
         _follows.clear()
         _write(b"0\0", 0)
         note_given_up(())
+
+
+def note_step(steps: int) -> None:
+    """Leaves how many updates were done: this rank goes on."""
+    note_going_on()
     _write(b"%020d" % steps, STEP)
 
 

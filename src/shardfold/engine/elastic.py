@@ -45,6 +45,7 @@ from shardfold.comm.launcher_notes import (
     is_over,
     note_closed,
     note_elastic,
+    note_going_on,
     note_stopped,
     place_here,
     tell_launcher,
@@ -418,8 +419,9 @@ class ElasticRun:
         """This rank leaves an epoch and knows its place in the next one; when it stopped, and when it knew."""
         assert self._place is not None
         begun, epoch = perf_counter(), self._place.epoch
-        self._stop(engine)
+        self._stop(engine, str(error).partition("\n")[0])
         self._place = self._next_place(error)
+        note_going_on()
         agreed = perf_counter()
         if engine is not None and is_broken(epoch):
             engine.saver.break_off()
@@ -462,17 +464,19 @@ class ElasticRun:
         if self._place is not None:
             self._watch.watch(self._place.epoch, end)
 
-    def _stop(self, engine: Engine | None) -> None:
+    def _stop(self, engine: Engine | None, why: str) -> None:
         """This rank does nothing more in its epoch."""
         assert self._place is not None
         self._watch.rest()
         if engine is None:  # it could not be made, and others may wait for this rank in it
             begin_epoch(self._within)
+            tell_launcher(why, follows=True)
             note_stopped(self._place.epoch)
             return
         comm = engine.sharded.comm
         if comm.mesh.world > 1:
-            comm.job.give_up(f"rank {comm.mesh.rank} has stopped, as another rank is gone")
+            comm.job.give_up(why, follows=True)
+        tell_launcher(why, follows=True)
         comm.mesh.break_off()
         comm.transport.close()
         note_stopped(self._place.epoch)
@@ -506,7 +510,6 @@ class ElasticRun:
         while (place := place_here()) is None or place.epoch <= epoch:
             waited, over = monotonic() - begun, is_over(epoch)
             if not over and waited > patience:
-                tell_launcher(str(error).partition("\n")[0], follows=True)
                 raise error
             if waited > self._timeout:
                 raise CollectiveError(

@@ -30,7 +30,7 @@ from shardfold.comm.launcher_notes import SPARE
 from shardfold.errors import ConfigError
 from shardfold.launch import hosts
 from shardfold.launch._members import Members
-from shardfold.launch._rendezvous import Attempts, address_towards, meeting_of, open_store
+from shardfold.launch._rendezvous import Attempts, RankWaits, address_towards, meeting_of, open_store
 from shardfold.launch._spares import Spares
 from shardfold.launch.death import Death, OomWatch, host_name
 from shardfold.launch.decision import Node, script_command
@@ -103,6 +103,7 @@ class Agent(SimpleElasticAgent):
         self.labelled = node.name is not None
         self.workers: list[Worker] = []
         self._lingers = ""  # who was said to run on alone
+        self._missed = 0.0  # since when ranks have stopped though nobody is gone
         self.death: Death | None = None  # the first of this attempt
         self.mine = False  # whether it is this node's to tell of
         self.oom = OomWatch()
@@ -120,7 +121,7 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.death, self.mine, self.oom, self.workers, self._lingers = None, False, OomWatch(), [], ""
-        self._interface, self._without = "", set()
+        self._interface, self._without, self._missed = "", set(), 0.0
         several = (worker_group.group_world_size or 1) > 1 or self.meeting.opened is not None
         if several and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
             self._interface = interface_towards(str(worker_group.master_addr))
@@ -209,9 +210,10 @@ class Agent(SimpleElasticAgent):
         by_rank = self.members.by_rank()
         awaited = set[int]().union(*(worker.awaits for worker in self.workers))
         given_up = set[int]().union(*(worker.gave_up for worker in self.workers))
-        theirs = self.meeting.awaited(awaited, given_up)
-        late = given_up | theirs[1]
-        end_hung(by_rank, awaited | theirs[0], late, self.patience.lost)
+        standing = self.members.standing()
+        theirs = self.meeting.awaited(RankWaits(frozenset(awaited), frozenset(given_up), *standing))
+        late = given_up | theirs.late
+        end_hung(by_rank, awaited | theirs.silent, late, self.patience.lost)
         late_here = [by_rank[rank] for rank in late if rank in by_rank]
         echo = self.patience.echo + self.patience.lost * (len(late_here) < len(late))  # another node judges, and tells
         failed = [worker for worker in ranks if worker.returncode and not self.members.takes(worker)]
@@ -221,6 +223,8 @@ class Agent(SimpleElasticAgent):
         running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in ranks)
         if failed and (first := caused(failed, running, echo, late_here, left)) is not None:
             self.death = self._own(worker_group, first, failed[0].why)
+        elif left and self._is_missed(theirs, standing[0]):
+            self.death = self._own(worker_group, min(left, key=lambda worker: worker.ended or 0.0), theirs.why)
         else:
             self.death = self._heard() or self._lost_node()
             if self.death is not None and self.death.follows and left:
@@ -335,6 +339,18 @@ class Agent(SimpleElasticAgent):
             return self.meeting.heard()
         except RendezvousError:
             return None if self.members.move_from(store) else Death(-1, 0, self.meeting.host_of(hub), 0)
+
+    def _is_missed(self, waits: RankWaits, idle: int) -> bool:
+        """Whether ranks of any node have stopped for want of one of this node that has come to its end: nobody does
+        anything more, and nobody is gone; or they have waited as long as a launcher may be silent that is.
+
+        Args:
+            waits: of all nodes.
+            idle: the epoch in which this node does nothing more.
+        """
+        self._missed = (self._missed or time.monotonic()) if waits.why else 0.0
+        waited = self._missed and time.monotonic() - self._missed > self.patience.lost
+        return bool(waits.why) and (waits.idle == idle >= 0 or bool(waited))
 
     def _lost_node(self) -> Death | None:
         """The loss of a node that the others do not go on without."""

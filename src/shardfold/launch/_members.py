@@ -38,7 +38,7 @@ from shardfold.launch.workers import Worker
 
 __all__ = ["Members"]
 
-QUEUE = "shardfold/epochs"
+QUEUE, ENDED = "shardfold/epochs", "shardfold/ended"
 LOOK, AWAKE, EACH = 0.05, 0.002, 5e-5
 """Seconds between two looks: at what other launchers say, and at ranks that are about to stop; the last one times the
 number of launchers at least, as all look into one store, which else has no time for what they say."""
@@ -94,6 +94,7 @@ class Members:
         self._tried = 0.0
         self._offered: tuple[str, int, Any] | None = None  # a store that the next epoch may take
         self._served: list[Any] = []  # that of the present one, then of the one before, which ranks still leave
+        self._told_end = False  # whether others were told that a rank of this node has come to its end
         self._vain = 0  # epochs in a row that nobody's death has begun
         self._idle = 0.0  # since when all ranks of this node have stopped
         self._lost = 0.0  # since when the present epoch is over
@@ -121,6 +122,17 @@ class Members:
         """Whether every rank of this node that lives can go on without another, and none has come to its end."""
         ranks = list(self._mine.values())
         return all(each.is_elastic for each in ranks if each.returncode is None) and not self._has_ended()
+
+    def standing(self) -> tuple[int, str]:
+        """The epoch in which each rank of this node has stopped or come to its end, though nobody is known to be gone;
+        -1: not all have. And why one has stopped so; "": none has."""
+        voter = self._voter
+        if voter is None or voter.needed:
+            return -1, ""
+        epoch, ranks = voter.record.epoch, [self._mine[member.uid] for member in self._here(voter)]
+        stopped = [each for each in ranks if each.returncode is None and each.has_stopped(epoch)]
+        idle = all(each.returncode == 0 or each in stopped for each in ranks)
+        return epoch if idle else -1, next((each.why for each in stopped), "")
 
     def add(self, uid: int, worker: Worker) -> None:
         """A process that is to wait for a place; its number is no other's."""
@@ -240,7 +252,7 @@ class Members:
             try:
                 store = self._ready if node == self._agent else self._joined(place)
                 self._meeting.move_to(store, node, place, unreached)
-                self._store, self._mail = store, Mail(store, self._agent)
+                self._store, self._mail, self._told_end = store, Mail(store, self._agent), False
                 self._say_record(self._voter.record)
                 self._take(self._voter.suspect(gone))
             except (*GONE, RendezvousError):
@@ -271,6 +283,9 @@ class Members:
                 self._vain = 0
                 self._take(self._voter.lose())
         if self._several:
+            if not self._told_end and self._has_ended():
+                self._store.set(ENDED, "")
+                self._told_end = True
             self._stand_by()
             self._read()
         self._offer(self._voter)
@@ -305,6 +320,8 @@ class Members:
         idle = bool(here) and all(self._mine[each.uid].has_stopped(epoch) for each in here)
         self._idle = (self._idle or now) if idle else 0.0
         if not idle or self._vain >= MOST or now - self._idle < AGAIN:  # others may be about to say that one joins
+            return False
+        if self._several and self._store.check([ENDED]):  # they miss who has come to its end, which ends the run
             return False
         self._vain += 1
         return True

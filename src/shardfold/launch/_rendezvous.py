@@ -11,11 +11,11 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
@@ -43,6 +43,7 @@ __all__ = [
     "Attempts",
     "Endpoint",
     "FixedRendezvous",
+    "RankWaits",
     "address_towards",
     "join_store",
     "meeting_of",
@@ -60,9 +61,37 @@ patience already, and is to end no more than three seconds behind that."""
 CONNECT = timedelta(seconds=60)
 NOT_YET = ":0"
 """In place of the time of a node's last sign of life."""
-Awaited = tuple[frozenset[int], frozenset[int]]
-"""Ranks that say nothing and are waited for, and those that were waited for in vain."""
-NOBODY: Awaited = frozenset(), frozenset()
+
+
+class RankWaits(NamedTuple):
+    """What the ranks of a node, or of all, wait for.
+
+    Attributes:
+        silent: ranks that say nothing and are waited for.
+        late: those that were waited for in vain.
+        idle: the epoch in which each of the node's ranks has stopped or come to its end, though nobody is known to be
+            gone; -1: not all have.
+        why: of one that has stopped so, by its own words; "": none has.
+    """
+
+    silent: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
+    idle: int = -1
+    why: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps([sorted(self.silent), sorted(self.late), self.idle, self.why])
+
+    @classmethod
+    def of_all(cls, texts: Sequence[str | bytes]) -> RankWaits:
+        """What nodes have said, together."""
+        each = [json.loads(text) for text in texts]
+        silent, late = (frozenset[int]().union(*kind) for kind in list(zip(*each, strict=True))[:2])
+        epochs, whys = {idle for *_, idle, _ in each}, (why for *_, why in each)
+        return cls(silent, late, epochs.pop() if len(epochs) == 1 else -1, next(filter(None, whys), ""))
+
+
+NOBODY = RankWaits()
 
 
 class Attempts(RendezvousHandler):
@@ -108,7 +137,7 @@ class Attempts(RendezvousHandler):
         self._lost: set[int] = set()  # nodes that have long given none
         self._without: set[int] = set()  # those of them that the others go on without
         self._awaits = NOBODY  # which ranks those of this node wait for, and did in vain, as others were told
-        self._awaited: tuple[float, Awaited] = 0.0, NOBODY  # and those of others; behind which sign of life
+        self._awaited: tuple[float, RankWaits] = 0.0, NOBODY  # and those of others; behind which sign of life
         self.voting: Collection[int] = ()  # nodes of which a majority has to be there; empty: any number is enough
         self._majority = 0.0, 0.0  # when one was last heard of; and when that was last asked
         self._told_majority = b""
@@ -215,7 +244,7 @@ class Attempts(RendezvousHandler):
         nodes = self.num_nodes
         for rank in range(first, nodes):
             store.set(f"shardfold/beat/{rank}", f"of node {rank}{NOT_YET}")
-            store.set(f"shardfold/awaits/{rank}", "[[], []]")
+            store.set(f"shardfold/awaits/{rank}", NOBODY.to_json())
         if not first:
             store.set("shardfold/majority", "")
         store.set("shardfold/nodes", json.dumps([nodes, self.node_rank]))
@@ -432,19 +461,19 @@ class Attempts(RendezvousHandler):
         value, at = self._beats.get(node, (NOT_YET.encode(), 0.0))
         return 0.0 if value.endswith(NOT_YET.encode()) else at
 
-    def awaited(self, ours: Collection[int], given_up: Collection[int]) -> Awaited:
-        """The ranks that those of all nodes wait for and that say nothing, and those for which they have waited in
-        vain; other nodes are told of ``ours`` and ``given_up``. Asked as often as signs of life are given."""
-        if self.num_nodes == 1 or self._beaten == self._awaited[0]:
+    def awaited(self, ours: RankWaits) -> RankWaits:
+        """What the ranks of all nodes wait for; other nodes are told of ``ours``. Asked as often as signs of life are
+        given."""
+        if self.num_nodes == 1:
+            return ours
+        if self._beaten == self._awaited[0]:
             return self._awaited[1]
         with suppress(*GONE):
-            if self._awaits != (told := (frozenset(ours), frozenset(given_up))):
-                self.store.set(f"shardfold/awaits/{self.node_rank}", json.dumps([*map(sorted, told)]))
-                self._awaits = told
-            keys = [f"shardfold/awaits/{rank}" for rank in range(self.num_nodes)]
-            each = [json.loads(text) for text in self.store.multi_get(keys)]
-            silent, late = (frozenset[int]().union(*kind) for kind in zip(*each, strict=True))
-            self._awaited = self._beaten, (silent, late)
+            if self._awaits != ours:
+                self.store.set(f"shardfold/awaits/{self.node_rank}", ours.to_json())
+                self._awaits = ours
+            keys = [f"shardfold/awaits/{node}" for node in range(self.num_nodes) if node not in self._without]
+            self._awaited = self._beaten, RankWaits.of_all(self.store.multi_get(keys))
         return self._awaited[1]
 
     def _look_for_lost(
