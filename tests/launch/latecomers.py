@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Coming:
         dies: a host that is gone at once, and behind which step; it comes back ``again`` behind that one.
         steps: updates of the run.
         layout, survive: of the states.
+        other: the layout of those that come, where it is another one.
     """
 
     hosts: int = 3
@@ -49,6 +50,7 @@ class Coming:
     steps: int = 24
     layout: str = "ddp"
     survive: str | None = None
+    other: str = ""
 
     @property
     def run(self) -> Parted:
@@ -68,6 +70,7 @@ def happened(case: Coming, links: Namespaces, folder: Path) -> Found:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDFOLD_RUN", "SHARDFOLD_FOLLOWS")
     around = {name: value for name, value in os.environ.items() if name not in names}
     around |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    other = partial(work, replace(case.run, layout=case.other), folder)
     given, launchers, ends = partial(work, case.run, folder), dict[int, int](), dict[int, tuple[int | None, float]]()
 
     def launch() -> int:
@@ -79,7 +82,8 @@ def happened(case: Coming, links: Namespaces, folder: Path) -> Found:
 
     def start(node: int) -> None:
         err = folder / f"err-{node}"
-        launchers[node] = begin(launch, given, around, folder / "out", err, links.spaces[node])
+        work_of = other if case.other and node >= case.first else given
+        launchers[node] = begin(launch, work_of, around, folder / "out", err, links.spaces[node])
 
     for node in range(case.first):
         start(node)
@@ -118,7 +122,9 @@ def reached(folder: Path) -> int:
 
 def wrong(case: Coming, found: Found, folder: Path) -> Iterator[str]:
     """What is not as it has to be."""
-    if {status for status, _ in found.ends.values()} != {0} or len(found.ends) < case.first + len(case.at):
+    refused = {node: 1 for node in range(case.first, case.first + len(case.at)) if case.other}
+    as_told = all(status == refused.get(node, 0) for node, (status, _) in found.ends.items())
+    if not as_told or len(found.ends) < case.first + len(case.at):
         yield f"launchers end with {found.ends}: {[err[-1500:] for err in found.errs]}"
         return
     for rank in range(case.first):
@@ -126,9 +132,9 @@ def wrong(case: Coming, found: Found, folder: Path) -> Iterator[str]:
         if case.dies is None and steps != [*range(1, case.steps + 1)]:
             yield f"rank {rank} took the steps {steps}"
     came = {each["rank"] for each in found.said("step") if each["rank"] >= case.hosts}
-    if len(came) != len(case.at) + bool(case.again):
+    if len(came) != len(case.at) + bool(case.again) - len(refused):
         yield f"{came} have come and taken steps"
-    if (ranks := max(each["ranks"] for each in found.said("step"))) != case.first + len(case.at):
+    if (ranks := max(each["ranks"] for each in found.said("step"))) != case.first + len(case.at) - len(refused):
         yield f"there were {ranks} ranks at most"
     expected, weights = plain(case.run.plan).weights, torch.load(folder / "weights")
     far = max(float((weights[name] - value).abs().max()) for name, value in expected.items())

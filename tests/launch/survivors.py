@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardfold as sf
-from shardfold.comm.launcher_notes import note_elastic
+from shardfold.comm.launcher_notes import SPARE, note_elastic
 from shardfold.comm.shared_folders import NAMED, SHARED
 from shardfold.data import seed_of
 from shardfold.engine import _spare
@@ -74,6 +74,7 @@ class Plan:
         doubts: a rank that does not hear what came of the vote in that step, which others do; -1: none.
         exact: whether the run is to come to the bits of one in which nobody dies, and is then in fp32.
         precision: of such a run, and ``clip`` the largest norm of its gradients.
+        other: the plan that processes have which are started later; None: the same.
     """
 
     layout: str = "ddp"
@@ -97,6 +98,7 @@ class Plan:
     exact: bool = False
     precision: str = "fp32"
     clip: float | None = None
+    other: Plan | None = None
 
 
 @dataclass
@@ -219,6 +221,7 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
 
     torch.set_num_threads(1)
     say("pid", pid=os.getpid())
+    plan = (plan.other if SPARE in environment else None) or plan
     if uid == plan.doubts:
         Handlers.vote = partialmethod(unheard, Handlers.vote, plan)  # pyright: ignore
     _spare.note_elastic = lambda: (say("waits"), note_elastic())
@@ -375,17 +378,19 @@ def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
     each = plan.ranks // plan.hosts
     lost = {-1 - uid for uid, _, _ in plan.kills if uid < 0}
     killed = {uid for uid, _, _ in plan.kills} | {uid for uid in range(plan.ranks) if uid // each in lost}
-    came_in = {each["rank"] for each in came.said("recovery", new=True)} - killed
+    came_in = {each["rank"] for each in came.said("recovery", new=True) if plan.other is None} - killed
     left = sorted({uid for uid in range(plan.ranks) if uid not in killed} | came_in)
     waited = {each["rank"] for each in came.said("pid") if each["rank"] >= plan.ranks} - set(left) - killed
-    if not plan.replace and {each["rank"] for each in came.said("dismissed")} != waited:
+    if not plan.replace and plan.other is None and {each["rank"] for each in came.said("dismissed")} != waited:
         yield f"{waited} have waited in vain, and ended by themselves did {came.said('dismissed')}"
     if {status for node, status in enumerate(came.status) if node not in lost} != {0}:
         yield f"launchers end with {came.status}: {came.err[-6000:]}"
         return
     if [each["rank"] for each in sorted(came.said("done"), key=lambda each: each["rank"])] != left:
         yield f"not all that were left came to the end: {came.said('done')}"
-    may_come = plan.hosts * (plan.spares + plan.replace)
+    may_come = plan.hosts * (plan.spares + plan.replace) * (plan.other is None)
+    if plan.other is not None and "exited with status 1; the " not in came.err:
+        yield f"it is not said that new ones were not taken in: {came.err}"
     if may_come >= len(killed) and not lost and len(left) != plan.ranks:
         yield f"{left} are there in the end"
     for uid in left:

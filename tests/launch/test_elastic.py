@@ -565,6 +565,23 @@ def test_a_spare_takes_the_place_of_a_rank(ranks: Ranks, tmp_path: Path) -> None
     hold(ranks, [Plan("zero1", 3, 10, ((1, 4, 0.0),), survive="rank", spares=2)], tmp_path)
 
 
+STRANGE = {
+    "layout": Plan("zero1", 3, 12, survive="rank", spares=1),
+    "mesh": Plan("hsdp", 3, 12, spares=1),
+    "model": Plan("ddp", 3, 12, width=8, spares=1),
+    "precision": Plan("ddp", 3, 12, exact=True, spares=1),
+    "batch": Plan("ddp", 2, 12, spares=1),
+}
+
+
+@linux
+@pytest.mark.parametrize(
+    "what", [pytest.param(each, marks=[pytest.mark.soak] * (each != "layout")) for each in STRANGE]
+)
+def test_a_spare_with_other_settings_is_refused_and_the_others_go_on(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    hold(ranks, [Plan(kills=((1, 4, 0.0),), rest=0.02, spares=1, other=STRANGE[what])], tmp_path)
+
+
 @linux
 def test_a_rank_joins_between_two_steps(ranks: Ranks, tmp_path: Path) -> None:
     """Of one that is left, and of two."""

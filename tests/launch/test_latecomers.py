@@ -31,6 +31,11 @@ def test_a_host_that_comes_is_taken_in(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_a_host_that_comes_with_another_layout_is_refused_and_the_others_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [Coming(other="zero1"), Coming(3, 1, (3,), layout="zero1", survive="rank", other="ddp")], tmp_path)
+
+
+@pytest.mark.soak
 def test_hosts_come_to_one_that_began_alone_and_come_back(ranks: Ranks, tmp_path: Path) -> None:
     cases = [
         Coming(3, 1, (3, 8)),

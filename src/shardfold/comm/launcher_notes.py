@@ -36,6 +36,7 @@ __all__ = [
     "FILE",
     "FOLDER",
     "GIVEN_UP",
+    "JOINING",
     "LEASE",
     "MARK",
     "MOST",
@@ -63,6 +64,7 @@ __all__ = [
     "note_folder",
     "note_given_up",
     "note_going_on",
+    "note_joining",
     "note_step",
     "note_stopped",
     "offer_stack",
@@ -79,10 +81,10 @@ STEP, NOTICE, BEAT, LEASE, AWAITED, FOLDER, GIVEN_UP, STACKS = 4096, 5000, 5008,
 """Where in the file the number of steps is, and what says that the rank shall leave; when it last gave a sign of life,
 until when it may write, for which ranks it waits, the run folder, for which ranks it has waited in vain, and its stack;
 the reason stands in front."""
-ELASTIC, CLOSED, DISMISSED, STOPPED, OVER, PLACE = 18432, 18433, 18434, 18440, 18464, 18496
+ELASTIC, CLOSED, DISMISSED, JOINING, STOPPED, OVER, PLACE = 18432, 18433, 18434, 18435, 18440, 18464, 18496
 """And there, of a run that goes on without a rank that dies: that this rank can, or waits to take one's place; that it
-is in what a new rank could not take part in; that it is not needed any more; the epoch in which it has stopped, how
-many epochs are over, and its place in the present one."""
+is in what a new rank could not take part in; that it is not needed any more; that it has joined others, and taken no
+step with them yet; the epoch in which it has stopped, how many epochs are over, and its place in the present one."""
 BROKEN = 18400
 """And how many are over as somebody is gone, so that whoever waits for that one waits in vain."""
 NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
@@ -195,6 +197,12 @@ def note_elastic() -> None:
 def note_closed(closed: bool) -> None:
     """Leaves whether what this rank does now, should it be broken off, goes on without ranks that are new in it."""
     _write(b"%d" % closed, CLOSED)
+
+
+def note_joining(joining: bool) -> None:
+    """Leaves whether this rank is about to take its first step with others that it has joined: should it fail, as it
+    does not fit them, they go on without it."""
+    _write(b"%d" % joining, JOINING)
 
 
 def is_dismissed() -> bool:

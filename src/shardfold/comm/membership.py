@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from zlib import crc32
 
@@ -42,6 +42,7 @@ class Membership:
         size: how many there shall be: those of epoch 0.
         most: how many there may be with those of nodes that have come later.
         nodes: that have begun; those that come later have higher numbers. 0: none may come.
+        grown: the newest epoch in which one came in that was in none before.
     """
 
     epoch: int
@@ -51,6 +52,13 @@ class Membership:
     size: int = 0
     most: int = 0
     nodes: int = 0
+    grown: int = 0
+
+    def followed_by(self, members: tuple[Member, ...], address: str, port: int) -> Membership:
+        """The record of the next epoch."""
+        epoch = self.epoch + 1
+        grown = epoch if set(members) - set(self.members) else self.grown
+        return replace(self, epoch=epoch, members=members, address=address, port=port, grown=grown)
 
     def admits(self, spare: Member, there: int) -> bool:
         """Whether a process may come in where so many are."""
@@ -74,7 +82,7 @@ class Membership:
         """Of a member."""
         rank = next(rank for rank, member in enumerate(self.members) if member.uid == uid)
         local = sum(member.agent == self.members[rank].agent for member in self.members)
-        return EpochPlace(self.epoch, rank, len(self.members), local, self.address, self.port)
+        return EpochPlace(self.epoch, rank, len(self.members), local, self.address, self.port, self.grown)
 
     def to_json(self) -> str:
         return self._text
@@ -142,6 +150,7 @@ class EpochPlace:
         rank, world: among how many it is which.
         local_world: how many of them are on its node.
         address, port: where they meet.
+        grown: the newest epoch in which one came in that was in none before.
     """
 
     epoch: int
@@ -150,6 +159,7 @@ class EpochPlace:
     local_world: int
     address: str
     port: int
+    grown: int = 0
 
     def to_text(self) -> str:
         """One line, which its reader can tell from a part of it."""
@@ -162,8 +172,8 @@ class EpochPlace:
         said, _, code = text.rpartition(" ")
         if not said or code != f"{crc32(said.encode()):08x}":
             return None
-        epoch, rank, world, local, address, port = said.split(" ")
-        return cls(int(epoch), int(rank), int(world), int(local), address, int(port))
+        epoch, rank, world, local, address, port, grown = said.split(" ")
+        return cls(int(epoch), int(rank), int(world), int(local), address, int(port), int(grown))
 
     def enter(self) -> None:
         """From now on this process is that rank, as if a launcher had started it so: ``DataMesh`` and whatever else

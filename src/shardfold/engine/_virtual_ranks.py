@@ -16,16 +16,18 @@ rank (:meth:`VirtualRanks.reads_together`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardfold.data import Loader, Sampler, seed_generators, seed_of
 from shardfold.engine._rank_shares import RankShares
-from shardfold.engine.step_position import StepPosition
+from shardfold.engine.step_position import HeldPosition, StepPosition
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described
 
 __all__ = ["MicroBatch", "VirtualRanks"]
+
+EACH = "micro_batch"
 
 
 class MicroBatch(NamedTuple):
@@ -70,6 +72,22 @@ class VirtualRanks(StepPosition):
     def sampler(self) -> Sampler:
         """Whose position it is."""
         return self._sampler
+
+    def at(self, steps: int) -> HeldPosition:
+        """With how many samples a virtual rank reads at a time, which a state that is saved may have otherwise."""
+        return HeldPosition(self, {**super().at(steps).state_dict(), EACH: self._sampler.batch_size})
+
+    def go_on_at(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: the others read otherwise.
+        """
+        if state[EACH] != self._sampler.batch_size:
+            raise ConfigError(
+                f"the sampler has batch_size {self._sampler.batch_size}, but the others, which this rank has joined, "
+                f"{state[EACH]}: samples would come twice or not at all; start it as they were started."
+            )
+        super().go_on_at(state)
 
     def shares(self, ranks: int) -> RankShares:
         """How so many ranks begin."""

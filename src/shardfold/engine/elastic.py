@@ -46,6 +46,7 @@ from shardfold.comm.launcher_notes import (
     note_closed,
     note_elastic,
     note_going_on,
+    note_joining,
     note_stopped,
     place_here,
     tell_launcher,
@@ -59,7 +60,7 @@ from shardfold.engine._step import LOST_IN_STEP
 from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.engine.engine import Engine
 from shardfold.engine.step_position import Positioned, StepPosition
-from shardfold.errors import CheckpointError, CollectiveError, ConfigError, ShardfoldError, StepError
+from shardfold.errors import CheckpointError, CollectiveError, ConfigError, ModelError, ShardfoldError, StepError
 from shardfold.plan.checks import check_flags, described, is_integer, known_arguments
 from shardfold.plan.patience import Patience
 from shardfold.sharding.model import ShardedModel
@@ -174,6 +175,7 @@ class ElasticRun:
         self._watch = EpochWatch()
         self._data: StepPosition | None = None  # what is read, of which the position goes with the states
         self.position: dict[str, Any] | None = None
+        self._met, self._joining = 0, False  # the epoch in which it has met others last; whether it has just joined
         self._broken = self._broken_at = 0  # attempts in a row that have come to nothing, and behind how many updates
         self.recoveries: list[Recovery] = []
         if self.joined:
@@ -225,6 +227,8 @@ class ElasticRun:
             self._go_on(error, steps)
             if self.engine.steps == steps:
                 set_rng_state(random)
+        else:
+            self._end_joining()
         finally:
             if not admits:
                 note_closed(False)
@@ -397,10 +401,18 @@ class ElasticRun:
     def _join(self) -> None:
         """This process waits until it is a rank, and has what the others have."""
         self._place = wait_for_place()
+        note_joining(True)
+        self._joining = True
         self._held = Held(None, self._uid)
         begin_epoch(self._within)
         begun = perf_counter()
         self._meet(begun, begun)
+
+    def _end_joining(self) -> None:
+        """A step was taken, or what else is in an attempt: from now on this rank fits the others."""
+        if self._joining:
+            note_joining(False)
+            self._joining = False
 
     def _go_on(self, error: BaseException, steps: int) -> None:
         """
@@ -439,12 +451,13 @@ class ElasticRun:
                 met = perf_counter()
                 self._move(engine)
                 break
-            except RuntimeError as again:  # another one may be gone meanwhile
-                if isinstance(again, ShardfoldError) and not isinstance(again, LOST):
+            except (RuntimeError, ConfigError, ModelError) as again:  # another one may be gone meanwhile, or not fit
+                may_not_fit = steps is not None and place.grown > self._met
+                if isinstance(again, ShardfoldError) and not isinstance(again, LOST) and not may_not_fit:
                     raise
                 begun, agreed = self._end_epoch(engine, again)
         moved = perf_counter()
-        self.engine = engine
+        self.engine, self._met = engine, place.epoch
         self._begin_watch(engine)
         times = (agreed - begun, met - agreed, moved - met)
         self.recoveries.append(Recovery(place.epoch, place.world, engine.steps, engine.steps == steps, *times))

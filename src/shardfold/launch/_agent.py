@@ -206,6 +206,7 @@ class Agent(SimpleElasticAgent):
         self.oom.look(worker.process.pid for worker in self.workers if worker.ended is None)
         assert self.members is not None and self.spares is not None
         ranks = [worker for worker in self.workers if not self.members.waits(worker)]
+        had = len(self.workers)
         self.spares.keep(ranks, self.members)
         by_rank = self.members.by_rank()
         awaited = set[int]().union(*(worker.awaits for worker in self.workers))
@@ -232,6 +233,8 @@ class Agent(SimpleElasticAgent):
                 self.death = self._own(worker_group, first, self.death.why)
         if self.death is not None:
             return self._failed(worker_group, failed)
+        if ranks and not by_rank and had == len(self.workers) and self._is_not_taken_in():
+            return self._part(worker_group, ranks[-1])
         self._ours_until = min(asked, self.meeting.ours_since) + max(
             self.patience.lease, 2 * self.options.monitor_interval
         )
@@ -382,6 +385,17 @@ class Agent(SimpleElasticAgent):
                 say(self._death_of(group, worker).sentence(f"; the {others} on{without}{instead}"))
         for worker in new:
             say(f"shardfold run: rank {self._place_of(group, worker).global_rank} on host {self.host} has joined.")
+
+    def _is_not_taken_in(self) -> bool:
+        """Whether this host has come later, and all of its processes have failed: the others go on without it."""
+        later = self.meeting.came_later and self.meeting.node_rank != self.meeting.hub
+        return later and all((worker.returncode or 0) != 0 for worker in self.workers)
+
+    def _part(self, group: WorkerGroup, last: Worker) -> RunResult:
+        """This node leaves the others, who go on: it is told of nothing more, and is not missed at their end."""
+        self.death, self._remaining_restarts = self._death_of(group, last), 0
+        self.meeting.finish()
+        return RunResult(WorkerState.FAILED, failures={})
 
     def _own(self, group: WorkerGroup, worker: Worker, missed: str) -> Death:
         """This node's first failure, which the other agents are told of. ``missed``: why one failed that needed it."""

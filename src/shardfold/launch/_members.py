@@ -278,7 +278,7 @@ class Members:
         for uid in self._dead(self._voter):
             worker = self._mine[uid]
             known = worker.local_rank in self.without
-            if (worker.returncode or 0) < 0 and self._are_elastic() and not (known and self._voter.needed):
+            if worker.is_left_behind and self._are_elastic() and not (known and self._voter.needed):
                 self.without.add(worker.local_rank)
                 self._vain = 0
                 self._take(self._voter.lose())
@@ -334,9 +334,9 @@ class Members:
         return [member.uid for member in self._here(voter) if self._mine[member.uid].returncode is not None]
 
     def _is_untold(self, worker: Worker) -> bool:
-        """Whether it was killed, and the next look is going to find that out: a record without it before that
-        would call it failed."""
-        return (worker.returncode or 0) < 0 and worker.local_rank not in self.without
+        """Whether the others can go on without it, and the next look is going to find that out: a record without it
+        before that would call it failed."""
+        return worker.is_left_behind and worker.local_rank not in self.without
 
     def _are_elastic(self) -> bool:
         """Whether all ranks of this node that live can go on without another; where none lives, those that lived could

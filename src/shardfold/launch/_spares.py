@@ -71,6 +71,8 @@ class Spares:
         for worker in self._processes:
             if worker.returncode is not None and members.waits(worker) and worker.local_rank not in self._gone:
                 self._tell(worker)
+        if any((worker.returncode or 0) > 0 for worker in self._processes):  # as one that does not fit the others
+            self._anew = 0
         lives = sum(worker.returncode is None for worker in ranks)
         waiting = len(self._waiting(members))
         for _ in range(min(self._ranks + self._count - lives - waiting, self._anew)):

@@ -328,8 +328,8 @@ class Voter:
         if taken:  # it may be decided
             record = max(taken, key=lambda message: message.taken or NONE).record
         else:
-            first, who = self.promises[0], self._who()
-            record = replace(self.record, epoch=self._next, members=who, address=first.address, port=first.port)
+            first = self.promises[0]
+            record = self.record.followed_by(self._who(), first.address, first.port)
         proposed = replace(self, proposed=record)
         said = [proposed._say("ACCEPT", agent, self.ballot, record) for agent in sorted(promised)]
         return proposed, tuple(said)

@@ -32,6 +32,7 @@ from shardfold.comm.launcher_notes import (
     FILE,
     FOLDER,
     GIVEN_UP,
+    JOINING,
     LEASE,
     MARK,
     MOST,
@@ -233,6 +234,12 @@ class Worker:
     def is_elastic(self) -> bool:
         """Whether it can go on without another rank that dies; of a spare, whether it waits to take one's place."""
         return self._noted(1, ELASTIC) == "1"
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether it has ended such that others can go on without it: killed; or failed, before it had taken a step
+        with those that it had come to join."""
+        return (self.returncode or 0) < 0 or (bool(self.returncode) and self._noted(1, JOINING) == "1")
 
     @property
     def admits(self) -> bool:
