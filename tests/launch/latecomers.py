@@ -76,7 +76,7 @@ def happened(case: Coming, links: Namespaces, folder: Path) -> Found:
     def launch() -> int:
         os.chdir(folder)
         more: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{Namespaces.address(0)}:29500"}
-        fewest = min(case.first, case.hosts - 1)
+        fewest = 1 if case.dies is not None and case.dies[0] == 0 else min(case.first, case.hosts - 1)
         more |= {"rdzv_conf": "last_call_timeout=3", "nnodes": f"{fewest}:{case.hosts}", "nproc_per_node": "1"}
         return run_script(Options(no_python=True, patience=3.0, **more), "latecomers", [])
 

@@ -198,7 +198,7 @@ class Attempts(RendezvousHandler):
         if last is not None and self._told_open:
             opened.take_back()
         self._told_open, self._let_in = False, 0
-        place = opened.find()
+        place = opened.find(first=not self._met)
         if place is None or place == last:
             return None
         try:
@@ -280,6 +280,7 @@ class Attempts(RendezvousHandler):
             for node in self._lost:
                 store.set(f"shardfold/told/{node}", "")
             store.add("shardfold/told", len(self._lost))
+            store.set("shardfold/without", json.dumps(sorted(self._without)))  # for nodes that come later
         elif self.opened is not None:
             self.num_nodes = json.loads(store.get("shardfold/nodes"))[0]
         self.store, self.hub, self.finished = store, hub, False
@@ -729,7 +730,9 @@ def meeting_of(node: Node, host: str, name: str, conf: dict[str, str], patience:
         **conf,
     }
     meets = (node.host, node.port or 0) if node.backend == "c10d" else None
-    opened = OpenRun(*meets, name, node.nodes[1]) if meets is not None and node.nodes[0] < node.nodes[1] else None
+    opened = (
+        OpenRun(*meets, name, node.nodes[1], patience) if meets is not None and node.nodes[0] < node.nodes[1] else None
+    )
     return Attempts(_handler(node, name, words, timeout), host, None, None, timeout, patience, meets, opened)
 
 
