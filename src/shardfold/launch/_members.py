@@ -21,7 +21,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,8 @@ AGAIN = 0.3
 """Seconds without a decision, behind which a launcher that is to propose does it once more."""
 JOIN = 0.5
 """Seconds in which another node's store has to answer that takes the place of one that is gone."""
+AT_ONCE = 8
+"""Nodes whose stores are asked together for that."""
 
 
 class Members:
@@ -246,12 +249,10 @@ class Members:
         if self._voter is None or self._over or self._ready is None or not self._are_elastic():
             return False
         gone, unreached = self._meeting.hub, list[int]()
-        for node, place in sorted(self._others.items()):
-            if node <= gone:
-                continue
+        for node, joined in self._stores_behind(gone):
             try:
-                store = self._ready if node == self._agent else self._joined(place)
-                self._meeting.move_to(store, node, place, unreached)
+                store = joined.result()
+                self._meeting.move_to(store, node, self._others[node], unreached)
                 self._store, self._mail, self._told_end = store, Mail(store, self._agent), False
                 self._say_record(self._voter.record)
                 self._take(self._voter.suspect(gone))
@@ -261,12 +262,30 @@ class Members:
             return True
         return False
 
-    def _joined(self, place: tuple[str, int]) -> Any:
-        """Another node's store.
+    def _stores_behind(self, gone: int) -> Iterator[tuple[int, Future[Any]]]:
+        """Those that may take the place of that node's, in order; some are asked at once, as several may be gone."""
+        later = [node for node in sorted(self._others) if node > gone]
+        for first in range(0, len(later), AT_ONCE):
+            asked = later[first : first + AT_ONCE]
+            yield from zip(asked, [*map(self._asked, asked)], strict=True)
 
-        Raises:
-            RendezvousError, RuntimeError, OSError: it does not answer in time.
-        """
+    def _asked(self, node: int) -> Future[Any]:
+        """A node's store, once it answers; or RendezvousError, RuntimeError or OSError, where it does not in time."""
+        asked, place = Future[Any](), self._others[node]
+
+        def ask() -> None:
+            try:
+                asked.set_result(self._joined(place))
+            except Exception as error:
+                asked.set_exception(error)
+
+        if node == self._agent:
+            asked.set_result(self._ready)
+        else:
+            threading.Thread(target=ask, name="shardfold-next-store", daemon=True).start()
+        return asked
+
+    def _joined(self, place: tuple[str, int]) -> Any:
         line = self._meeting.line_to(*place)
         store = answered(lambda: join_store(*place, JOIN), 2 * JOIN, line)
         return Answered(store, self._meeting.patience.lost, line)

@@ -144,7 +144,6 @@ class Attempts(RendezvousHandler):
         self._moved = 0.0  # when the store became another node's; 0: it did not
         self._unreached: Collection[int] = ()  # nodes that could not be asked whether they have it
         self._endpoint = Endpoint(inner)
-        self._open_anew: Callable[[], Any] = lambda: None  # another connection to the store of another node
 
     def get_backend(self) -> str:
         return self.inner.get_backend()
@@ -252,19 +251,18 @@ class Attempts(RendezvousHandler):
 
     def line_to(self, address: str, port: int) -> StoreLine:
         """Over which another node's store is asked, and another way to it."""
-        every = self.patience.beat / 2
-
-        def opened() -> Any:
-            socket.create_connection((address, port), timeout=every).close()
-            return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
 
         def reach() -> Callable[[], None]:
-            store = opened()
+            store = self._opened(address, port)
             store.check(["shardfold/death"])
             return lambda: self._show(store, time.monotonic())
 
-        self._open_anew = opened
-        return StoreLine(SecondLine(reach), every)
+        return StoreLine(SecondLine(reach), self.patience.beat / 2)
+
+    def _opened(self, address: str, port: int) -> Any:
+        """Another connection to a store, which is there at once or not at all."""
+        socket.create_connection((address, port), timeout=self.patience.beat / 2).close()
+        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
 
     def _show(self, store: Any, now: float) -> None:
         """Give a sign of life there."""
@@ -362,7 +360,8 @@ class Attempts(RendezvousHandler):
 
         def tell() -> None:
             with suppress(*GONE):
-                if (store := self._open_anew()) is not None:
+                if self._place is not None:
+                    store = self._opened(*self._place)
                     self._tell(store, self.node_rank, Death(-1, 0, self.host, 0, at=time.time()))
                     self._tell_no_more(store, self.node_rank)
 
