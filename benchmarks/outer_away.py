@@ -115,7 +115,7 @@ def loss(met: Sequence[Sequence[Met]], seed: int) -> float:
     torch.set_num_threads(1)
     outer, (data, other) = DILOCO(), text()
     models, done = [GPT() for _ in met], [0] * len(met)
-    adams = [torch.optim.AdamW(each.parameters(), lr=2e-3, weight_decay=0.01) for each in models]
+    adams = [torch.optim.AdamW(each.parameters(), lr=2e-3, weight_decay=0.01, fused=True) for each in models]
     draws = [torch.Generator().manual_seed(1000 * seed + group) for group in range(len(met))]
     shared = [[p.detach().clone() for p in each.parameters()] for each in models]
     momentum = [[torch.zeros_like(p) for p in each] for each in shared]
@@ -130,7 +130,7 @@ def loss(met: Sequence[Sequence[Met]], seed: int) -> float:
                 done[group] += 1
         outer_step(models, shared, momentum, meeting, outer)
     with torch.no_grad():
-        seen = [models[0](windows(other, 16, torch.Generator().manual_seed(i))) for i in range(8)]
+        seen = [models[0](windows(other, 16, torch.Generator().manual_seed(i))) for i in range(32)]
     return float(torch.stack(seen).mean())
 
 
