@@ -1,6 +1,7 @@
 """Cases in which the others go on: a rank is struck at any operation, and another one amid the recovery from that.
 
 python -m tests.chaos.healing 17 0..199
+python -m tests.chaos.healing lost 0..19        # where the second one has what only the first one has, too
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 
 import shardfold as sf
 from shardfold.engine.track import Section
-from tests.chaos.judge import ask_where, left_over_by, read_log, tree
+from tests.chaos.judge import ask_where, blamed, left_over_by, read_log, tree
 from tests.chaos.warm import begin
 from tests.launch.survivors import LIMIT, Came, Plan, launched, loss_of, made, sampler, samples, warm, wrong
 
@@ -49,6 +50,7 @@ class Heal:
         victim: who.
         phase: of the recovery, in which the second one is killed.
         saves: whether and how each step is saved.
+        lost: whether the second one has what only the first one has, too: the run ends.
     """
 
     layout: str
@@ -60,11 +62,12 @@ class Heal:
     victim: int
     phase: str
     saves: str
+    lost: bool = False
 
     @property
     def second(self) -> int:
-        """Who is killed amid the recovery: one that has nothing that only the first one has, too."""
-        return (self.victim + (1 if self.layout in ("ddp", "hsdp") else 2)) % self.ranks
+        """Who is killed amid the recovery; by itself one that has nothing that only the first one has, too."""
+        return (self.victim + (1 if (self.layout in ("ddp", "hsdp")) is not self.lost else 2)) % self.ranks
 
     @property
     def plan(self) -> Plan:
@@ -92,6 +95,14 @@ def of_number(number: int) -> Heal:
         draw.choice(PHASES) if second else "",
         draw.choice(SAVES),
     )
+
+
+def lost_of(number: int) -> Heal:
+    """The case of a number in which the second one has what only the first one has, too."""
+    draw, case = random.Random(number), of_number(number)
+    layout = draw.choice([name for name in LAYOUTS if name != "ddp"])
+    victim = draw.randrange(3)  # of so small a model the last rank has no part
+    return replace(case, layout=layout, ranks=4, victim=victim, phase=draw.choice(PHASES[1:]), lost=True)
 
 
 class Struck:
@@ -200,7 +211,7 @@ def judged(case: Heal, place: str) -> tuple[Came, list[str]]:
     """Runs a case in a folder of its own."""
     folder = Path(tempfile.mkdtemp(dir=place))
     came = happened(case, folder)
-    found = [*wrong(case.plan, came, folder), *left_over_by(2.0)]
+    found = [*(unnamed(case, came) if case.lost else wrong(case.plan, came, folder)), *left_over_by(2.0)]
     if not came.said("struck", rank=case.victim):
         found.append("nothing has struck")
     if case.phase and len(came.said("struck")) < 2:
@@ -208,24 +219,30 @@ def judged(case: Heal, place: str) -> tuple[Came, list[str]]:
     return came, found
 
 
-def held(numbers: list[int], place: str) -> list[str]:
+def unnamed(case: Heal, came: Came) -> Iterator[str]:
+    """What is not as it has to be where states are lost: the last line says so, and who was killed."""
+    last = came.err.splitlines()[-1]
+    if not {*blamed(last)} & {case.victim, case.second} or "is not whole" not in last or came.status == [0]:
+        yield f"the launcher ends with {came.status}: {came.err[-3000:]}"
+
+
+def held(cases: list[Heal], place: str) -> list[str]:
     """What is not as it has to be."""
-    return [
-        f"{number} {of_number(number)}: {words}" for number in numbers for words in judged(of_number(number), place)[1]
-    ]
+    return [f"{case}: {words}" for case in cases for words in judged(case, place)[1]]
 
 
 def main(words: list[str]) -> int:
     warm()
     failed = ran = 0
+    drawn = lost_of if words[0] == "lost" else of_number
     with tempfile.TemporaryDirectory(prefix="healing-") as place:
-        for word in words:
+        for word in words[drawn is lost_of :]:
             first, _, last = word.partition("..")
             for number in range(int(first), int(last or first) + 1):
-                _, bad = judged(of_number(number), place)
+                _, bad = judged(drawn(number), place)
                 ran, failed = ran + 1, failed + bool(bad)
                 if bad:
-                    print(number, of_number(number), *bad, sep="\n    ", flush=True)
+                    print(number, drawn(number), *bad, sep="\n    ", flush=True)
                 if ran % 20 == 0:
                     print(f"{ran} cases, {failed} not as they have to be", flush=True)
     print(f"{ran} cases, {failed} not as they have to be")

@@ -78,8 +78,16 @@ def test_cases_of_hosts_hold(ranks: Ranks, tmp_path: Path, first: int) -> None:
 @pytest.mark.parametrize("first", range(0, 200, 2 * PART))
 def test_the_others_go_on_in_drawn_cases(ranks: Ranks, tmp_path: Path, first: int) -> None:
     """A rank is struck at any operation, and in most of them another one amid the recovery."""
-    numbers = list(range(first, first + 2 * PART))
-    (wrong,) = ranks.run(healing.held, numbers, str(tmp_path), world_size=1, distributed=False, timeout=3000.0)
+    cases = [healing.of_number(number) for number in range(first, first + 2 * PART)]
+    (wrong,) = ranks.run(healing.held, cases, str(tmp_path), world_size=1, distributed=False, timeout=3000.0)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.soak
+def test_where_states_are_lost_it_is_said_what_and_who_was_killed(ranks: Ranks, tmp_path: Path) -> None:
+    """Another rank dies amid the recovery that has what only the first one has, too."""
+    cases = [healing.lost_of(number) for number in range(PART)]
+    (wrong,) = ranks.run(healing.held, cases, str(tmp_path), world_size=1, distributed=False, timeout=1000.0)
     assert not wrong, "\n".join(wrong)
 
 

@@ -429,13 +429,16 @@ def test_of_deaths_who_failed_by_itself_is_the_cause_and_else_who_left_the_other
     """Whatever the order in which they ended, by clocks of several hosts."""
     echo, left = death.Death(0, 3, "host-0", 1, at=1.0, follows=True), death.Death(1, 3, "host-1", 0, at=3.0)
     failed, lost = death.Death(2, 3, "host-2", 1, at=4.0), death.Death(-1, 0, "host-2", 0, at=5.0)
-    for told, cause in (((echo, left), left), ((echo, left, failed), failed), ((echo, left, lost), lost)):
+    gone = [death.Death(rank, 3, f"host-{rank}", -9, at=rank, lost="step 3 is not whole") for rank in range(2)]
+    each = ((echo, left), left), ((echo, left, failed), failed), ((echo, left, lost), lost), ((*gone, echo), gone[1])
+    for told, cause in each:
         nodes = met(30.0)
         for node, each in zip(nodes, told, strict=False):
             node.tell(each)
         for node in nodes:
             node.tell_no_more()
         assert [node.first() for node in nodes] == [cause] * 3
+    assert gone[1].sentence("") == "Error: rank 1 on host host-1: killed by SIGKILL, and step 3 is not whole."
 
 
 def test_a_host_that_was_ended_from_here_is_not_lost(tmp_path: Path):

@@ -25,6 +25,7 @@ from shardfold.checkpoint.files import write_file
 from shardfold.checkpoint.folders import INDEX
 from shardfold.checkpoint.index import Index, Piece
 from shardfold.comm.cores import machine
+from shardfold.comm.launcher_notes import tell_launcher
 from shardfold.comm.shared_folders import SharedFolder
 from shardfold.errors import CheckpointError, StepError
 from shardfold.sharding.model import ShardedModel
@@ -157,10 +158,12 @@ class Held:
         taken = [offered[number] for number in covering([each.index for each in offered])]
         if not taken:
             newest = max((each.index.step for each in offered), default=0)
-            raise StepError(
+            lost = (
                 f"what is left of step {newest} is not whole: ranks that had the same part of the states are all "
                 "gone, or were amid their updates; load a checkpoint."
             )
+            tell_launcher(lost, lost=True)
+            raise StepError(lost)
         folder = base / texts[0][0]
         mine = [each.rank for each in taken if each.told.place == told.place]
         leads = bool(mine) and rank == mine[0]

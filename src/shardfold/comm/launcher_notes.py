@@ -99,15 +99,16 @@ _follows: list[bool] = []  # whether that was another rank's fault
 _stacks: list[int] = []  # where its stack goes
 
 
-def tell_launcher(why: str, *, follows: bool = False) -> None:
+def tell_launcher(why: str, *, follows: bool = False, lost: bool = False) -> None:
     """Leaves why this rank fails, which the launcher says should the rank end so.
 
     Args:
         why: a sentence or more, each of which ends with a full stop.
         follows: another rank's end is why; the launcher names that one instead, if it failed.
+        lost: so it is, and it is one that the others were to go on without, and now cannot.
     """
-    _follows[:] = [follows]
-    text = f"{int(follows)}{' '.join(why.split())}".encode()[:MOST]
+    _follows[:] = [follows or lost]
+    text = f"{2 if lost else int(follows)}{' '.join(why.split())}".encode()[:MOST]
     _told[:] = [why]
     _write(text + b"\0", 0)
 

@@ -374,11 +374,13 @@ class ElasticRun:
         self._broken_at = steps
         if self._broken == MOST:
             read = "" if self._data is None else f" ({self._data.told(steps)})"
-            raise StepError(
+            lost = (
                 f"{MOST} attempts in a row at step {steps + 1} ended because a rank was gone, and none with an update: "
                 f"what ranks read{read} or compute there ends them, and going on would end the others too; look at "
                 "these samples, and go on from a checkpoint without them."
-            ) from error
+            )
+            tell_launcher(lost, lost=True)
+            raise StepError(lost) from error
 
     def _admit(self) -> None:
         """Between two steps: if all ranks know that others wait to join, they do.

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -223,7 +224,8 @@ class Agent(SimpleElasticAgent):
         self._tell_without(worker_group)
         running = self.meeting.num_nodes > 1 or any(worker.returncode is None for worker in ranks)
         if failed and (first := caused(failed, running, echo, late_here, left)) is not None:
-            self.death = self._own(worker_group, first, failed[0].why)
+            lost = next((worker.why for worker in failed if worker.has_lost), "")
+            self.death = self._own(worker_group, first, failed[0].why, lost)
         elif left and self._is_missed(theirs, standing[0]):
             self.death = self._own(worker_group, min(left, key=lambda worker: worker.ended or 0.0), theirs.why)
         else:
@@ -231,6 +233,8 @@ class Agent(SimpleElasticAgent):
             if self.death is not None and self.death.follows and left:
                 first = min(left, key=lambda worker: worker.ended or 0.0)
                 self.death = self._own(worker_group, first, self.death.why)
+        if self.death is not None and self.death.has_lost:
+            self.death = self._lost_with(worker_group, self.death)
         if self.death is not None:
             return self._failed(worker_group, failed)
         if ranks and not by_rank and had == len(self.workers) and self._is_not_taken_in():
@@ -397,11 +401,28 @@ class Agent(SimpleElasticAgent):
         self.meeting.finish()
         return RunResult(WorkerState.FAILED, failures={})
 
-    def _own(self, group: WorkerGroup, worker: Worker, missed: str) -> Death:
-        """This node's first failure, which the other agents are told of. ``missed``: why one failed that needed it."""
+    def _own(self, group: WorkerGroup, worker: Worker, missed: str, lost: str = "") -> Death:
+        """This node's first failure, which the other agents are told of. ``missed``: why one failed that needed it;
+        ``lost``: why ranks cannot go on, of one that was killed."""
         death = self._death_of(group, worker, missed)
+        death = replace(death, lost=lost) if death.returncode < 0 else death
         self.meeting.tell(death)
         return death
+
+    def _lost_with(self, group: WorkerGroup, death: Death) -> Death:
+        """Of whom the others were to go on without, and cannot: a rank of this node, or a host; else what was said."""
+        assert self.members is not None
+        gone = [worker for worker in self.workers if worker.local_rank in self.members.without]
+        nodes = self.meeting.without()
+        if gone:
+            cause = self._death_of(group, max(gone, key=lambda worker: worker.ended or 0.0))
+        elif nodes:
+            cause = Death(-1, 0, self.meeting.host_of(max(nodes)), 0, at=death.at)
+        else:
+            return death
+        cause = replace(cause, lost=death.why)
+        self.meeting.tell(cause)
+        return cause
 
     def _death_of(self, group: WorkerGroup, worker: Worker, missed: str = "") -> Death:
         returncode = worker.returncode or 0
@@ -419,6 +440,7 @@ class Agent(SimpleElasticAgent):
             worker.follows,
             worker.why if returncode else missed,
             worker.steps,
+            has_lost=worker.has_lost,
         )
 
     def _restarts_in_vain(self, death: Death) -> str:

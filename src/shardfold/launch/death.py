@@ -44,6 +44,8 @@ class Death:
         why: what its engine said made it fail, or of one that ended with status 0 that of another, without a full stop;
             "" if nothing; of a launcher that ends its own ranks, why it does.
         steps: updates that its engine had done; None: unknown.
+        lost: of one that the others were to go on without, why they cannot.
+        has_lost: whether ``why`` is that, of another one.
     """
 
     rank: int
@@ -57,6 +59,8 @@ class Death:
     follows: bool = False
     why: str = ""
     steps: int | None = None
+    lost: str = ""
+    has_lost: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -67,13 +71,15 @@ class Death:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Of several the first is the cause: who failed by itself, else who ended well while others needed it."""
+        """Of several the first is the cause: who failed by itself, else who ended well while others needed it; of those
+        that the others cannot go on without the last one."""
         left = self.rank >= 0 and not self.returncode
-        return 2 if self.follows else int(left), self.at
+        return 2 if self.follows else int(left), -self.at if self.lost else self.at
 
     def sentence(self, then: str) -> str:
         """What is said of it: what its engine knows of the cause, rank, host, how it ended, and what was done
         ``then``."""
+        then = f", and {self.lost}{then}" if self.lost else then
         if self.rank < 0:
             ended = how(self.returncode) if self.returncode else "does not answer any more"
             return f"Error: {self.why or f'the launcher on host {self.host} {ended}'}{then}."

@@ -205,7 +205,12 @@ class Worker:
 
     @property
     def follows(self) -> bool:
-        return not self._ended_for and self._told.startswith("1")
+        return not self._ended_for and self._told.startswith(("1", "2"))
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether its engine has said that it cannot go on without ranks that were killed."""
+        return not self._ended_for and self._told.startswith("2")
 
     @property
     def has_left(self) -> bool:
