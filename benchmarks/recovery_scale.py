@@ -10,7 +10,8 @@ runs, in seconds of a core, and counts where it falls; that a record is read cou
 that the host is gone, and all others hear of it from that one, at looks as often as launchers have them. Nothing else
 is simulated: no network, no ranks, which all have stopped, no silence until a host is missed (``--patience``), no
 process groups, which of Gloo connect each two ranks. What of the states moves is counted from the shards' ranges before
-and behind, of AdamW in fp32 under ``zero3``: bytes that a rank needs and has not.
+and behind, of AdamW in fp32 under ``zero3``: bytes that a rank needs and has not. Signs of life
+(``launch/_rendezvous.py``) are what all hosts ask of the store in a tenth of the patience.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from shardfold.comm.membership import Member, Membership
 from shardfold.launch._mail import Mail
 from shardfold.launch._members import pause
+from shardfold.launch._rendezvous import Attempts, RankWaits
 from shardfold.launch._voter import Message, Sent, Voter
+from shardfold.plan.patience import Patience
 
 STATES = 12
 """Bytes of master and two moments."""
@@ -78,24 +81,27 @@ class TimedStore:
 
     Attributes:
         now: of who asks.
+        calls, bytes, busy: so many, of which its texts have so many, and for how many seconds it does something.
     """
 
     def __init__(self, costs: Costs) -> None:
         self._costs, self._free, self.now = costs, 0.0, 0.0
         self._values: dict[str, list[tuple[float, str]]] = {}
-        self.calls = self.bytes = 0
+        self.calls, self.bytes, self.busy = 0, 0, 0.0
 
     def begin(self) -> None:
         """What is there was there before, and from now on time is counted."""
         self._values = {key: [(0.0, values[-1][1])] for key, values in self._values.items()}
         self._free = self.now = 0.0
-        self.calls = self.bytes = 0
+        self.calls, self.bytes, self.busy = 0, 0, 0.0
 
     def _ask(self, *texts: str) -> float:
         """When it is done; the answer comes somewhat later."""
         count = sum(map(len, texts))
         self.calls, self.bytes = self.calls + 1, self.bytes + count
-        done = self._free = max(self.now, self._free) + self._costs.call + count * self._costs.byte
+        takes = self._costs.call + count * self._costs.byte
+        done = self._free = max(self.now, self._free) + takes
+        self.busy += takes
         self.now = done + self._costs.answer - self._costs.call
         return done
 
@@ -124,13 +130,13 @@ class TimedStore:
         at = self._ask(*keys)
         return all(self._read(key, at) for key in keys)
 
-    def get(self, key: str) -> str:
+    def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
-    def multi_get(self, keys: Sequence[str]) -> list[str]:
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         found = [self._read(key, self.now) for key in keys]
         at = self._ask(*keys, *found)
-        return [self._read(key, at) for key in keys]
+        return [self._read(key, at).encode() for key in keys]
 
 
 class Launchers:
@@ -193,6 +199,24 @@ class Launchers:
         self.timed(lambda: self.mails[host].send(out))
 
 
+def signs_of_life(hosts: int, costs: Costs) -> tuple[int, float]:
+    """Calls of the store that those of all hosts take, once each, and for how many seconds it is busy with them."""
+    store, nodes = TimedStore(costs), list[Attempts]()
+    for host in range(hosts):
+        node = Attempts(None, f"host-{host}", None, None, 60.0, Patience())  # pyright: ignore[reportArgumentType]
+        node.node_rank, node.num_nodes, node.store, node.voting = host, hosts, store, range(hosts)
+        nodes.append(node)
+    nodes[0].prepare(store)
+    for _ in range(2):
+        store.begin()
+        for node in nodes:
+            node._beaten = 0.0  # it is time for one
+            node.beat(lambda _: False)
+            node.awaited(RankWaits())
+            node.without()
+    return store.calls, store.busy
+
+
 def moved(before: int, behind: int, gone: range, numel: float) -> tuple[float, float]:
     """Bytes that all ranks together need and have not, and the one that needs most: of ``before`` ranks those of
     ``gone``, a host, are no more, and each of the others had the copy of the host before, too."""
@@ -216,14 +240,18 @@ def main() -> None:
     options = parser.parse_args()
     costs = measured()
     print(f"an answer {costs.answer * 1e6:.0f} us, a call {costs.call * 1e6:.0f} us, a MB {costs.byte * 1e9:.1f} ms\n")
-    print("| hosts | ranks | messages | MB | calls of the store | seconds to agree | GB moved | GB of a rank |")
-    print("|---" * 8 + "|")
+    print("| hosts | ranks | messages | MB | calls | seconds to agree | GB moved | GB of a rank | signs of life, ms |")
+    print("|---" * 9 + "|")
     for hosts in options.hosts:
         launchers = Launchers(hosts, options.each, costs)
         took, ranks = launchers.run(), hosts * options.each
         whole, most = moved(ranks, ranks - options.each, range(ranks - options.each, ranks), options.parameters)
         said = f"{launchers.messages} | {launchers.store.bytes / 1e6:.2f} | {launchers.store.calls}"
-        print(f"| {hosts} | {ranks} | {said} | {took:.2f} | {whole / 1e9:.1f} | {most / 1e9:.2f} |", flush=True)
+        calls, busy = signs_of_life(hosts, costs)
+        life = f"{calls}, {busy * 1e3:.1f}"
+        print(
+            f"| {hosts} | {ranks} | {said} | {took:.2f} | {whole / 1e9:.1f} | {most / 1e9:.2f} | {life} |", flush=True
+        )
 
 
 if __name__ == "__main__":

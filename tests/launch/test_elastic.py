@@ -131,7 +131,7 @@ def test_a_host_whose_only_rank_is_killed_goes_on_if_that_rank_could_have(elasti
     code = f"import os, signal; os.pwrite(os.open(os.environ[{FILE!r}], os.O_RDWR), b'{elastic:d}', {ELASTIC})"
     command = [sys.executable, "-c", f"{code}; os.kill(os.getpid(), signal.SIGKILL)"]
     store = dist.HashStore()
-    store.set(f"{QUEUE}/ranks/0", '["first", [[0, 0]]]')
+    store.set(f"{QUEUE}/first", Membership(0, (Member(0, 0), Member(1, 1)), size=2).to_json())
     rank = Worker(0, command, dict(os.environ), (Outlet(), Outlet()))
     watch([rank])
     meeting = Attempts(None, "host", None, None, 60.0, Patience(3.0))  # pyright: ignore[reportArgumentType]

@@ -17,9 +17,41 @@ from typing import Any
 
 from shardfold.launch._voter import Message
 
-__all__ = ["Mail"]
+__all__ = ["Log", "Mail"]
 
 TO, ALL = "shardfold/epochs/to", "shardfold/epochs/all"
+
+
+class Log:
+    """What several say, each of it under the number that a counter gives; who reads it, does that once. What was
+    counted and is not written is left open.
+
+    Args:
+        store: that all have.
+        key: of the counter.
+    """
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+        self._counted, self._open = 0, list[int]()
+
+    def say(self, text: str) -> int:
+        """As which of all."""
+        number = self._store.add(self._key, 1)
+        self._store.set(f"{self._key}/{number}", text)
+        return number
+
+    def read(self, counted: int | None = None) -> list[bytes]:
+        """What was said since; ``counted``: what the counter is, if that is known."""
+        before, self._counted = self._counted, self._store.add(self._key, 0) if counted is None else counted
+        self._open += range(before + 1, self._counted + 1)
+        if not self._open:
+            return []
+        keys = {number: f"{self._key}/{number}" for number in self._open}
+        if not self._store.check(list(keys.values())):
+            keys = {number: key for number, key in keys.items() if self._store.check([key])}
+        self._open = [number for number in self._open if number not in keys]
+        return list(self._store.multi_get(list(keys.values()))) if keys else []
 
 
 class Mail:
@@ -33,7 +65,7 @@ class Mail:
     def __init__(self, store: Any, me: int) -> None:
         self._store, self._me = store, me
         self._own = f"{TO}/{me}"
-        self._counted, self._open = 0, list[int]()  # of what is for this node; what was counted and is not there yet
+        self._log = Log(store, self._own)
         self._counted_for_all = self._read_of_all = self._said = 0
         for counter in (self._own, ALL):
             store.add(counter, 0)
@@ -42,8 +74,7 @@ class Mail:
         """Says what is for others."""
         for message, targets in _together(messages):
             if len(targets) == 1:
-                number = self._store.add(f"{TO}/{message.target}", 1)
-                self._store.set(f"{TO}/{message.target}/{number}", message.to_json())
+                Log(self._store, f"{TO}/{message.target}").say(message.to_json())
                 continue
             self._said += 1
             text = json.dumps([self._me, self._said, _ranges(targets), message.to_json()])
@@ -55,19 +86,10 @@ class Mail:
     def read(self) -> list[Message]:
         """What others have said since."""
         counted, for_all = map(int, self._store.multi_get([self._own, ALL]))
-        texts = self._read_own(counted) if counted > self._counted or self._open else []
+        texts = self._log.read(counted)
         if for_all > self._counted_for_all:
             texts += self._read_for_all(for_all)
         return [Message.from_json(text) for text in texts]
-
-    def _read_own(self, counted: int) -> list[bytes]:
-        self._open += range(self._counted + 1, counted + 1)
-        self._counted = counted
-        keys = {number: f"{self._own}/{number}" for number in self._open}
-        if not self._store.check(list(keys.values())):
-            keys = {number: key for number, key in keys.items() if self._store.check([key])}
-        self._open = [number for number in self._open if number not in keys]
-        return list(self._store.multi_get(list(keys.values()))) if keys else []
 
     def _read_for_all(self, counted: int) -> list[str]:
         """As many as were counted are there, and one more where who has written it is gone before it was counted."""

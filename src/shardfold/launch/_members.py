@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from shardfold.comm.answered import Answered, answered
 from shardfold.comm.membership import Member, Membership
 from shardfold.comm.shared_folders import remove_left
-from shardfold.launch._mail import Mail
+from shardfold.launch._mail import Log, Mail
 from shardfold.launch._rendezvous import GONE, Attempts, join_store
 from shardfold.launch._voter import Message, Sent, Voter
 from shardfold.launch.workers import Worker
@@ -40,6 +40,7 @@ from shardfold.launch.workers import Worker
 __all__ = ["Members"]
 
 QUEUE, ENDED = "shardfold/epochs", "shardfold/ended"
+READY = f"{QUEUE}/ready"
 LOOK, AWAKE, EACH = 0.05, 0.002, 5e-5
 """Seconds between two looks: at what other launchers say, and at ranks that are about to stop; the last one times the
 number of launchers at least, as all look into one store, which else has no time for what they say."""
@@ -94,6 +95,7 @@ class Members:
         self._lock = threading.RLock()
         self._wake, self._over = threading.Event(), False
         self._mail: Mail | None = None  # in the present store
+        self._places: Log | None = None  # there, too: where stores of nodes are that may take its place
         self._tried = 0.0
         self._offered: tuple[str, int, Any] | None = None  # a store that the next epoch may take
         self._served: list[Any] = []  # that of the present one, then of the one before, which ranks still leave
@@ -193,26 +195,33 @@ class Members:
         """Every rank learns its place in epoch 0, which is what the launchers have started."""
         remove_left()  # of a run that was killed with all of its processes
         if self._several:
-            self._mail = Mail(self._store, self._agent)
+            self._mail, self._places = Mail(self._store, self._agent), Log(self._store, READY)
         if self._meeting.came_later:
             with self._lock:
                 self._voter = Voter(self._agent, Membership.from_json(self._store.get(f"{QUEUE}/record")))
             return
         mine = [[uid, worker.local_rank] for uid, worker in self._mine.items()]
-        each = [mine]
-        if self._begun > 1:
-            self._store.set(f"{QUEUE}/ranks/{self._agent}", json.dumps([self._meeting.host, mine]))
-            keys = [f"{QUEUE}/ranks/{node}" for node in range(self._begun)]
-            hosts, each = zip(*(json.loads(text) for text in self._store.multi_get(keys)), strict=True)
-            self._meeting.hosts.update(enumerate(hosts))
-        members = [Member(uid, node, local) for node, said in enumerate(each) for uid, local in said]
-        record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)), size=len(members))
-        if self._meeting.opened is not None:
-            record = replace(record, most=self._meeting.opened.most * self._each, nodes=self._begun)
+        if self._agent:
+            self._store.set(f"{QUEUE}/ranks/{self._agent}", json.dumps(mine))
+            record = Membership.from_json(self._store.get(f"{QUEUE}/first"))
+        else:
+            record = self._first(mine)
         with self._lock:
             self._voter = Voter(self._agent, record)
             self._publish(record)
             self._say_record(record)
+
+    def _first(self, mine: list[list[int]]) -> Membership:
+        """The record of epoch 0, which node 0 makes of what all others say, and says to them."""
+        keys = [f"{QUEUE}/ranks/{node}" for node in range(1, self._begun)]
+        each = [mine, *map(json.loads, self._store.multi_get(keys) if keys else ())]
+        members = [Member(uid, node, local) for node, said in enumerate(each) for uid, local in said]
+        record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)), size=len(members))
+        if self._meeting.opened is not None:
+            record = replace(record, most=self._meeting.opened.most * self._each, nodes=self._begun)
+        if keys:
+            self._store.set(f"{QUEUE}/first", record.to_json())
+        return record
 
     def _look_anywhere(self) -> None:
         """The same as :meth:`_look`, in another store if the present one is gone.
@@ -229,20 +238,20 @@ class Members:
     def _stand_by(self) -> None:
         """A store of this node is ready to take the place of the present one, and it is known where the others' are."""
         lives = any(worker.returncode is None for worker in self._mine.values())  # and says what it can
+        assert self._places is not None
         if self._ready is None and lives and self._are_elastic():
             address, port, self._ready = self._open_store()
             self._prepared = self._meeting.prepare(self._ready)
-            self._store.set(f"{QUEUE}/ready/{self._agent}", json.dumps([address, port]))
+            self._places.say(json.dumps([self._agent, address, port, self._meeting.host]))
         if self._ready is None or self._voter is None:
             return
         self._meeting.open()
         self._meeting.let_vote(self._voter.record.agents)
         if self._prepared < self._meeting.num_nodes:
             self._prepared = self._meeting.prepare(self._ready, self._prepared)
-        for node in range(self._meeting.num_nodes):
-            if node not in self._others and self._store.check([f"{QUEUE}/ready/{node}"]):
-                address, port = json.loads(self._store.get(f"{QUEUE}/ready/{node}"))
-                self._others[node] = address, port
+        if len(self._others) < self._meeting.num_nodes:
+            for node, address, port, host in map(json.loads, self._places.read()):
+                self._others[node], self._meeting.hosts[node] = (address, port), host
 
     def _move(self) -> bool:
         """The store of the next node takes the place of the one that is gone; whether there is one."""
@@ -253,7 +262,8 @@ class Members:
             try:
                 store = joined.result()
                 self._meeting.move_to(store, node, self._others[node], unreached)
-                self._store, self._mail, self._told_end = store, Mail(store, self._agent), False
+                self._store, self._mail, self._places = store, Mail(store, self._agent), Log(store, READY)
+                self._told_end = False
                 self._say_record(self._voter.record)
                 self._take(self._voter.suspect(gone))
             except (*GONE, RendezvousError):

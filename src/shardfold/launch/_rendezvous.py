@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from shardfold.comm._second_line import SecondLine
 from shardfold.comm.answered import Answered, StoreLine
 from shardfold.errors import ConfigError
+from shardfold.launch._mail import Log
 from shardfold.launch._open_run import GONE, OpenRun
 from shardfold.launch.death import Death
 from shardfold.launch.decision import Node
@@ -138,6 +139,7 @@ class Attempts(RendezvousHandler):
         self._without: set[int] = set()  # those of them that the others go on without
         self._awaits = NOBODY  # which ranks those of this node wait for, and did in vain, as others were told
         self._awaited: tuple[float, RankWaits] = 0.0, NOBODY  # and those of others; behind which sign of life
+        self._put = 0, 0  # how often nodes had said theirs, and how many are gone, when that was put together last
         self.voting: Collection[int] = ()  # nodes of which a majority has to be there; empty: any number is enough
         self._majority = 0.0, 0.0  # when one was last heard of; and when that was last asked
         self._told_majority = b""
@@ -155,7 +157,7 @@ class Attempts(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.store, self.hub, self.hosts = None, 0, {}  # closes the dead attempt's
         self.finished, self._beats, self._lost, self._without = False, {}, set(), set()
-        self._awaits, self._awaited = NOBODY, (0.0, NOBODY)
+        self._awaits, self._awaited, self._put = NOBODY, (0.0, NOBODY), (0, 0)
         self.voting, self._moved, self._unreached, self._majority = (), 0.0, (), (0.0, 0.0)
         self._endpoint = Endpoint(self.inner)
         if self.opened is not None and (came := self._come_in(self.opened)) is not None:
@@ -221,13 +223,9 @@ class Attempts(RendezvousHandler):
         self.opened.tell(*self._place)
 
     def _grow(self) -> None:
-        """Learns of nodes that have come later, and their names, and, where the store is here, lets them in."""
+        """Learns of nodes that have come later, and, where the store is here, lets them in."""
         if self.opened is None:
             return
-        for node in {*range(self.num_nodes)}.difference(self.hosts):
-            host, _, said = self.store.get(f"shardfold/beat/{node}").decode().rpartition(":")
-            if f":{said}" != NOT_YET:
-                self.hosts[node] = host
         if self.node_rank != self.hub:
             self.num_nodes = max(self.num_nodes, json.loads(self.store.get("shardfold/nodes"))[0])
             return
@@ -246,6 +244,7 @@ class Attempts(RendezvousHandler):
             store.set(f"shardfold/awaits/{rank}", NOBODY.to_json())
         if not first:
             store.set("shardfold/majority", "")
+            store.set("shardfold/awaited", NOBODY.to_json())
         store.set("shardfold/nodes", json.dumps([nodes, self.node_rank]))
         return nodes
 
@@ -284,6 +283,7 @@ class Attempts(RendezvousHandler):
         self.store, self.hub, self.finished = store, hub, False
         self._moved, self._unreached, self._told_majority = time.monotonic(), unreached, b""
         self._beaten, self._beats, self._awaits, self._awaited = 0.0, {}, NOBODY, (0.0, NOBODY)
+        self._put = 0, 0
 
     def _await_answer(self, host: str, port: int) -> None:
         """
@@ -334,11 +334,10 @@ class Attempts(RendezvousHandler):
         """Tell the other agents of a death in this attempt."""
         with suppress(*GONE):
             if self.store is not None:
-                self._tell(self.store, self.node_rank, death)
+                self._tell(self.store, death)
 
-    def _tell(self, store: Any, rank: int, death: Death) -> None:
-        store.set(f"shardfold/death/{rank}", death.to_json())
-        if store.add("shardfold/deaths", 1) == 1:
+    def _tell(self, store: Any, death: Death) -> None:
+        if Log(store, "shardfold/deaths").say(death.to_json()) == 1:
             store.set("shardfold/death", death.to_json())
 
     def tell_no_more(self) -> None:
@@ -362,7 +361,7 @@ class Attempts(RendezvousHandler):
             with suppress(*GONE):
                 if self._place is not None:
                     store = self._opened(*self._place)
-                    self._tell(store, self.node_rank, Death(-1, 0, self.host, 0, at=time.time()))
+                    self._tell(store, Death(-1, 0, self.host, 0, at=time.time()))
                     self._tell_no_more(store, self.node_rank)
 
         telling = threading.Thread(target=tell, name="shardfold-part", daemon=True)
@@ -383,11 +382,9 @@ class Attempts(RendezvousHandler):
                 if self.node_rank == self.hub:
                     self._look_for_lost(time.monotonic())
                 time.sleep(POLL)
-            for rank in range(self.num_nodes):
-                if self.store.check([f"shardfold/death/{rank}"]):
-                    death = Death.from_json(self.store.get(f"shardfold/death/{rank}"))
-                    if earliest is None or death.order < earliest.order:
-                        earliest = death
+            for death in map(Death.from_json, Log(self.store, "shardfold/deaths").read()):
+                if earliest is None or death.order < earliest.order:
+                    earliest = death
         except GONE:
             if earliest is None:
                 return Death(-1, 0, self.host_of(self.hub), 0, at=time.time(), follows=True)
@@ -463,7 +460,7 @@ class Attempts(RendezvousHandler):
 
     def awaited(self, ours: RankWaits) -> RankWaits:
         """What the ranks of all nodes wait for; other nodes are told of ``ours``. Asked as often as signs of life are
-        given."""
+        given. The node that has the store reads what each says when one says something new, and tells all."""
         if self.num_nodes == 1:
             return ours
         if self._beaten == self._awaited[0]:
@@ -471,10 +468,20 @@ class Attempts(RendezvousHandler):
         with suppress(*GONE):
             if self._awaits != ours:
                 self.store.set(f"shardfold/awaits/{self.node_rank}", ours.to_json())
+                self.store.add("shardfold/awaits", 1)
                 self._awaits = ours
-            keys = [f"shardfold/awaits/{node}" for node in range(self.num_nodes) if node not in self._without]
-            self._awaited = self._beaten, RankWaits.of_all(self.store.multi_get(keys))
+            if self.node_rank == self.hub:
+                self._put_together()
+            self._awaited = self._beaten, RankWaits.of_all([self.store.get("shardfold/awaited")])
         return self._awaited[1]
+
+    def _put_together(self) -> None:
+        """What the ranks of all nodes wait for."""
+        known = self.store.add("shardfold/awaits", 0), len(self._without)
+        if known != self._put:
+            keys = [f"shardfold/awaits/{node}" for node in range(self.num_nodes) if node not in self._without]
+            self.store.set("shardfold/awaited", RankWaits.of_all(self.store.multi_get(keys)).to_json())
+            self._put = known
 
     def _look_for_lost(
         self, now: float, goes_on: Callable[[int], bool] = lambda node: False, among: Collection[int] = ()
@@ -500,7 +507,7 @@ class Attempts(RendezvousHandler):
                     self._tell_no_more(self.store, rank)
                     continue
                 lost = Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
-                self._tell(self.store, rank, lost)
+                self._tell(self.store, lost)
                 self._tell_no_more(self.store, rank)
         return lost
 
