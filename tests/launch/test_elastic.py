@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -144,6 +145,14 @@ def test_a_host_whose_only_rank_is_killed_goes_on_if_that_rank_could_have(elasti
         assert members.takes(rank) is elastic
     finally:
         members.close()
+
+
+def test_stores_that_may_take_the_place_of_one_that_is_gone_are_asked_at_once() -> None:
+    members, met = object.__new__(Members), Barrier(3)
+    members._agent, members._ready, members._others = 4, "own", {node: ("host", node) for node in range(5)}
+    members._joined = lambda place: (met.wait(10.0), place)[1]  # each answers when all have been asked
+    found = {node: joined.result() for node, joined in members._stores_behind(0)}
+    assert found == {1: ("host", 1), 2: ("host", 2), 3: ("host", 3), 4: "own"}
 
 
 @linux

@@ -90,6 +90,7 @@ class Members:
         self._waiting: dict[int, Worker] = {}  # those that may take a rank's place, by number
         self.without: set[int] = set()
         self.gone: list[str] = []
+        self._given_up = set[int]()  # nodes of which others hear nothing any more, as they have said
         self.failed = ""
         self._voter: Voter | None = None
         self._lock = threading.RLock()
@@ -379,6 +380,7 @@ class Members:
         """Hears what other launchers have said."""
         assert self._voter is not None and self._mail is not None
         for message in self._mail.read():
+            self._given_up |= message.suspects
             self._take(self._voter.receive(message))
 
     def _stop(self) -> None:
@@ -437,7 +439,7 @@ class Members:
             uids = [str(each.uid) for each in gone if each.agent == node]
             ranks = f"rank{'s' * (len(uids) > 1)} {', '.join(uids)}"
             host = self._meeting.host_of(node)
-            lost = self._voter is not None and node in self._voter.suspects
+            lost = self._voter is not None and node in self._voter.suspects | self._given_up
             who = f"host {host} is lost, with {ranks}" if lost else f"{ranks} on host {host} ended"
             self.gone.append(f"{who}{then}")
 

@@ -354,7 +354,7 @@ class Voter:
         if len(heard.accepted) < self.record.majority or heard.proposed is None:
             return heard, ()
         others = sorted({*self.record.agents, *heard.proposed.agents} - {self.me})
-        said = tuple(self._say("DECIDED", agent, record=heard.proposed) for agent in others)
+        said = tuple(self._told(self._say("DECIDED", agent, record=heard.proposed)) for agent in others)
         decided, sent = heard._take(heard.proposed)
         return decided, (*said, *sent)
 
