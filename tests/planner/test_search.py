@@ -147,6 +147,9 @@ def test_copies_take_memory_links_and_updates(subject: Subject) -> None:
     found = sf.plan.best(GPT(SHAPE), subject.batch, gpus="2xL4", layouts=("zero2",), modes=("keep",), survive="rank")
     assert found.candidate.engine["layout"] == sf.PRESETS["zero2"].replace(copies="rank")
     assert found.candidate.train["elastic"] and "copies='rank'" in found.candidate.unsaid
+    exact = replace(found.candidate, exact=True)
+    assert exact.table == sf.Runtime(survive="rank", exact=True).in_table(sf.PRESETS["zero2"])
+    assert TrainConfig.load(exact.train).exact and "Runtime(exact=True)" in exact.unsaid
     with pytest.raises(ConfigError, match=r"survive= is 'hots': it says who holds.*Did you mean 'host'"):
         sf.plan.best(GPT(SHAPE), subject.batch, gpus="2xL4", survive="hots")
 

@@ -35,6 +35,7 @@ IDLE: list[tuple[type[RecipeSettings], dict[str, Any], str, dict[str, Any]]] = [
     (TrainConfig, {"elastic": True, "tensor": 2}, "give each of --tensor, .* and --expert 1", {"tensor": 1}),
     (TrainConfig, {"elastic": True, "offload": "disk"}, "with gradients on disk: give --offload", {"offload": "host"}),
     (TrainConfig, {"spares": 1}, "give --elastic", {"elastic": True}),
+    (TrainConfig, {"exact": True}, "ranks that die or come in: give --elastic", {"elastic": True}),
     (TrainConfig, {"spares": 1, "elastic": True, "micro_batch": "max"}, "-batch a number", {"micro_batch": 2}),
     (TrainConfig, {"elastic": True, "optimizer": "muon"}, "give --optimizer adamw", {"optimizer": "adamw"}),
     (FaceConfig, {"elastic": True}, "give --head replicated", {"head": "replicated"}),

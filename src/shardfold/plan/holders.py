@@ -17,7 +17,7 @@ from shardfold.plan.checks import human
 from shardfold.plan.layout import DATA_AXES, Layout, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec, shard_index
 
-__all__ = ["Holders", "death_told", "holders", "holders_told", "lost_told", "usual_hosts"]
+__all__ = ["Holders", "death_told", "holders", "holders_told", "lost_told", "spare_told", "usual_hosts"]
 
 WAITS = 0.32e9
 """Bytes of host memory of a process that waits, as measured: what its imports take."""
@@ -132,6 +132,11 @@ def lost_told(found: Mapping[str, Holders], *, by_host: bool = True) -> str:
     return f"lost with any one rank: {rank}" + (f"; with any one host: {host}" if by_host else "")
 
 
+def spare_told() -> str:
+    """What a spare takes before it has a place."""
+    return f"while it waits it holds {human(WAITS)} of host memory"
+
+
 def death_told(
     layout: Layout, mesh: Mesh, found: Mapping[str, Holders], held: Mapping[tuple[str, Tier], float]
 ) -> list[str]:
@@ -152,5 +157,5 @@ def death_told(
     return [
         "if a rank dies and the others go on (sf.ElasticRun):",
         f"  without a spare each has {ranks / (ranks - 1):.3g} times as much to do, and to hold of what they split",
-        f"  with a spare, that reads {human(states)} of states; while it waits it holds {human(WAITS)} of host memory",
+        f"  with a spare, that reads {human(states)} of states; {spare_told()}",
     ]

@@ -10,7 +10,7 @@ from shardfold.errors import ConfigError
 from shardfold.parallel.parallel import Parallel
 from shardfold.plan import presets
 from shardfold.plan.copies import WORDS
-from shardfold.plan.layout import Layout
+from shardfold.plan.layout import ORDERED, Layout
 from shardfold.plan.rewrites import Overlap
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.seconds import Seconds
@@ -39,6 +39,7 @@ class Candidate:
         reduce: the same of gradients.
         copies: who holds the optimizer's states of a rank once more, ``"rank"`` or ``"host"``; empty: as the layout has
             it.
+        exact: whether gradients are summed in the order of ranks, as by ``Runtime(exact=True)``.
     """
 
     layout: str
@@ -51,6 +52,7 @@ class Candidate:
     gather: str = ""
     reduce: str = ""
     copies: str = ""
+    exact: bool = False
 
     @property
     def wires(self) -> dict[str, str]:
@@ -65,7 +67,8 @@ class Candidate:
     @property
     def changes(self) -> dict[str, str]:
         """What of the table is not as the layout has it."""
-        return self.wires | ({"copies": self.copies} if self.copies else {})
+        ordered = {"reduce": f"{presets.named(self.layout).reduce}{ORDERED}"} if self.exact else {}
+        return self.wires | ({"copies": self.copies} if self.copies else {}) | ordered
 
     @property
     def table(self) -> Layout:
@@ -104,7 +107,8 @@ class Candidate:
         }
         if "pipeline" in self.division.axes:
             found["order"] = self.division.order
-        found |= {"elastic": True} if self.copies == WORDS[0] else {}
+        if self.copies == WORDS[0]:
+            found |= {"elastic": True} | ({"exact": True} if self.exact else {})
         return found | ({"sequence_parallel": True} if self.division.sequence_parallel else {})
 
     @property
@@ -153,6 +157,8 @@ class Candidate:
             said.append(f"{self.wired} (the layout of Engine)")
         if self.copies:
             said.append(f"copies={self.copies!r} (the layout of Engine)")
+        if self.exact:
+            said.append("sums in the order of ranks (Runtime(exact=True))")
         return f"a DeepSpeed config has no words for {'; '.join(said)}." if said else ""
 
     def __str__(self) -> str:

@@ -77,6 +77,7 @@ def rank(
     prefetches: Iterable[int] = (1,),
     wire: AutoWire | None = None,
     copies: str = "",
+    exact: bool = False,
     moments: int = 2,
     tick: Callable[[str], None] = lambda doing: None,
     **limits: Any,
@@ -93,7 +94,7 @@ def rank(
         modes: of activations.
         prefetches: units gathered ahead.
         wire: the wires that may be taken besides those of the layouts; None: none.
-        copies: as of a :class:`Candidate`, of each.
+        copies, exact: as of a :class:`Candidate`, of each.
         moments: that the optimizer keeps of each element.
         tick: called with what is looked at next.
         limits: ``batch``, ``most`` and ``host``, as of :class:`~shardfold.planner.walks.Walks`.
@@ -103,7 +104,8 @@ def rank(
 
     def space(walks: Walks, division: Division, said: str) -> Iterator[Candidate]:
         for layout in names:
-            plain = Candidate(layout=layout, mode=chosen[0], precision=str(precision), division=division, copies=copies)
+            same: dict[str, Any] = {"precision": str(precision), "copies": copies, "exact": exact}
+            plain = Candidate(layout=layout, mode=chosen[0], division=division, **same)
             wired = wire is not None and not walks.resting_too_much(plain.table)
             for wires in walks.wires(plain, wire) if wire is not None and wired else [{}]:
                 for mode in chosen:

@@ -56,6 +56,8 @@ EFFECTS = (
     Effect("survive", lambda plan: not plan.inference, "--inference plans no training"),
     Effect("survive", lambda plan: plan.html is None, "the page of --html has no copies"),
     Effect("survive", lambda plan: plan.optimizer == "adamw", "copies are of AdamW's states", "give --optimizer adamw"),
+    Effect("exact", lambda plan: plan.survive is not None, "it is about ranks that die", "give --survive rank"),
+    Effect("wire", lambda plan: not plan.exact, "with --exact gradients travel as layouts have them"),
     Effect(
         "galore_rank",
         lambda plan: plan.optimizer.startswith("galore"),
@@ -150,6 +152,9 @@ GaloreRank = Annotated[int, typer.Option(min=1, max=2**16, help="Rank of what Ga
 Survive = Annotated[
     str | None, typer.Option(help="Who holds a copy of each rank's optimizer states: another rank, or a host.")
 ]
+Exact = Annotated[
+    bool, typer.Option("--exact", help="Sums in the order of ranks, whose bits do not depend on how many these are.")
+]
 Price = Annotated[float | None, typer.Option(help="Price of a device for an hour: says what 10^9 tokens cost.")]
 
 
@@ -175,6 +180,7 @@ def plan(
     order: Order = None,
     wire: Wire = None,
     survive: Survive = None,
+    exact: Exact = False,
     real: Real = False,
     price: Price = None,
     optimizer: OptimizerName = "adamw",
@@ -193,7 +199,7 @@ def plan(
     check_effects(plan, locals(), EFFECTS)
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: give what a device costs an hour, above 0.")
-    tables, auto, size = _checked(activations, layout, precision, wire, micro_batch, gpus, survive)
+    tables, auto, size = _checked(activations, layout, precision, wire, micro_batch, gpus, survive, exact=exact)
     check_optimizer(optimizer)
     if weights not in ("memory", "host", "disk"):
         raise ConfigError(f"--weights {weights}: it is memory, host or disk.")
@@ -228,7 +234,7 @@ def plan(
         )  # fmt: skip
     fits = print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate or 1, length=length,
-        tables=tables, modes=activations or list(MODES), batch=batch, host=host, survive=survive,
+        tables=tables, modes=activations or list(MODES), batch=batch, host=host, survive=survive, exact=exact,
         divisions=divisions, wire=auto, real=real or None, price=price, optimizer=optimizer, galore_rank=galore_rank,
     )  # fmt: skip
     if not fits:
@@ -243,13 +249,15 @@ def _checked(
     micro_batch: str | None,
     gpus: str,
     survive: str | None,
+    *,
+    exact: bool,
 ) -> tuple[dict[str, Layout], AutoWire | None, int | str | None]:
     """Tables by name, wires, and samples of a micro-batch, of options that name something.
 
     Raises:
         ConfigError: one names nothing, or they do not go together.
     """
-    from shardfold.plan.layout import Precision
+    from shardfold.plan.layout import ORDERED, Precision
     from shardfold.planner.hardware import cluster
     from shardfold.planner.ranking import layouts_for
 
@@ -262,6 +270,8 @@ def _checked(
         raise ConfigError("--wire is a dimension of a search, which has no --micro-batch: leave one of them out.")
     names = layout or layouts_for(cluster(gpus))
     tables = {name: presets.named(name).replace(copies=survive) for name in names}
+    if exact:
+        tables = {name: table.replace(reduce=f"{table.reduce}{ORDERED}") for name, table in tables.items()}
     if wire is None:
         return tables, None, size
     from shardfold.plan.auto_wire import AutoWire

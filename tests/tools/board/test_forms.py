@@ -170,7 +170,7 @@ def test_each_setting_is_in_the_form_that_a_run_makes(recipe: str) -> None:
             beside["experts"] = "80"
         if name == "beta" and recipe == "grpo":
             beside["reference"] = "copy"
-        if name == "spares":
+        if name in ("spares", "exact"):
             beside["elastic"] = True
         if name in ("elastic", "spares") and recipe == "face":
             beside["head"] = "replicated"

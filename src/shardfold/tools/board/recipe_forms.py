@@ -41,7 +41,7 @@ GROUPS = {
     "Steps": "steps epochs micro_batch batch accumulate lr schedule optimizer matrix_lr warmup weight_decay clip_norm "
     "galore_rank galore_every galore_scale value_lr nonfinite seed",
     "Ranks and memory": "procs layout gather reduce offload tensor sequence_parallel sequence attention expert "
-    "pipeline order precision memory activations elastic spares",
+    "pipeline order precision memory activations elastic spares exact",
     "Evaluation and checkpoints": "eval_every eval_windows save_every keep sample temperature peak_flops far matcher "
     "cache track",
 }

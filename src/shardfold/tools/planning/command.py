@@ -53,12 +53,13 @@ def print_plan(
     optimizer: str = "adamw",
     galore_rank: int = 16,
     survive: str | None = None,
+    exact: bool = False,
 ) -> bool:
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
     train that fits; returns whether anything fits. ``model``: a name, or what makes it for a division."""
     where, room = cluster(gpus, memory=memory), host_bytes(host)
     searched: dict[str, Any] = {"precision": precision, "layouts": tables, "modes": modes, "batch": batch, "wire": wire}
-    searched |= {"host": room, "copies": survive or ""}
+    searched |= {"host": room, "copies": survive or "", "exact": exact}
 
     def make(division: Division | None = None) -> Planned:
         with _making(model if isinstance(model, str) else "a model"):
@@ -75,7 +76,7 @@ def print_plan(
         with _traced(planned) as tick:
             found = rank(planned.subject, where, divisions, tick=tick, **searched)
         found = replace(found, refused=[replace(r, why=_by_command(r.why, planned)) for r in found.refused])
-        return _print_found(found, where, precision, name, price, show.lost(tables, where.mesh, precision))
+        return _print_found(found, where, precision, name, price, show.lost(planned, tables, where.mesh, precision))
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
     planned = make(division)
@@ -84,7 +85,7 @@ def print_plan(
     if micro_batch is None:
         with _traced(planned) as tick:
             found = rank(planned.subject, where, tick=tick, **searched)
-        return _print_found(found, where, precision, name, price, show.lost(tables, mesh, precision))
+        return _print_found(found, where, precision, name, price, show.lost(planned, tables, mesh, precision))
     on = PlannedRank.on(where, division, precision=precision, micro_batches=accumulate, host=room)
     size = micro_batch if isinstance(micro_batch, int) else None
     with _traced(planned) as tick:
@@ -99,7 +100,7 @@ def print_plan(
     print(show.detail(best))
     if not fitting:
         print(f"Nothing fits: {best.why}")
-    _print_notes(show.lost(tables, mesh, precision))
+    _print_notes(show.lost(planned, tables, mesh, precision))
     _print_notes(show.notes((one.plan.zeros for one in each), (one.loss for one in each), where, precision))
     return bool(fitting)
 

@@ -11,7 +11,8 @@ from shardfold.parallel.pipeline.stage_order import choose_order, make_order
 from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
 from shardfold.plan.checks import human
-from shardfold.plan.holders import holders, lost_told, usual_hosts
+from shardfold.plan.cost import resting_bytes
+from shardfold.plan.holders import death_told, holders, lost_told, usual_hosts
 from shardfold.plan.layout import Layout, Precision, Sizes, Tier
 from shardfold.planner.candidate import STAGES, Candidate, FittingCandidate
 from shardfold.planner.choice import Option
@@ -145,8 +146,9 @@ def _step(option: Option) -> str:
     return "-" if option.seconds is None else f"{option.seconds.step:.3g} s"
 
 
-def lost(tables: Mapping[str, Layout], sizes: Sizes, precision: str) -> str:
-    """What of each layout's states is lost with a rank and with a host; those that lose alike have one line."""
+def lost(model: Planned, tables: Mapping[str, Layout], sizes: Sizes, precision: str) -> str:
+    """What of each layout's states is lost with a rank and with a host, and, where ranks hold copies, what a rank's
+    death costs those that go on; layouts of which the same is true have one line."""
     mesh = Mesh.of(sizes)
     if mesh.size == 1:
         return ""
@@ -155,6 +157,11 @@ def lost(tables: Mapping[str, Layout], sizes: Sizes, precision: str) -> str:
         on = Mesh(mesh.axes, table.rare)
         found = holders(table.bind(policy, on), on, usual_hosts(on))
         said.setdefault(lost_told(found, by_host=mesh.get("inter", 1) > 1), []).append(name)
+        if table.copies:
+            rules, cuts = model.subject.cuts(table, policy, on)
+            held = resting_bytes(rules.layouts[-1], [cut.spec for cut in cuts if cut.spec is not None], on)
+            if told := death_told(rules.layouts[-1], on, found, held):
+                said.setdefault(f"{told[0]} {'; '.join(map(str.strip, told[1:]))}", []).append(name)
     return "\n".join(f"{', '.join(names)}: {what}" for what, names in said.items())
 
 

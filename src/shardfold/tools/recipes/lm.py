@@ -165,7 +165,7 @@ class LanguageRun(RunOnRanks):
             clip_norm=clip_of(config),
             lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
             init=sf.Init(seed=config.seed),
-            runtime=sf.Runtime(survive="rank" if config.elastic else None),
+            runtime=sf.Runtime(survive="rank" if config.elastic else None, exact=config.exact),
         )
 
     def changed(self) -> None:

@@ -244,6 +244,7 @@ SPARES_KNOW = Effect(
     "give --micro-batch a number",
 )
 TRAIN_EFFECTS = (
+    Effect("exact", lambda run: run.elastic, "it is about ranks that die or come in", "give --elastic"),
     Effect(
         "elastic",
         lambda run: all(size == 1 for size in run.axes().values()),
@@ -408,6 +409,11 @@ class TrainConfig(RecipeSettings):
         ge=0,
         description="Processes beside those of --procs that wait, with all imports done, to take the place of ranks "
         "that are killed.",
+    )
+    exact: bool = Field(
+        False,
+        description="With --elastic: sums in the order in which ranks began, so that weights are the same to the bit, "
+        "whatever ranks die or come in. It takes more bytes on the way.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")
