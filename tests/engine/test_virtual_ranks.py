@@ -267,7 +267,11 @@ def test_the_loop_of_a_run() -> None:
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
         assert run.engine.accumulate == ACCUMULATE and run.engine.micro_batch_weight is None
         assert not list(run.batches(loader, steps=STEPS)) and not list(run.batches(loader, epochs=1))
-        sizes = [len(batch) for batch in islice(run.batches(sampler(), together=True), ACCUMULATE)]
+        sizes: list[int] = []
+        for indices in run.batches(sampler(), steps=STEPS + 1, together=True):
+            run.engine.backward(loss_of(run.engine.module, rows[indices]))
+            run.engine.step()
+            sizes.append(len(indices))
         assert sizes == [2 * VIRTUAL] * ACCUMULATE
 
 

@@ -3,8 +3,9 @@ kills its ranks is in a callback.
 
 python elastic_lightning_script.py FOLDER STAGE ACCUMULATE STEPS RANK:STEP:MILLISECONDS ...
 
-A rank dies so many milliseconds behind the beginning of a step: at once, or by a timer, wherever it is then. What a
-training step of its reads is written into FOLDER/read-RANK.
+A rank dies so many milliseconds behind the beginning of a step: at once, or by a timer, wherever it is then; if they
+are below 0, so many behind the end of that many steps, of which each fifth is saved, and a validation follows each
+eighth. What a training step of its reads is written into FOLDER/read-RANK.
 """
 
 from __future__ import annotations
@@ -95,10 +96,16 @@ class Ends(L.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         later = self.moments.pop(trainer.global_step, None)
-        if later:
+        if later and later > 0:
             threading.Timer(later / 1e3, end).start()
         elif later == 0:
             end()
+        elif later:
+            self.moments[trainer.global_step] = later
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.moments.get(trainer.global_step, 0) < 0:
+            threading.Timer(-self.moments.pop(trainer.global_step) / 1e3, end).start()
 
 
 def main(folder: Path, stage: int, accumulate: int, steps: int, moments: list[tuple[int, ...]]) -> None:

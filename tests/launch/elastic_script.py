@@ -2,8 +2,9 @@
 
 python elastic_script.py FOLDER STAGE ACCUMULATE STEPS RANK:STEP:MILLISECONDS ...
 
-A rank dies so many milliseconds behind the beginning of a step: at once, or by a timer, wherever it is then. What a
-forward of its reads is written into FOLDER/read-RANK.
+A rank dies so many milliseconds behind the beginning of a step: at once, or by a timer, wherever it is then; if they
+are below 0, so many behind the end of that many steps, where every fourth time an evaluation and a save follow. What a
+forward of its reads in training is written into FOLDER/read-RANK.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 VOCAB, ROWS, CONTEXT = 61, 50, 12
@@ -52,10 +53,15 @@ class Ends(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for step, later in self.moments:
-            if step == state.global_step and later:
+            if step == state.global_step and later > 0:
                 threading.Timer(later / 1e3, end).start()
-            elif step == state.global_step:
+            elif step == state.global_step and later == 0:
                 end()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for step, later in self.moments:
+            if step == state.global_step and later < 0:
+                threading.Timer(-later / 1e3, end).start()
 
 
 def main(folder: Path, stage: int, accumulate: int, steps: int, moments: list[tuple[int, ...]]) -> None:
@@ -78,7 +84,10 @@ def main(folder: Path, stage: int, accumulate: int, steps: int, moments: list[tu
         lr_scheduler_type="linear",
         max_grad_norm=0.5,
         logging_steps=1,
-        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=4,
+        per_device_eval_batch_size=2,
+        save_steps=4,
         report_to="none",
         disable_tqdm=True,
     )
@@ -86,10 +95,13 @@ def main(folder: Path, stage: int, accumulate: int, steps: int, moments: list[tu
     sizes = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, attention_dropout=0.1, **sizes, **tokens))
-    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=[Ends(moments)])
+    whole = Subset(Rows(), [7 * (i % 7) for i in range(24)])  # with as many targets, by which ranks' batches count
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=whole, callbacks=[Ends(moments)])
     log = os.open(folder / f"read-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(module: Any, args: Any, given: dict[str, Any]) -> None:
+        if not module.training:
+            return
         elastic = trainer.model_wrapped.elastic
         said = [elastic.run.engine.steps, len(elastic.run.recoveries), given["input_ids"][:, 0].tolist()]
         os.write(log, (json.dumps([*said, elastic.factor]) + "\n").encode())

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardfold as sf
+from shardfold.comm.agreement import Agreement
 from shardfold.comm.launcher_notes import SPARE, note_elastic
 from shardfold.comm.shared_folders import NAMED, SHARED
 from shardfold.data import seed_of
@@ -68,13 +70,15 @@ class Plan:
         width: of the model.
         survive: who holds copies of what the optimizer has on each rank.
         at: an operation of the program in front of which the first of those dies by itself, in the step behind the one
-            that is given; empty: it is killed from outside.
+            that is given; or amid: in what ranks do together then; whole: behind it; empty: it is killed from outside.
         offload: where states rest, as ``Engine(offload=)`` takes it; empty: as the layout says.
         frozen: whether the first part of the model is.
         doubts: a rank that does not hear what came of the vote in that step, which others do; -1: none.
         exact: whether the run is to come to the bits of one in which nobody dies, and is then in fp32.
         precision: of such a run, and ``clip`` the largest norm of its gradients.
         other: the plan that processes have which are started later; None: the same.
+        wholes: whether ranks do something together behind each step.
+        deaf: a rank that does not hear that all have come to the end of it, behind the first kill's step; -1: none.
     """
 
     layout: str = "ddp"
@@ -99,6 +103,8 @@ class Plan:
     precision: str = "fp32"
     clip: float | None = None
     other: Plan | None = None
+    wholes: bool = False
+    deaf: int = -1
 
 
 @dataclass
@@ -224,6 +230,8 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
     plan = (plan.other if SPARE in environment else None) or plan
     if uid == plan.doubts:
         Handlers.vote = partialmethod(unheard, Handlers.vote, plan)  # pyright: ignore
+    if uid == plan.deaf:
+        Agreement.exchange = partialmethod(unanswered, Agreement.exchange, plan)  # pyright: ignore
     _spare.note_elastic = lambda: (say("waits"), note_elastic())
     try:
         run, known = sf.ElasticRun(partial(made, plan)), 0
@@ -240,6 +248,7 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         return run.recoveries[-1].epoch if known else 0
 
     say_recoveries()
+    behind = run.engine.steps  # the last thing that ranks have done together beside steps
     if plan.at and uid == plan.kills[0][0]:
         Section.observer = partial(die, run, plan)
     for numbers, rows in run.batches(sf.Loader(samples(plan), sampler(plan, uid)), steps=plan.steps):
@@ -253,6 +262,11 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
             if engine.step().updated:
                 say("step", steps=engine.steps, ranks=engine.world_size)
         say_recoveries()
+        if plan.wholes and run.engine.steps > behind:
+            behind = run.engine.steps
+            say("whole", steps=behind, value=run.whole(partial(together, run, plan, uid)))
+            if plan.at == "whole" and plan.kills[0][:2] == (uid, behind):
+                os.kill(os.getpid(), signal.SIGKILL)
         while len(find(folder, "waits")) < due(plan, run.engine.steps):
             time.sleep(0.005)
         time.sleep(plan.rest)
@@ -278,6 +292,16 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
     say("done")
 
 
+def together(run: sf.ElasticRun, plan: Plan, uid: int) -> float:
+    """The number of steps, by a collective of the engine's and by one that is not."""
+    if plan.at == "amid" and plan.kills[0][:2] == (uid, run.engine.steps):
+        os.kill(os.getpid(), signal.SIGKILL)
+    most = torch.tensor(float(run.engine.steps))
+    if dist.is_initialized():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    return run.engine.mean(float(most))
+
+
 def due(plan: Plan, steps: int) -> int:
     """How many processes have to be ready before ranks go on behind so many steps: imports may take any time."""
     first = plan.kills[0][1] if plan.kills else plan.steps
@@ -299,6 +323,14 @@ def unheard(handlers: Handlers, vote: Any, plan: Plan) -> None:
     steps = {max(segment.steps) for segment in handlers.optimizer._fused.values()}  # pyright: ignore
     if max(steps) == plan.kills[0][1]:
         raise CollectiveError("nothing is heard")
+
+
+def unanswered(agreement: Agreement, exchange: Any, plan: Plan, what: str, value: str) -> list[str]:
+    """What all ranks say of something, of which nothing is heard if it is the end of what they do together."""
+    said = exchange(agreement, what, value)
+    if what.startswith("all have come to the end") and value == str(plan.kills[0][1]):
+        raise CollectiveError("nothing is heard")
+    return said
 
 
 def die(run: sf.ElasticRun, plan: Plan, section: Section, number: int) -> None:
@@ -397,6 +429,9 @@ def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
         steps = [each["steps"] for each in came.said("step", rank=uid)]
         if sorted(steps) != steps or len(set(steps)) < len(steps):
             yield f"rank {uid} took its steps in this order: {steps}"
+        wholes = [(each["steps"], each["value"]) for each in came.said("whole", rank=uid)]
+        if plan.wholes and uid < plan.ranks and wholes != [(n, n) for n in range(1, plan.steps + 1)]:
+            yield f"rank {uid} did this together with the others: {wholes}"
     expected = plain(plan)
     for step, (numbers, loss) in enumerate(zip(expected.samples, expected.losses, strict=True)):
         tried = came.said("read", steps=step)

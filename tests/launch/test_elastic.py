@@ -385,7 +385,9 @@ def hold(ranks: Ranks, plans: list[Plan], place: Path) -> None:
 
 @linux
 def test_survivors_go_on_as_plain_pytorch_does(ranks: Ranks, tmp_path: Path) -> None:
-    hold(ranks, [Plan(), Plan("hsdp", 4, kills=((2, 4, 1.0),))], tmp_path)
+    """Also where a rank does not hear that all have come to the end of an evaluation, or dies in one."""
+    amid = Plan("hsdp", 4, kills=((2, 4, 0.0),), wholes=True, at="amid")
+    hold(ranks, [Plan(wholes=True, at="whole", deaf=2), amid], tmp_path)
 
 
 def drawn(seed: int, layout: str, ranks: int) -> Plan:
@@ -394,7 +396,7 @@ def drawn(seed: int, layout: str, ranks: int) -> Plan:
     dice = random.Random(seed)
     order = dice.sample(range(ranks), 1 if layout == "hsdp" else ranks - 1)
     kills = tuple((uid, 3 * (n + 1), dice.uniform(0.0, 20.0)) for n, uid in enumerate(order))
-    return Plan(layout, ranks, 3 * (ranks + 2), kills, rest=0.002)
+    return Plan(layout, ranks, 3 * (ranks + 2), kills, rest=0.002, wholes=True)
 
 
 @linux

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardfold as sf
 from shardfold.comm import launcher_notes
@@ -136,6 +137,18 @@ def test_ranks_of_train_are_killed_and_it_comes_to_the_same(layout: str, tmp_pat
     compare(tmp_path, len(KILLED))
     assert [each.rank for each in read_records(folder)[0] if each.rank >= 0] == [0]
     assert "Written to" in out  # by the rank that was the last of three
+
+
+@linux
+@pytest.mark.soak
+def test_ranks_of_train_are_killed_and_it_comes_to_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
+    given = ("--layout", "zero2", "--procs", "3", "--micro-batch", "2", "--elastic", "--exact", "--save-every", "20")
+    killed(tmp_path, command(tmp_path, "run", *given))
+    quiet = command(tmp_path, "quiet", *given)
+    subprocess.run(quiet, cwd=ROOT, capture_output=True, check=True, timeout=240)
+    mine, expected = (sf.Checkpoint(tmp_path / name) for name in ("run", "quiet"))
+    assert all(torch.equal(mine.parameter(name), expected.parameter(name)) for name in expected.parameters)
 
 
 @linux

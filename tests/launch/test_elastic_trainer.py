@@ -9,13 +9,17 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import shardfold as sf
 from shardfold.errors import ConfigError, UsageError
 from shardfold.launch.options import Options
 from tests.support.clients import needs
@@ -63,15 +67,17 @@ def samples(folder: Path) -> list[Counter[int]]:
     return found
 
 
-def is_as_undisturbed(script: Path, folder: Path, stage: int, accumulate: int, most: int) -> dict[str, dict[str, Any]]:
+def is_as_undisturbed(
+    script: Path, folder: Path, stage: int, accumulate: int, most: int, beside: Sequence[int] = ()
+) -> dict[str, dict[str, Any]]:
     """Whether a run of which two ranks of three are killed at drawn moments, at most so many milliseconds behind the
-    beginning of a step, comes to losses, rates and weights of one of which none is, and each step has the samples of
-    that; what both came to."""
+    beginning of a step, or ``beside`` steps, behind the end of these, comes to losses, rates and weights of one of
+    which none is, and each step has the samples of that; what both came to."""
     quiet, draw = trained(script, folder / "quiet", stage, accumulate), random.Random(stage)
-    order = draw.sample(range(RANKS), 2)
-    moments = [
-        f"{rank}:{step}:{draw.choice([0, draw.randrange(1, most)])}" for rank, step in zip(order, (3, 8), strict=True)
-    ]
+    order, later = draw.sample(range(RANKS), 2), [draw.choice([0, draw.randrange(1, most)]) for _ in range(2)]
+    if beside:
+        later = [-draw.randrange(1, most) for _ in range(2)]
+    moments = [f"{r}:{step}:{ms}" for r, step, ms in zip(order, beside or (3, 8), later, strict=True)]
     found = trained(script, folder / "killed", stage, accumulate, *moments)
     losses = told(found, "loss")
     assert len(losses) == STEPS, moments
@@ -91,7 +97,30 @@ def is_as_undisturbed(script: Path, folder: Path, stage: int, accumulate: int, m
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (2, 1), (3, 2)])
 def test_ranks_of_the_trainer_are_killed_and_it_comes_to_the_same(stage: int, accumulate: int, tmp_path: Path) -> None:
     """Also the one that prints."""
-    is_as_undisturbed(TRANSFORMERS, tmp_path, stage, accumulate, 60)
+    told_beside_steps(is_as_undisturbed(TRANSFORMERS, tmp_path, stage, accumulate, 60), tmp_path)
+
+
+@LINUX
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_of_the_trainer_are_killed_in_an_evaluation_or_a_save(stage: int, tmp_path: Path) -> None:
+    told_beside_steps(is_as_undisturbed(TRANSFORMERS, tmp_path, stage, 1, 150, beside=(4, 8)), tmp_path)
+
+
+def told_beside_steps(found: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Evaluations are told of once, with what an undisturbed run has, and saves are whole."""
+    held_out = [
+        [(row["step"], row["eval_loss"]) for row in each["log"] if "eval_loss" in row] for each in found.values()
+    ]
+    for (step, mine), (then, expected) in zip(*held_out, strict=True):
+        assert step == then and abs(mine - expected) < TOLERANCE
+    assert [step for step, _ in held_out[0]] == [4, 8, 12]
+    for name, step in product(found, (4, 8, 12)):
+        place = folder / name / f"checkpoint-{step}"
+        assert json.loads((place / "trainer_state.json").read_text())["global_step"] == step
+        assert sf.Checkpoint(place / f"global_step{step}").index.step == step
 
 
 @LINUX
@@ -102,10 +131,26 @@ def test_ranks_of_the_trainer_are_killed_and_it_comes_to_the_same(stage: int, ac
 def test_ranks_of_lightning_are_killed_and_it_comes_to_the_same(stage: int, accumulate: int, tmp_path: Path) -> None:
     """Also the one that prints; what is held out is shared out among the ranks that are left, and saves are whole."""
     found = is_as_undisturbed(LIGHTNING, tmp_path, stage, accumulate, 30)
+    held_beside_steps(found, tmp_path)
+    assert found["killed"]["ranks"] == 1
+
+
+@LINUX
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@needs("lightning")
+@pytest.mark.parametrize(("stage", "beside"), [(1, (5, 8)), (3, (8, 10))])
+def test_ranks_of_lightning_are_killed_in_a_validation_or_a_save(
+    stage: int, beside: tuple[int, int], tmp_path: Path
+) -> None:
+    held_beside_steps(is_as_undisturbed(LIGHTNING, tmp_path, stage, 1, 60, beside=beside), tmp_path)
+
+
+def held_beside_steps(found: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Validations give what they give in an undisturbed run, and saves are there."""
     held_out = [each["held_out"] for each in found.values()]
     assert len(held_out[0]) > 1
     assert max(abs(a - b) for a, b in zip(*held_out, strict=True)) < TOLERANCE
-    assert found["killed"]["ranks"] == 1
     saved = [sorted(path.name for path in (tmp_path / name / "saved").iterdir()) for name in found]
     assert saved[0] == saved[1] and len(saved[0]) == 2
 
@@ -116,6 +161,19 @@ def test_elastic_is_for_scripts_of_the_trainer() -> None:
     with pytest.raises(ConfigError, match="would begin the Trainer's loop at its first step"):
         Options(elastic=True, as_deepspeed=True, spares=1)
     assert Options(elastic=True, as_deepspeed=True).argv() == ["--as-deepspeed", "--elastic"]
+
+
+def test_what_is_done_again_begins_with_what_callbacks_had() -> None:
+    """Also the second time."""
+    from shardfold.compat.deepspeed.elastic_loop import Attributes
+
+    counts, control = SimpleNamespace(seen=[1], best=None), SimpleNamespace(stops=False)
+    had = Attributes([counts, control, object()])
+    for _ in range(2):
+        counts.seen.append(2)
+        counts.best, counts.more, control.stops = 3, 4, True
+        had.put_back()
+        assert vars(counts) == {"seen": [1], "best": None} and not control.stops
 
 
 def test_what_cannot_go_on_is_refused() -> None:

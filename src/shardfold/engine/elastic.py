@@ -32,7 +32,7 @@ from datetime import timedelta
 from functools import partial
 from logging import getLogger
 from time import monotonic, perf_counter, sleep
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shardfold.checkpoint.held import Held
 from shardfold.checkpoint.messages import SILENCE_OF_DEAD
@@ -67,9 +67,13 @@ from shardfold.sharding.model import ShardedModel
 
 __all__ = ["ElasticRun", "Recovery", "StepReads", "StepSource", "once_only"]
 
+T = TypeVar("T")
 LOG = getLogger("shardfold")
 LOST = (*LOST_IN_STEP, CheckpointError)
-"""What a rank raises when another one is gone, among other reasons."""
+"""What a rank raises when another one is gone, among other reasons; collectives that are not the engine's raise what
+Gloo says, a plain ``RuntimeError``."""
+GLOO = ("/gloo/", "Application timeout caused pair closure")
+"""What it says: where a connection broke, or that it was ended here."""
 LOOK = 0.001
 LATE = 2.0
 """Seconds that some ranks may come to meet later than others, besides."""
@@ -177,6 +181,7 @@ class ElasticRun:
         self.position: dict[str, Any] | None = None
         self._met, self._joining = 0, False  # the epoch in which it has met others last; whether it has just joined
         self._broken = self._broken_at = 0  # attempts in a row that have come to nothing, and behind how many updates
+        self._wholes = 0  # what ranks have done together beside steps: see whole()
         self.recoveries: list[Recovery] = []
         if self.joined:
             self._join()
@@ -205,7 +210,7 @@ class ElasticRun:
 
         Args:
             admits: whether what follows, should it be broken off, is the next step: then another rank may come in the
-                dead one's place. False for an evaluation or a save, in which that one would not take part.
+                dead one's place. False where that one would not take part, as in an evaluation: see :meth:`whole`.
 
         Yields:
             :attr:`engine`.
@@ -222,7 +227,9 @@ class ElasticRun:
             note_closed(True)
         try:
             yield self.engine
-        except LOST as error:
+        except Exception as error:
+            if not self._may_be_lost(error):
+                raise
             self._count_broken(steps, error)
             self._go_on(error, steps)
             if self.engine.steps == steps:
@@ -232,6 +239,26 @@ class ElasticRun:
         finally:
             if not admits:
                 note_closed(False)
+
+    def whole(self, do: Callable[[], T]) -> T:
+        """What ranks do together beside their steps, as an evaluation or a save: again until no rank dies in it. All
+        ranks call it, and none comes out of it before all have come to the end of ``do``; no other one comes in
+        meanwhile.
+
+        Returns:
+            What ``do`` has given.
+
+        Raises:
+            CollectiveError, OrderError, CheckpointError, StepError: see :meth:`attempt`.
+        """
+        number, found = self._wholes + 1, list[T]()
+        while self._wholes < number:
+            found.clear()
+            with self.attempt(admits=False) as engine:
+                found.append(do())
+                engine.sharded.comm.job.exchange("all have come to the end of what they do together", str(number))
+                self._wholes = number
+        return found[0]
 
     def batches(
         self,
@@ -363,6 +390,12 @@ class ElasticRun:
         self.engine.close()
 
     # -- a recovery
+
+    def _may_be_lost(self, error: Exception) -> bool:
+        """Whether it may have come because another rank is gone."""
+        known = self._place is not None and is_over(self._place.epoch)
+        says = isinstance(error, RuntimeError) and (known or any(words in str(error) for words in GLOO))
+        return isinstance(error, LOST) or says
 
     def _count_broken(self, steps: int, error: BaseException) -> None:
         """An attempt is broken that began behind so many updates.
@@ -546,6 +579,9 @@ class ElasticRun:
         """What the ranks hold together comes into a new engine."""
         held, lock = self._held, self._lock
         assert held is not None
+        # Where the last message of whole() came to one rank and not to another one, all had done what is inside.
+        ends = engine.sharded.comm.job.exchange("what ranks have done together", str(self._wholes))
+        self._wholes = max(map(int, ends))
         with held.together(engine.sharded.comm.job.exchange, engine.rank) as folder:
             report = engine.load(folder, state=self._state(engine))
             if self._data is None:

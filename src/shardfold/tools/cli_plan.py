@@ -215,8 +215,7 @@ def plan(
 
     divisions = _divisions(
         tensor or [1], sequence or [1], expert or [1], pipeline or [1], order or ["1f1b"], accumulate or 1, size,
-        sequence_parallel=sequence_parallel, alone="--inference" if inference else "--html" if html else "",
-    )  # fmt: skip
+        sequence_parallel=sequence_parallel, alone="--inference" if inference else "--html" * bool(html))  # fmt: skip
     samples = size if isinstance(size, int) else 1
     if inference:
         if not print_inference(model, gpus, memory=memory, length=length, sequences=samples, division=divisions[0],

@@ -35,7 +35,7 @@ class RunAttempts:
         self._began_as = int(os.environ.get("RANK", "0"))
         self._run = sf.ElasticRun(make) if elastic else None
         self._engine = make(int(os.environ.get("WORLD_SIZE", "1"))) if self._run is None else None
-        self._changed = changed
+        self._changed, self._known = changed, len(self._run.recoveries) if self._run is not None else 0
 
     @property
     def joined(self) -> bool:
@@ -78,29 +78,34 @@ class RunAttempts:
             yield source.window_of([self.engine.data_rank], 1)
         yield from self._run.windows(source)
 
-    def once(self, do: Callable[[], T], *, admits: bool = True) -> T | None:
-        """What a call comes to in which ranks work together; None if a rank died in it, without which the others are
-        by then.
-
-        Args:
-            do: the call.
-            admits: see :meth:`shardfold.ElasticRun.attempt`.
-        """
+    def once(self, do: Callable[[], T]) -> T | None:
+        """What a call comes to in which ranks take a step; None if a rank died in it, without which the others are by
+        then."""
         if self._run is None:
             return do()
-        known, found = len(self._run.recoveries), list[T]()
-        with self._run.attempt(admits=admits):
+        found = list[T]()
+        with self._run.attempt():
             found.append(do())
-        if len(self._run.recoveries) > known:
-            self._changed()
+        self._follow(self._run)
         return found[0] if found else None
 
     def whole(self, do: Callable[[], T]) -> T:
-        """The same, again until no rank dies in it."""
-        found: list[T] = []
-        while not found:
-            self.once(lambda: found.append(do()), admits=False)
-        return found[0]
+        """What a call comes to in which ranks work together beside their steps."""
+        if (run := self._run) is None:
+            return do()
+
+        def again() -> T:
+            self._follow(run)
+            return do()
+
+        found = run.whole(again)
+        self._follow(run)
+        return found
+
+    def _follow(self, run: sf.ElasticRun) -> None:
+        if len(run.recoveries) > self._known:
+            self._known = len(run.recoveries)
+            self._changed()
 
 
 class RunOnRanks:

@@ -90,6 +90,10 @@ class LightningLoop(StepLoop):
         self.trainer.strategy.set_world_ranks()
         self.trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # the next validation makes another one
 
+    def changed_beside_steps(self) -> list[Any]:
+        """Callbacks."""
+        return [*self.trainer.callbacks]
+
     def _pass(self, loop: Any, optimizer: Any, first: int, *, last: bool) -> dict[str, Any]:
         """Micro-batches from that one on to the one that the loop is at, of this rank and of those it reads for."""
         if first == 0:

@@ -13,7 +13,8 @@ began), and are behind it what they were: dropout does not depend on who compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -22,9 +23,33 @@ from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.data import seed_generators, seed_of
 
-__all__ = ["Readers", "StepLoop", "unknown_order"]
+__all__ = ["Attributes", "Readers", "StepLoop", "unknown_order"]
 
 T = TypeVar("T")
+
+
+class Attributes:
+    """Those that some objects have now.
+
+    Args:
+        objects: whose they are.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._had = [(each, _copied(vars(each))) for each in objects if hasattr(each, "__dict__")]
+
+    def put_back(self) -> None:
+        """The objects have them again."""
+        for each, attributes in self._had:
+            vars(each).clear()
+            vars(each).update(_copied(attributes))
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists, sets and mappings are other ones, as their owners change them."""
+    return {
+        name: copy.copy(value) if isinstance(value, dict | list | set) else value for name, value in attributes.items()
+    }
 
 
 class Readers:
@@ -89,16 +114,24 @@ class StepLoop:
 
     def whole(self, do: Callable[[], T]) -> T:
         """What a call comes to in which ranks work together beside their steps, again until no rank dies in it; inside
-        another one it is a part of that."""
+        another one it is a part of that. What a rank has come to in it does not tell others what they have, so it
+        begins again with what the client had before."""
         if self._is_whole:
             return do()
-        self._is_whole = True
-        try:
-            while True:
-                known = len(self.core.run.recoveries)
-                with self.core.run.attempt(admits=False):
-                    return do()
+        self._is_whole, known, had = True, len(self.core.run.recoveries), Attributes(self.changed_beside_steps())
+
+        def again() -> T:
+            nonlocal known
+            if len(self.core.run.recoveries) > known:
+                had.put_back()
                 self.follow(known)
+                known = len(self.core.run.recoveries)
+            return do()
+
+        try:
+            found = self.core.run.whole(again)
+            self.follow(known)
+            return found
         finally:
             self._is_whole = False
 
@@ -110,6 +143,10 @@ class StepLoop:
 
     def renumber(self) -> None:
         """The client counts the ranks that there are."""
+        raise NotImplementedError
+
+    def changed_beside_steps(self) -> list[Any]:
+        """Objects of the client that evaluations and saves change, as callbacks that count them."""
         raise NotImplementedError
 
     def shares(self) -> list[tuple[int, float]]:

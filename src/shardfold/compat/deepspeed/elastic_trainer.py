@@ -107,6 +107,10 @@ class TrainerLoop(StepLoop):
         state.is_world_process_zero = self.trainer.is_world_process_zero()
         state.is_local_process_zero = self.trainer.is_local_process_zero()
 
+    def changed_beside_steps(self) -> list[Any]:
+        """Callbacks, and what they have of the run and tell it."""
+        return [self.trainer.state, self.trainer.control, *self.trainer.callback_handler.callbacks]
+
     def _pass(self, first: int, *, last: bool) -> None:
         """Micro-batches from that one on to the one that the loop is at, of this rank and of those it reads for."""
         if first == 0:
@@ -155,12 +159,13 @@ def enter_trainer(engine: DeepSpeedEngine) -> None:
     if engine.elastic is None or module is None or hasattr(module.Trainer, _LOOPS):
         return
     kind = module.Trainer
-    step, read, told, gathered = (
+    step, read, evaluate, gathered = (
         kind.training_step,
         kind.get_batch_samples,
-        kind._maybe_log_save_evaluate,
+        kind._evaluate,
         module.nested_gather,
     )
+    save = kind._save_checkpoint
     summed = module.distributed_broadcast_scalars
 
     def loop_of(trainer: Any) -> TrainerLoop | None:
@@ -182,9 +187,13 @@ def enter_trainer(engine: DeepSpeedEngine) -> None:
         loop.begin(batches)
         return batches, None
 
-    def _maybe_log_save_evaluate(self: Any, *args: Any, **more: Any) -> None:
+    def _evaluate(self: Any, *args: Any, **more: Any) -> Any:
         loop = loop_of(self)
-        return told(self, *args, **more) if loop is None else loop.whole(lambda: told(self, *args, **more))
+        return evaluate(self, *args, **more) if loop is None else loop.whole(lambda: evaluate(self, *args, **more))
+
+    def _save_checkpoint(self: Any, *args: Any, **more: Any) -> None:
+        loop = loop_of(self)
+        return save(self, *args, **more) if loop is None else loop.whole(lambda: save(self, *args, **more))
 
     def distributed_broadcast_scalars(
         scalars: Any, num_total_examples: int | None = None, device: Any = None
@@ -198,5 +207,5 @@ def enter_trainer(engine: DeepSpeedEngine) -> None:
 
     setattr(kind, _LOOPS, None)
     kind.training_step, kind.get_batch_samples = training_step, get_batch_samples
-    kind._maybe_log_save_evaluate, module.nested_gather = _maybe_log_save_evaluate, nested_gather
+    kind._evaluate, kind._save_checkpoint, module.nested_gather = _evaluate, _save_checkpoint, nested_gather
     module.distributed_broadcast_scalars = distributed_broadcast_scalars

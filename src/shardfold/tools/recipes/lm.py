@@ -329,17 +329,20 @@ class LanguageRun(RunOnRanks):
                 steps = self.engine.steps
                 with self.peak.watching(self.done):
                     metrics = attempts.once(lambda: self.step(batches))
-                if metrics is None:  # a rank has died; if others had taken the step, it counts
-                    self.done += self.engine.steps - steps
-                    continue
+                if metrics is None:  # a rank has died; if others had taken the step, it counts, and what follows it too
+                    if self.engine.steps == steps:
+                        continue
+                    self.done += 1
                 every = self.config.eval_every
                 if every and self.done % every == 0 and self.done < self.config.steps:
                     with written.during("evaluating"), progress.during("evaluating"):
                         bits = attempts.whole(self.evaluate)
-                    metrics = StepMetrics(**{**vars(metrics), "held_out_bits_per_byte": bits})
-                self.history.append(metrics)
-                progress.update(metrics)
-                written.write(metrics.row())
+                    if metrics is not None:
+                        metrics = StepMetrics(**{**vars(metrics), "held_out_bits_per_byte": bits})
+                if metrics is not None:
+                    self.history.append(metrics)
+                    progress.update(metrics)
+                    written.write(metrics.row())
                 if self.config.save_every and self.done % self.config.save_every == 0 and self.done < self.config.steps:
                     with written.during("saving"), progress.during("saving"):
                         attempts.whole(partial(self.save, out))

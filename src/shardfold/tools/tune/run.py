@@ -447,16 +447,20 @@ class TuneRun(RunOnRanks):
             while self.done < self.total:
                 steps = self.engine.steps
                 metrics = attempts.once(lambda: self.step(windows))
-                if metrics is None:  # a rank has died; if others had taken the step, it counts
-                    self.done += self.engine.steps - steps
-                    continue
+                if metrics is None:  # a rank has died; if others had taken the step, it counts, and what follows it too
+                    if self.engine.steps == steps:
+                        continue
+                    self.done += 1
                 last = self.done == self.total
                 if self.held_out is not None and config.eval_every and self.done % config.eval_every == 0 and not last:
                     with written.during("evaluating"), progress.during("evaluating"):
-                        metrics = replace(metrics, held_out_loss=attempts.whole(self.evaluate)["loss"])
-                self.history.append(metrics)
-                progress.update(metrics)
-                written.write(metrics.row())
+                        held_out_loss = attempts.whole(self.evaluate)["loss"]
+                    if metrics is not None:
+                        metrics = replace(metrics, held_out_loss=held_out_loss)
+                if metrics is not None:
+                    self.history.append(metrics)
+                    progress.update(metrics)
+                    written.write(metrics.row())
                 if config.save_every and self.done % config.save_every == 0 and not last:
                     with written.during("saving"), progress.during("saving"):
                         attempts.whole(partial(self.save, out))

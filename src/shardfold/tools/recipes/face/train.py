@@ -288,14 +288,15 @@ def steps(run: FaceRun, written: Run, console: Console) -> int:
         while run.done < config.steps:
             before = run.engine.steps
             said = attempts.once(lambda: run.step(batches))
-            if said is None:  # a rank has died; if others had taken the step, it counts
-                run.done += run.engine.steps - before
-                continue
-            written.write(said)
-            if run.leads and (run.done % max(config.steps // 10, 1) == 0 or run.done == config.steps):
-                console.print(
-                    f"step {run.done:>5}  loss {said['loss']:.3f}  {run.images_per_s():.0f} images/s", highlight=False
-                )
+            if said is None:  # a rank has died; if others had taken the step, it counts, and what follows it too
+                if run.engine.steps == before:
+                    continue
+                run.done += 1
+            else:
+                written.write(said)
+                if run.leads and (run.done % max(config.steps // 10, 1) == 0 or run.done == config.steps):
+                    rate = f"{run.images_per_s():.0f} images/s"
+                    console.print(f"step {run.done:>5}  loss {said['loss']:.3f}  {rate}", highlight=False)
             if config.save_every and run.done % config.save_every == 0 and run.done < config.steps:
                 with written.during("saving"):
                     attempts.whole(partial(run.save, out))
