@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.losing import check, lives, small_disk
 
-CASES = [pytest.param(number, marks=[] if number < 5 else pytest.mark.soak) for number in range(100)]
+CASES = [pytest.param(number, marks=[] if number < 3 else pytest.mark.soak) for number in range(100)]
 
 
 @pytest.mark.parametrize("number", CASES)

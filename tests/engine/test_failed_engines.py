@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
-import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +22,12 @@ from torch.nn.modules import module as torch_modules
 import shardfold as sf
 from shardfold.comm import mesh
 from shardfold.errors import ShardfoldError
+from shardfold.launch import die_with_parent, free_port
 from shardfold.testing import Ranks
 from tests.support import models
 from tests.support.options import grouped
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-RANK = int(os.environ.get("RANK", "0"))
 LIMIT = 100.0  # seconds; a call takes a few
 
 
@@ -71,11 +69,15 @@ def fails(kind: str) -> str:
 
 KINDS = ("complex", "lazy", "aliased", "mesh", "rules", "activations", "weights", "optimizer")
 
-# -- scripts that torchrun would start: what an engine starts, and may end, is the default group ----------------------
+# -- processes as torchrun would start them: what an engine starts, and may end, is the default group -----------------
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
 
 
 def collected_on_rank_1() -> None:
-    if RANK == 1:
+    if rank() == 1:
         gc.collect()
 
 
@@ -129,8 +131,8 @@ def sweep() -> None:
 
 def on_rank_0_only() -> None:
     """One that only rank 0 cannot make: rank 1 raises too, and says what rank 0 found."""
-    said = fails("complex" if RANK == 0 else "good")
-    assert said.startswith("ModelError" if RANK == 0 else "OrderError"), said
+    said = fails("complex" if rank() == 0 else "good")
+    assert said.startswith("ModelError" if rank() == 0 else "OrderError"), said
     assert "complex64" in said
 
 
@@ -139,12 +141,12 @@ def late_on_rank_0() -> None:
     gc.disable()
     engine = None
     model = nn.Linear(4, 4)
-    if RANK == 0:
+    if rank() == 0:
         model.register_forward_hook = None  # type: ignore[method-assign]
     try:
         engine = sf.Engine(model, optimizer=SGD, layout="ddp")
     except TypeError:
-        assert RANK == 0
+        assert rank() == 0
     if engine is not None:
         engine.close()
 
@@ -163,44 +165,34 @@ def then_two_more(case: str) -> None:
         engine = small()
         trained(engine)
         engine.close()
-    print("there", flush=True)
 
 
-def run_script(tmp_path: Path, call: str, *, world: int = 2) -> list[str]:
-    """What the ranks of a script print; all of them within the limit, with status 0."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import sys\nsys.path[:0] = {sys.path!r}\nimport tests.engine.test_failed_engines as here\nhere.{call}\n"
-    )
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = str(bound.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**common, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=LIMIT)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in processes] == [0] * world, "\n".join(said)
-    return said
+def forked(call: str, port: int) -> int:
+    """How a process ends that a rank forks for it, in which there is no group but what its engines start."""
+    if not (pid := os.fork()):
+        status = 1
+        try:
+            die_with_parent()
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            exec(call, globals())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "case", [pytest.param(case.__name__, marks=pytest.mark.soak if case in LONG else ()) for case in CASES]
 )
-def test_the_next_engines_are_made_whatever_became_of_the_last(tmp_path: Path, case: str) -> None:
+def test_the_next_engines_are_made_whatever_became_of_the_last(ranks: Ranks, case: str) -> None:
     """Engines fail or are dropped, and garbage is collected on one rank only: the ranks still agree about whether there
     is a default group, so that two more engines are made, trained and closed."""
-    assert all("there\n" in text for text in run_script(tmp_path, f"then_two_more({case!r})"))
+    call = f"then_two_more({case!r})"
+    assert ranks.run(forked, call, free_port(), world_size=2, distributed=False, timeout=LIMIT) == [0, 0]
 
 
 def many() -> None:
@@ -217,14 +209,13 @@ def many() -> None:
             counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
     # A thread of the system may end a little after what it served; sixteen engines leave no eight of anything.
     assert all(after - before < 8 for before, after in zip(*counts, strict=True)), counts
-    print("there", flush=True)
 
 
 @pytest.mark.soak
-def test_engines_that_are_made_and_dropped_leave_nothing_open(tmp_path: Path) -> None:
+def test_engines_that_are_made_and_dropped_leave_nothing_open(ranks: Ranks) -> None:
     """After twenty engines that nobody closed there are no more file descriptors and threads than after four, but for
     a few that are about to end."""
-    assert all("there\n" in text for text in run_script(tmp_path, "many()"))
+    assert ranks.run(forked, "many()", free_port(), world_size=2, distributed=False, timeout=LIMIT) == [0, 0]
 
 
 # -- what is left of one that failed ----------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def _counts(layout: str) -> dict[tuple[bool, int, bool], list[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("layout", [*sf.PRESETS, *LOSSY])
 def test_a_steady_step_waits_for_no_message(ranks: Ranks, layout: str) -> None:
     """Neither with accumulation nor with clipping, whatever carries the data. There is one message for each pass that

@@ -121,7 +121,7 @@ def test_a_rank_that_changes_begins_anew() -> None:
         assert torch.linalg.matrix_rank(weight.detach() - before, rtol=1e-3) == rank
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["zero3", "zero1", "infinity", "zero2"])
 def test_four_ranks_train_as_one(ranks: Ranks, layout: str) -> None:
     """Owners see the whole gradient, whose sum over ranks alone is rounded otherwise; over 9 steps and three projectors

@@ -167,7 +167,7 @@ def test_ranks_with_unlike_devices_multiply_in_one_dtype(ranks: Ranks) -> None:
         assert len(sent) == 1 and (layout == "ddp" or sum(*sent))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OURS)
 def test_ours_under_bf16_compute_updates_an_fp32_master(ranks: Ranks, name: str) -> None:
     """The reference stays in fp32, so what differs is forward's and backward's rounding, which turns signs of Lion."""
@@ -193,7 +193,7 @@ class Mixed(models.Small):
         return self.norm(x.double()).float()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OURS)
 def test_ours_update_parameters_of_several_dtypes(ranks: Ranks, name: str) -> None:
     """As alone on the whole model; bf16 gradients are summed in another order, so that last bits may differ, of which

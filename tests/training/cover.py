@@ -7,6 +7,7 @@ of values of two columns stands in a row, as far as the engine takes the two tog
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -118,10 +119,10 @@ ROWS = [
 ]
 
 
-def _model(row: Row) -> GPT:
+def _model(routed: bool) -> GPT:
     """With experts where they are split: without a loss of their balance, which is of what is computed at once."""
     torch.manual_seed(0)
-    experts = {"experts": 4, "balance": 0.0} if row.axis == "expert" else {}
+    experts = {"experts": 4, "balance": 0.0} if routed else {}
     model = GPT(GPTConfig(layers=2, d_model=16, heads=4, d_ff=24, context=12, vocab=VOCAB, **experts)).double()
     with torch.no_grad():
         for p in model.parameters():
@@ -129,9 +130,10 @@ def _model(row: Row) -> GPT:
     return model
 
 
-def _plain(row: Row) -> list[float]:
+@cache
+def _plain(routed: bool) -> list[float]:
     """Losses of one process in fp64."""
-    model, losses = _model(row), list[float]()
+    model, losses = _model(routed), list[float]()
     optimizer = ADAM(model.parameters())
     for batch in batches(PARTS, STEPS):
         loss = model(*batch)
@@ -149,7 +151,10 @@ def _compute(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _engine(row: Row) -> sf.Engine:
-    model, readers = _model(row), 4 if row.axis == "expert" or (len(row.mesh) == 2 and not row.axis) else 2
+    model, readers = (
+        _model(row.axis == "expert"),
+        4 if row.axis == "expert" or (len(row.mesh) == 2 and not row.axis) else 2,
+    )
     return sf.Engine(
         model if row.precision == "fp64" else model.float(),
         optimizer=ADAM,
@@ -167,7 +172,7 @@ def train(rows: list[Row]) -> list[str]:
     wrong: list[str] = []
     for row in rows:
         engine, near = _engine(row), PRECISIONS[row.precision]
-        for batch, expected in zip(batches(PARTS, STEPS), _plain(row), strict=True):
+        for batch, expected in zip(batches(PARTS, STEPS), _plain(row.axis == "expert"), strict=True):
             mine = tuple(t.chunk(engine.data_ranks)[engine.data_rank] for t in batch)
             loss = engine.mean(engine.train_batch(mine, _compute if engine.sequence is not None else None).item())
             engine.step()

@@ -42,7 +42,9 @@ def _train(layout: str, wires: dict[str, str], near: bool, accumulate: int = 1, 
     return found
 
 
-@pytest.mark.parametrize("layout", ["zero3", "zero1", pytest.param("zero2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "layout", ["zero3", *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero1", "zero2"))]
+)
 def test_two_hops_deliver_what_one_does(ranks: Ranks, layout: str) -> None:
     """Elements of a dtype are the same however they travel; sums of four are those of two and two."""
     wires = {"reduce": "reducex2"} | ({"gather": "computex2"} if layout == "zero3" else {})

@@ -227,8 +227,8 @@ def _coded(outer: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[int, fl
 def test_outer_gradients_in_4_bits(ranks: Ranks) -> None:
     """An eighth of the bytes and the scales; the groups are equal to the bit, and within two half steps of what they
     would be without rounding."""
-    plain = run_ranks(_coded, 2, {"every": 2})
-    coded = run_ranks(_coded, 2, {"every": 2, "format": "int4/64"})
+    plain = ranks.run(_coded, {"every": 2}, world_size=2)
+    coded = ranks.run(_coded, {"every": 2, "format": "int4/64"}, world_size=2)
     for name, value in coded[0][0].items():
         assert torch.equal(value, coded[1][0][name])
         exact = plain[0][0][name]
@@ -331,7 +331,7 @@ def test_a_round_goes_on_from_its_middle(ranks: Ranks, tmp_path: Path) -> None:
     again = ranks.run(_resume, folder, "zero2", 4)
     for mine, theirs in zip(again, through, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    state, notes = run_ranks(_alone, 1, folder)[0]
+    state, notes = ranks.run(_alone, folder, world_size=1)[0]
     assert_near([state], expected(STREAMING, ADAMW, SAVED_AT)[:1])
     assert any("There were 2 groups between outer steps and now there is 1" in note for note in notes)
 
@@ -340,7 +340,7 @@ def test_a_round_goes_on_from_its_middle(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_round_goes_on_with_other_ranks_in_its_groups(ranks: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     ranks.run(_save, folder)
-    assert_near(run_ranks(_resume, 2, folder, "zero3", 2), expected(STREAMING, ADAMW))
+    assert_near(ranks.run(_resume, folder, "zero3", 2, world_size=2), expected(STREAMING, ADAMW))
 
 
 def _meet(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -177,7 +177,7 @@ def _counted(
 def test_a_step_by_signs_sends_a_bit_and_scales(ranks: Ranks) -> None:
     """Each way 1 bit for 32 and the scales, where an all-reduce sent 2 x 32; as the program says. With 15 % of steps
     dense that is less by the paper's formula. One collective carries all units."""
-    for seen, text, memory in run_ranks(_counted, 2, "ddp", 2):
+    for seen, text, memory in ranks.run(_counted, "ddp", 2, world_size=2):
         numel = 2 * WIDTH * WIDTH
         assert seen[0] == [("ALL_REDUCE", 2, 4 * numel, 4.0 * numel)]
         one_way = numel // 2 // 8 * (32 / 8 + 4) / (32 / 8)  # half of it, a bit each, with its scales
@@ -229,12 +229,12 @@ def _telescopes(folder: str, ranks: int, steps: range) -> tuple[list[Tensor], li
     return applied, exact, lost
 
 
-def test_what_is_lost_is_sent_later(tmp_path: Path) -> None:
+def test_what_is_lost_is_sent_later(ranks: Ranks, tmp_path: Path) -> None:
     """The sum of what was applied differs from the sum of what is true by what is kept, through a save on 4 ranks and
     a load on 2, to 1e-6."""
     folder = str(tmp_path)
-    first = run_ranks(_telescopes, 4, folder, 4, range(12))[0]
-    second = run_ranks(_telescopes, 2, folder, 2, range(12, 24))[0]
+    first = ranks.run(_telescopes, folder, 4, range(12), world_size=4)[0]
+    second = ranks.run(_telescopes, folder, 2, range(12, 24), world_size=2)[0]
     for i in range(2):
         difference = first[1][i] + second[1][i] - first[0][i] - second[0][i]
         kept = second[2][0][i] + second[2][1][i]

@@ -152,7 +152,7 @@ def _check_architecture(ranks: Ranks, name: str, layout: str, backend: str) -> N
         assert found["made"] == [kinds] * STEPS and kinds < 5, found["made"]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "hsdp"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_trains_in_one_graph_for_each_kind_of_block(ranks: Ranks, name: str, layout: str) -> None:
@@ -196,7 +196,7 @@ def test_blocks_share_a_graph_under_every_layout(ranks: Ranks, layout: str) -> N
     _check_small(ranks.run(_layout, layout, "keep", world_size=2))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_share_a_graph_under_every_mode_of_activations(ranks: Ranks, layout: str, mode: str) -> None:
@@ -228,7 +228,7 @@ def _precision(layout: str, precision: str) -> list[str]:
     return wrong + ["graphs"] * (once["made"] != [1] * STEPS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["zero2", "zero3"])
 def test_a_precision_is_the_same_to_the_bit(ranks: Ranks, layout: str, precision: str) -> None:
@@ -297,7 +297,7 @@ def differing(once: dict[str, Any], again: dict[str, Any], tol: float) -> list[s
     return wrong + ["losses"] * (once["losses"] != pytest.approx(again["losses"], rel=tol, abs=0.0))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 @pytest.mark.parametrize("axis", AXES)
 def test_blocks_that_ranks_share_train_the_same(ranks: Ranks, axis: str, layout: str) -> None:
