@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def told_by(
     hangs_on: float = 0.5,
     seconds: float = 0.1,
     crowd: float = 1.0,
+    throttled: Callable[[int], float] = float,
 ) -> list[Straggler | None]:
     """What all ranks have found after each step of so many ``seconds``.
 
@@ -51,9 +53,10 @@ def told_by(
         noise: of a rank's times, log-normal.
         late: how often 50 ms are lost in a step of a rank, as for a page that comes from a disk.
         hangs_on: how much of its noise a step has from the one before.
+        throttled: for how many seconds a rank was kept from computing so far.
     """
     draw = random.Random(seed)
-    paces = [Pace(range(ranks), rank, crowd=crowd) for rank in range(ranks)]
+    paces = [Pace(range(ranks), rank, crowd=crowd, throttled=partial(throttled, rank)) for rank in range(ranks)]
     state, said, found = [0.0] * ranks, b"", list[Straggler | None]()
     for step in range(steps):
         for pace in paces:
@@ -165,6 +168,23 @@ def test_short_steps_are_told_together() -> None:
     assert not any(told_by(4, 2000, nothing, noise=0.1, late=0.05, seconds=0.01, seed=3))
     found = told_by(4, 800, slow_by(0.005, 2, 500), noise=0.03, seconds=0.01, seed=4)
     assert 20 <= steps_until(found, 500) <= 130 and found[-1] is not None and found[-1].rank == 2
+
+
+def test_what_a_quota_takes_is_seen_though_it_takes_it_of_a_few_steps() -> None:
+    """Of 100 ms 27: most steps of 10 ms are as long as without it."""
+    for known in (True, False):
+        taken = [0.0, 0.0]
+
+        def extra(step: int, rank: int, taken: list[float] = taken) -> tuple[float, float, float]:
+            more = 0.027 * (rank == 1 and step >= 500 and step % 7 == 0)
+            taken[rank] += more
+            return more, 0.0, 0.0
+
+        told = taken.__getitem__ if known else float
+        found = told_by(2, 700, extra, noise=0.03, seconds=0.01, seed=0, throttled=told)
+        assert any(found) == known
+        if known:
+            assert steps_until(found, 500) <= 80 and (last := found[-1]) is not None and abs(last.factor - 1.38) < 0.1
 
 
 def test_it_is_over_when_it_is_over() -> None:

@@ -32,7 +32,7 @@ from shardfold.launch._rendezvous import (
 from shardfold.launch.decision import Hosts, Node, Rank, decide, exported
 from shardfold.launch.options import Options, option_fields, streams
 from shardfold.plan.patience import Patience
-from shardfold.tiers.limit import memory_limit
+from shardfold.tiers.limit import Throttling, memory_limit
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 POOLS = st.dictionaries(NAMES, st.integers(1, 8), min_size=1, max_size=5)
@@ -731,6 +731,20 @@ def test_memory_is_as_much_as_control_groups_leave(tmp_path: Path, version: int)
     (kernel.group / kernel.limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
     (kernel.group.parent / kernel.limit).write_text("5000\n")
     assert memory_limit(kernel.proc, kernel.mounted) == 5000
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_how_long_control_groups_have_kept_a_process_from_computing(tmp_path: Path, version: int) -> None:
+    """Of both versions, also an outer one."""
+    kernel = Kernel(tmp_path, version)
+    (kernel.proc / "self/cgroup").write_text("4:cpu,cpuacct:/job/step\n" if version == 1 else "0::/job/step\n")
+    group = kernel.mounted / ("cpu,cpuacct" if version == 1 else "") / "job" / "step"
+    group.mkdir(parents=True, exist_ok=True)
+    assert Throttling(kernel.proc, kernel.mounted).seconds() == 0
+    for folder, seconds in ((group, 2), (group.parent, 3)):
+        told = f"throttled_time {seconds}000000000" if version == 1 else f"throttled_usec {seconds}000000"
+        (folder / "cpu.stat").write_text(f"nr_throttled 1\n{told}\n")
+    assert Throttling(kernel.proc, kernel.mounted).seconds() == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -54,6 +54,7 @@ from shardfold.sharding.checksums import Checksums
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.unit import Life
+from shardfold.tiers.limit import Throttling
 
 __all__ = ["EngineParts", "PartOptions", "make_parts"]
 
@@ -199,7 +200,8 @@ def _make_pace(sharded: ShardedModel, cores: float) -> Pace | None:
     if mesh.on_streams:
         return None
     links = mesh.per_host is None or mesh.per_host < mesh.world
-    return Pace.among(peers.ranks, peers.rank, links=links, crowd=torch.get_num_threads() / cores)
+    how = {"links": links, "crowd": torch.get_num_threads() / cores, "throttled": Throttling().seconds}
+    return Pace.among(peers.ranks, peers.rank, **how)
 
 
 def _make_checksums(sharded: ShardedModel, updater: ShardedOptimizer | None, held: ExitStack) -> Checksums:

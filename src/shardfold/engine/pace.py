@@ -2,7 +2,8 @@
 
 Each rank puts what its last steps took of it into messages that are sent anyway: its computation, what it did outside
 of passes (its data, as a rule), and its waiting. All read the same and come to the same verdict; nothing more is sent.
-A record is of one step, or of as many short ones as take a tenth of a second.
+A record is of one step, or of as many short ones as take a tenth of a second: their median, and what a quota of
+processor time has taken, as that stops a rank in one of them for long.
 
 A rank's excess is what its computation, or that and its data, takes beyond the median of the others, as a logarithm of
 the factor by which a step gets longer for it. Its medians over 8 records, and over 40, are compared with how much such
@@ -20,7 +21,8 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, exp, log
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from shardfold.plan.report import Straggler
 
@@ -212,12 +214,22 @@ class Pace:
         me: which of them this one is.
         links: there are links between them, and not the memory of one host only.
         crowd: how many ranks a core of this one has, at least 1.
+        throttled: for how many seconds this one was kept from computing so far.
 
     Attributes:
         slowest: what makes steps longer; None: nothing does, or it is not known yet.
     """
 
-    def __init__(self, ranks: Sequence[int], me: int, *, links: bool = True, crowd: float = 1.0) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        me: int,
+        *,
+        links: bool = True,
+        crowd: float = 1.0,
+        throttled: Callable[[], float] = float,
+    ) -> None:
+        self._throttled, self._lost = throttled, throttled()
         self._ranks, self._me = tuple(ranks), list(ranks).index(me)
         self._crowd = min(round(CROWDED * log(max(crowd, 1.0))), 255)
         self._turns = ceil(len(self._ranks) / TALKERS)
@@ -230,9 +242,9 @@ class Pace:
         self.slowest: Straggler | None = None
 
     @classmethod
-    def among(cls, ranks: Sequence[int], me: int, *, links: bool = True, crowd: float = 1.0) -> Pace | None:
-        """None: there is one rank."""
-        return cls(ranks, me, links=links, crowd=crowd) if len(ranks) > 1 else None
+    def among(cls, ranks: Sequence[int], me: int, **how: Any) -> Pace | None:
+        """None: there is one rank. ``how``: what else it is given."""
+        return cls(ranks, me, **how) if len(ranks) > 1 else None
 
     @property
     def room(self) -> int:
@@ -247,9 +259,14 @@ class Pace:
             return None
         known, place = [each for each in self._spent if each is not None], bytearray(self.room)
         self._spent, self._is_told = [], True
+        lost, self._lost = self._lost, self._throttled()
         if known and self._me // TALKERS == self._records % self._turns:
             at = WIDTH * (self._me % TALKERS)
-            codes = (_code(_middle(seconds)).to_bytes(2, "big") for seconds in zip(*known, strict=True))
+            spent = Spent(*map(_middle, zip(*known, strict=True)))
+            beyond = fmean(each.computation for each in known) - spent.computation
+            stopped = min((self._lost - lost) / len(known), max(beyond, 0.0))
+            told = spent._replace(computation=spent.computation + stopped)
+            codes = (_code(seconds).to_bytes(2, "big") for seconds in told)
             place[at : at + WIDTH] = b"".join(codes) + bytes([self._crowd])
         return bytes(place)
 

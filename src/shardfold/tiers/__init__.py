@@ -4,7 +4,8 @@
     device      the device's own memory: regions that are always there, and flats whose memory comes and goes
     disk        files on drives: threads write them behind the computation and read ahead of who needs it
     host        host memory: values go out beside the computation, and come back when they are asked for
-    limit       how much memory the processes here may hold: the machine's, or what a control group leaves them of it
+    limit       how much memory the processes here may hold: the machine's, or what a control group leaves them of it;
+                and for how long one keeps this process from computing
     pages       host memory that goes back to the system the moment it is freed
     staging     host memory of a fixed size through which values go to drives and come from them
     tier        one protocol for memory of every kind

@@ -1,4 +1,5 @@
-"""How much memory the processes here may hold: the machine's, or what a control group leaves them of it."""
+"""How much the processes here may have: of memory the machine's, or what a control group leaves them of it, and for how
+long such a group has kept this one from computing."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import re
 import signal
 from pathlib import Path
 
-__all__ = ["control_groups", "is_doomed", "memory_limit", "number_in", "process_state", "switched"]
+__all__ = ["Throttling", "control_groups", "is_doomed", "memory_limit", "number_in", "process_state", "switched"]
 
 UNLIMITED = 2**60  # control groups write their lack of a limit as a number above this
 
 
-def control_groups(proc: Path, mounted: Path, pid: str = "self") -> list[Path]:
-    """Return the folders of a process's control groups for memory, the innermost first, of either version."""
+def control_groups(proc: Path, mounted: Path, pid: str = "self", controller: str = "memory") -> list[Path]:
+    """Return the folders of a process's control groups for memory, or what else they control, the innermost first, of
+    either version."""
     try:
         lines = (proc / pid / "cgroup").read_text().splitlines()
     except OSError:
@@ -20,7 +22,7 @@ def control_groups(proc: Path, mounted: Path, pid: str = "self") -> list[Path]:
     folders: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers and controller not in controllers.split(","):
             continue
         root = mounted / controllers
         innermost = root / path.lstrip("/")
@@ -50,6 +52,20 @@ def memory_limit(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgrou
             if limit is not None and limit < UNLIMITED:
                 limits.append(limit)
     return min(limits, default=0)
+
+
+class Throttling:
+    """For how long this process was kept from computing, as a control group had used up what it may in a period."""
+
+    def __init__(self, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> None:
+        files = [folder / "cpu.stat" for folder in control_groups(proc, mounted, controller="cpu")]
+        keys = ("throttled_usec", 1e-6), ("throttled_time", 1e-9)
+        told = [(file, key, unit) for file in files for key, unit in keys]
+        self._told = [each for each in told if number_in(*each[:2]) is not None]
+
+    def seconds(self) -> float:
+        """So far: of all threads and processes of a group together."""
+        return sum((number_in(file, key) or 0) * unit for file, key, unit in self._told)
 
 
 def boot_id() -> str:
