@@ -228,3 +228,8 @@ def test_the_command_that_trains_as_the_winner_is_printed(
     assert "shardfold train --size tiny --procs 2 --layout zero2 --precision bf16 --activations recompute" in said
     print_plan("tiny", "2x1xL4", tables={"zero2": sf.PRESETS["zero2"]}, modes=["recompute"], **how)
     assert "shardfold train" not in capsys.readouterr().out
+    tables = {"zero2": sf.Runtime(survive="rank", exact=True).in_table(sf.PRESETS["zero2"])}
+    print_plan("tiny", "2xL4", tables=tables, modes=["recompute"], survive="rank", exact=True, **how)
+    said = capsys.readouterr().out
+    assert "--elastic --exact" in said and "zero2: if a rank dies and the others go on" in said
+    assert "; with a spare, that reads" in said

@@ -99,6 +99,7 @@ BAD = [
     (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),
     (["train", "--matrix-lr", "0.1"], "give --optimizer muon"),
     (["explain", "zero9"], "Did you mean"),
+    (["plan", "--exact"], "as it is about ranks that die: give --survive rank, or leave it out"),
     (["plan", "--gpus", "8xA100"], "'A100' is made with more than one memory: write A100-40G or A100-80G."),
     (["explain", "--ranks", "3", "--nodes", "2"], "choose --ranks"),
     (["explain", "--offload", "cpu"], "Did you mean 'host'?"),

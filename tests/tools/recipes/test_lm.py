@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from shardfold.testing import Ranks
 from shardfold.tools.cli_options import argument
 from shardfold.tools.recipes.lm import train
 from shardfold.tools.recipes.train_config import TrainConfig, read_settings, resumed_settings
+from shardfold.tools.run_attempts import RunAttempts
 
 
 def _run(data: str, out: str, tensor: int, parallel: bool = False) -> tuple[float, bytes]:
@@ -77,6 +81,34 @@ def test_what_is_given_beside_resume_acts(ranks: Ranks, tmp_path: Path) -> None:
     for row in rows:
         assert row["mfu"] == pytest.approx(6 * (block + 2 * 256 * 16 + 16) * row["tokens_per_s"] / 1e9)
     assert options["weight_decay"] == 0.0 and options["initial_lr"] == 1e-5
+
+
+def test_what_follows_a_step_is_done_where_its_loss_was_not_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by those that had heard it before a rank died: the step counts, and has no line."""
+    once, whole, at = RunAttempts.once, RunAttempts.whole, list[int]()
+
+    def unheard(self: RunAttempts, do: Callable[[], Any]) -> Any:
+        if self.engine.steps != 1:
+            return once(self, do)
+        with monkeypatch.context() as gone, suppress(ZeroDivisionError):
+            gone.setattr(self.engine, "mean", lambda *_, **__: 1 / 0)
+            once(self, do)
+
+    def counted(self: RunAttempts, do: Callable[[], Any]) -> Any:
+        at.append(self.engine.steps)
+        return whole(self, do)
+
+    monkeypatch.setattr(RunAttempts, "once", unheard)
+    monkeypatch.setattr(RunAttempts, "whole", counted)
+    (tmp_path / "text").write_text("0123456789" * 40)
+    shape = {"d_model": 16, "layers": 1, "heads": 2, "context": 16, "micro_batch": 2, "eval_windows": 2, "sample": 0}
+    more = {"steps": 4, "warmup": 0, "eval_every": 1, "data": tmp_path / "text", "out": tmp_path / "run"}
+    train(TrainConfig.load({**shape, **more}))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3, 4]
+    assert at[:8] == [1, 1, 2, 2, 3, 3, 4, 4], "an evaluation behind each step but the last, and who was asked to stop"
 
 
 def test_a_copied_checkpoint_says_what_it_lacks(tmp_path: Path) -> None:
