@@ -119,11 +119,14 @@ class StepLoop:
         if self._is_whole:
             return do()
         self._is_whole, known, had = True, len(self.core.run.recoveries), Attributes(self.changed_beside_steps())
+        modes = {module: module.training for module in self.engine.module.modules()}
 
         def again() -> T:
             nonlocal known
             if len(self.core.run.recoveries) > known:
                 had.put_back()
+                for module, mode in modes.items():  # that Lightning notes when a validation begins
+                    module.training = mode
                 self.follow(known)
                 known = len(self.core.run.recoveries)
             return do()
