@@ -135,6 +135,8 @@ class Attempts(RendezvousHandler):
         self.finished = False
         self._beaten = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
+        self._spoke: dict[int, float] = {}  # and when at the earliest it was given
+        self._looked = 0.0  # when this node last looked for them
         self._lost: set[int] = set()  # nodes that have long given none
         self._without: set[int] = set()  # those of them that the others go on without
         self._awaits = NOBODY  # which ranks those of this node wait for, and did in vain, as others were told
@@ -157,6 +159,7 @@ class Attempts(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.store, self.hub, self.hosts = None, 0, {}  # closes the dead attempt's
         self.finished, self._beats, self._lost, self._without = False, {}, set(), set()
+        self._spoke, self._looked = {}, 0.0
         self._awaits, self._awaited, self._put = NOBODY, (0.0, NOBODY), (0, 0)
         self.voting, self._moved, self._unreached, self._majority = (), 0.0, (), (0.0, 0.0)
         self._endpoint = Endpoint(self.inner)
@@ -283,6 +286,7 @@ class Attempts(RendezvousHandler):
         self.store, self.hub, self.finished = store, hub, False
         self._moved, self._unreached, self._told_majority = time.monotonic(), unreached, b""
         self._beaten, self._beats, self._awaits, self._awaited = 0.0, {}, NOBODY, (0.0, NOBODY)
+        self._spoke = {}
         self._put = 0, 0
 
     def _await_answer(self, host: str, port: int) -> None:
@@ -443,7 +447,7 @@ class Attempts(RendezvousHandler):
     def _hear_majority(self, now: float) -> None:
         """The node that has the store hears all; the others are told how long ago it has heard enough of them."""
         if self.node_rank == self.hub:
-            heard = [now if node == self.node_rank else self._heard_of(node) for node in self.voting]
+            heard = [now if node == self.node_rank else self._spoke.get(node, 0.0) for node in self.voting]
             since = max(self._majority[0], sorted(heard, reverse=True)[len(heard) // 2])
             self._majority = since, now
             self.store.set("shardfold/majority", f"{now} {now - since}")
@@ -498,6 +502,9 @@ class Attempts(RendezvousHandler):
         for rank, value in zip(others, values, strict=True):
             if self._beats.get(rank, (b"", now))[0] != value:
                 self._beats[rank] = (value, now)
+                # This node may have stood still since: then what it finds now is as old as that.
+                self._spoke[rank] = self._looked if not value.endswith(NOT_YET.encode()) else 0.0
+        self._looked = now
         for rank, value in zip(others, values, strict=True):
             if now - self._beats[rank][1] > self._may_be_silent(rank) and not self._has_told(rank):
                 self._lost.add(rank)
