@@ -103,10 +103,12 @@ def noted(engine: sf.Engine) -> list[Met]:
     return met
 
 
-def even(steps: int) -> list[list[Met]]:
-    """Of groups that all do so many steps, and are never away."""
+def even(steps: int, rounds: int | None = None) -> list[list[Met]]:
+    """Of groups that all do so many steps, and are never away; None: in rounds of the usual length."""
     all_of_them = tuple(range(GROUPS)), (1 / GROUPS,) * GROUPS
     ends = sorted({*range(EVERY, steps + 1, EVERY), steps})
+    if rounds is not None:
+        ends = [round(steps * number / rounds) for number in range(1, rounds + 1)]
     return [[Met(n, end, OuterMeeting(*all_of_them, (), 0, end)) for n, end in enumerate(ends, 1)]] * GROUPS
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Event, Thread
 
-from outer_away import AWAY, DILOCO, EVERY, GROUPS, PADDED, Met, even, loss
+from outer_away import AWAY, DILOCO, GROUPS, PADDED, Met, even, loss
 from torch.distributed import HashStore
 
 from shardfold.comm import polling
@@ -139,17 +139,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first", type=int, default=0, help="of the seeds")
     parser.add_argument("--dies", action="store_true")
+    parser.add_argument("--as-many", action="store_true", help="outer steps too, where groups are never away")
     options = parser.parse_args()
     found: list[float] = []
     for seed in range(options.first, options.first + options.seeds):
         line = Timeline(seed, options.seconds, options.quorum, options.away, dies=options.dies)
         learned, there = (STEP + LATER * 0.8) * sum(line.steps), GROUPS * options.seconds - line.gone
-        away, undisturbed = loss(line.met, seed), loss(even(round(sum(line.steps) / GROUPS)), seed)
+        number = max(of[-1].number for of in line.met)
+        beside = even(round(sum(line.steps) / GROUPS), number if options.as_many else None)
+        away, undisturbed = loss(line.met, seed), loss(beside, seed)
         found.append(away / undisturbed - 1)
         print(
             f"seed {seed:3}  there {learned / there:6.1%}  away {1 - there / (GROUPS * options.seconds):6.1%}  steps "
-            f"{' '.join(map(str, line.steps))}  outer steps {max(of[-1].number for of in line.met):3} "
-            f"(not away {max(line.steps) // EVERY:3})  loss {away:.4f}, not away {undisturbed:.4f}: {found[-1]:+.2%}",
+            f"{' '.join(map(str, line.steps))}  outer steps {number} "
+            f"(not away {len(beside[0])})  loss {away:.4f}, not away {undisturbed:.4f}: {found[-1]:+.2%}",
             flush=True,
         )
     if len(found) > 1:
