@@ -147,6 +147,14 @@ def test_a_host_whose_only_rank_is_killed_goes_on_if_that_rank_could_have(elasti
         members.close()
 
 
+def test_one_that_is_just_coming_in_does_not_stand_still() -> None:
+    """Another thread knows of the record already, and has not made it a rank of this node yet."""
+    members = object.__new__(Members)
+    members._agent, members._mine = 0, {}
+    members._voter = Voter(0, Membership(1, (Member(3, 0),), size=1))
+    assert members.standing() == (-1, "")
+
+
 def test_stores_that_may_take_the_place_of_one_that_is_gone_are_asked_at_once() -> None:
     members, met = object.__new__(Members), Barrier(3)
     members._agent, members._ready, members._others = 4, "own", {node: ("host", node) for node in range(5)}

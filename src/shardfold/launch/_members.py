@@ -135,9 +135,10 @@ class Members:
         voter = self._voter
         if voter is None or voter.needed:
             return -1, ""
-        epoch, ranks = voter.record.epoch, [self._mine[member.uid] for member in self._here(voter)]
+        epoch, here = voter.record.epoch, self._here(voter)
+        ranks = [self._mine[member.uid] for member in here if member.uid in self._mine]  # one may be just coming in
         stopped = [each for each in ranks if each.returncode is None and each.has_stopped(epoch)]
-        idle = all(each.returncode == 0 or each in stopped for each in ranks)
+        idle = len(ranks) == len(here) and all(each.returncode == 0 or each in stopped for each in ranks)
         return epoch if idle else -1, next((each.why for each in stopped), "")
 
     def add(self, uid: int, worker: Worker) -> None:
