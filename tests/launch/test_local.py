@@ -282,9 +282,8 @@ def test_the_first_of_several_deaths_is_named_however_late_they_are_seen(tmp_pat
     code = "import os, signal\n" + ready + FOREVER
     main = f"from shardfold.launch import launch; raise SystemExit(launch([{sys.executable!r}, '-c', {code!r}], 4))"
     with subprocess.Popen([sys.executable, "-c", main], stderr=subprocess.PIPE, text=True) as launcher:
-        said: list[str] = []
-        while len(said) < 4:
-            said += fifo.read_text().splitlines()
+        with open(os.open(fifo, os.O_RDWR), encoding="utf-8") as read:  # a writer itself, so no rank is the last one
+            said = [read.readline() for _ in range(4)]
         ranks = {int(rank): psutil.Process(int(pid)) for rank, pid in map(str.split, said)}
         while _waited_for(launcher.pid) < 4:  # what ends before the launcher looks has no order
             os.sched_yield()
