@@ -295,7 +295,9 @@ class HostLook(Look):
         if run.behind is None:
             return
         yield from self._who()
-        most = ((case.patience if case.fault in (*LOST, *HANGS) else 0.0) + MARGIN) * busy()
+        # One that ends well is named when no other one has failed by itself for half of the patience.
+        waits = 1.0 if case.fault in (*LOST, *HANGS) else 0.5 if case.fault in LEAVES else 0.0
+        most = (waits * case.patience + MARGIN) * busy()
         last = max(at for _, at in (others if case.goes_on_alone else run.ends).values())
         if not case.goes_on and last > most:
             yield f"they ended {last:.1f} s behind the strike; {most:.1f} s are the most: {run.ends}"

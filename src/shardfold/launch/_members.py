@@ -185,7 +185,7 @@ class Members:
                 busy = self._voter is not None and self._voter.needed
                 self._wake.wait(pause(self._voter, self._meeting.num_nodes) if looks or busy else None)
                 self._wake.clear()
-        except RuntimeError:  # the store is gone, and no other one can take its place
+        except RuntimeError:  # the store is gone, and no other one can take its place; or all is over
             self.failed = (
                 self.failed
                 or f"the launcher on host {self._meeting.host_of(self._meeting.hub)} does not answer any more"
@@ -205,7 +205,7 @@ class Members:
         mine = [[uid, worker.local_rank] for uid, worker in self._mine.items()]
         if self._agent:
             self._store.set(f"{QUEUE}/ranks/{self._agent}", json.dumps(mine))
-            record = Membership.from_json(self._store.get(f"{QUEUE}/first"))
+            record = Membership.from_json(self._said([f"{QUEUE}/first"])[0])
         else:
             record = self._first(mine)
         with self._lock:
@@ -216,7 +216,7 @@ class Members:
     def _first(self, mine: list[list[int]]) -> Membership:
         """The record of epoch 0, which node 0 makes of what all others say, and says to them."""
         keys = [f"{QUEUE}/ranks/{node}" for node in range(1, self._begun)]
-        each = [mine, *map(json.loads, self._store.multi_get(keys) if keys else ())]
+        each = [mine, *map(json.loads, self._said(keys) if keys else ())]
         members = [Member(uid, node, local) for node, said in enumerate(each) for uid, local in said]
         record = Membership(0, tuple(sorted(members, key=lambda member: member.uid)), size=len(members))
         if self._meeting.opened is not None:
@@ -224,6 +224,19 @@ class Members:
         if keys:
             self._store.set(f"{QUEUE}/first", record.to_json())
         return record
+
+    def _said(self, keys: list[str]) -> list[bytes]:
+        """What others say once they have begun, at which one may be gone: a call that waited for it would keep all
+        others from the store for a minute, with them the one that finds out who is gone.
+
+        Raises:
+            RuntimeError: the attempt is over before.
+        """
+        while not self._store.check(keys):
+            if self._over:
+                raise RuntimeError
+            time.sleep(pause(None, self._begun))
+        return list(self._store.multi_get(keys))
 
     def _look_anywhere(self) -> None:
         """The same as :meth:`_look`, in another store if the present one is gone.
