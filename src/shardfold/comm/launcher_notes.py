@@ -91,7 +91,7 @@ NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
 """The signal by which a rank writes its stack and ends; one that programs have no other use for."""
 LOOK = 0.02
-SHORT = 200  # characters of an exception that are told
+SHORT = 800  # characters of an exception that are told: how to mend it stands at its end
 
 _file: list[int] = []  # of this process, once it is open
 _told: list[str] = []  # what was told last, until an update
