@@ -225,7 +225,7 @@ class Members:
             self._store.set(f"{QUEUE}/first", record.to_json())
         return record
 
-    def _said(self, keys: list[str]) -> list[bytes]:
+    def _said(self, keys: list[str]) -> list[Any]:
         """What others say once they have begun, at which one may be gone: a call that waited for it would keep all
         others from the store for a minute, with them the one that finds out who is gone.
 

@@ -513,7 +513,7 @@ class Attempts(RendezvousHandler):
                     self.store.set("shardfold/without", json.dumps(sorted(self._without)))
                     self._tell_no_more(self.store, rank)
                     continue
-                host = self.hosts.get(rank, value.decode().rpartition(":")[0])
+                host = self.hosts.get(rank) or value.decode().rpartition(":")[0]
                 lost = Death(-1, 0, host, 0, at=time.time())
                 self._tell(self.store, lost)
                 self._tell_no_more(self.store, rank)
