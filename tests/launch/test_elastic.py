@@ -155,6 +155,28 @@ def test_one_that_is_just_coming_in_does_not_stand_still() -> None:
     assert members.standing() == (-1, "")
 
 
+def test_no_call_waits_in_the_store_for_a_host_that_may_be_gone() -> None:
+    """It would keep others from the store, with them the one that finds out that the host is gone."""
+    store, looks = dist.HashStore(), list[list[str]]()
+
+    def check(keys: list[str]) -> bool:
+        looks.append(keys)
+        if len(looks) == 2:
+            store.set("first", "record")
+        return store.check(keys)
+
+    def multi_get(keys: list[str]) -> list[bytes]:
+        assert store.check(keys)
+        return store.multi_get(keys)
+
+    members = object.__new__(Members)
+    members._store, members._begun, members._over = SimpleNamespace(check=check, multi_get=multi_get), 2, False
+    assert members._said(["first"]) == [b"record"] and len(looks) == 2
+    members._over = True
+    with pytest.raises(RuntimeError):
+        members._said(["never"])
+
+
 def test_stores_that_may_take_the_place_of_one_that_is_gone_are_asked_at_once() -> None:
     members, met = object.__new__(Members), Barrier(3)
     members._agent, members._ready, members._others = 4, "own", {node: ("host", node) for node in range(5)}

@@ -494,13 +494,22 @@ def test_an_orphan_that_ends_is_waited_for() -> None:
 
 
 def test_while_ranks_say_where_they_are_nobody_waits() -> None:
-    """Each has a second for it, all the same one; and none of them gets a lease any more."""
-    ends = f"""
-import os, time
+    """Each has a second for it, all the same one; and none of them gets a lease any more. One that crashes in it is
+    ended all the same, and has not failed by that."""
+    crashes = f"signal.signal({workers.STACK}, lambda *_: os.kill(os.getpid(), signal.SIGSEGV))"
+    scripts = [
+        f"""
+import os, signal, time
+{says}
 os.pwrite(os.open(os.environ[{FILE!r}], os.O_RDWR), b"%020d" % 5, {workers.BEAT})
 time.sleep(600)
 """
-    ranks = [workers.Worker(n, [sys.executable, "-c", ends], dict(os.environ), (Outlet(), Outlet())) for n in range(3)]
+        for says in ("", "", crashes)
+    ]
+    ranks = [
+        workers.Worker(n, [sys.executable, "-c", each], dict(os.environ), (Outlet(), Outlet()))
+        for n, each in enumerate(scripts)
+    ]
     workers.watch(ranks)
     try:
         while not all(rank._noted(20, workers.BEAT).strip("0") for rank in ranks):
@@ -519,6 +528,7 @@ time.sleep(600)
                 rank.look(600.0)
             time.sleep(0.02)
         assert all(rank.why == "it hangs, and was ended" and not rank.follows for rank in ranks)
+        assert {rank.returncode for rank in ranks} == {-signal.SIGKILL}
     finally:
         workers.end_all(ranks, signal.SIGKILL, 0.0)
 

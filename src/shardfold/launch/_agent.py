@@ -488,6 +488,8 @@ class Agent(SimpleElasticAgent):
             then = f"; all ranks are started again (restart {restart} of {group.spec.max_restarts})"
         elif self.death.rank < 0:
             then = "; all ranks were ended"
+        elif self.death.lost:
+            then = "; all others were ended"  # those that had not been killed before
         else:
             then = (
                 f"; the other {others} ranks were ended"

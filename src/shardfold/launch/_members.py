@@ -186,10 +186,9 @@ class Members:
                 self._wake.wait(pause(self._voter, self._meeting.num_nodes) if looks or busy else None)
                 self._wake.clear()
         except RuntimeError:  # the store is gone, and no other one can take its place; or all is over
-            self.failed = (
-                self.failed
-                or f"the launcher on host {self._meeting.host_of(self._meeting.hub)} does not answer any more"
-            )
+            if not self._over and not self.failed:
+                hub = self._meeting.host_of(self._meeting.hub)
+                self.failed = f"the launcher on host {hub} does not answer any more"
         except Exception as error:  # ranks that wait for a place are not to wait without end
             self.failed = self.failed or f"no next epoch could be made ({error})"
 
@@ -199,8 +198,9 @@ class Members:
         if self._several:
             self._mail, self._places = Mail(self._store, self._agent), Log(self._store, READY)
         if self._meeting.came_later:
+            (record,) = self._said([f"{QUEUE}/record"])
             with self._lock:
-                self._voter = Voter(self._agent, Membership.from_json(self._store.get(f"{QUEUE}/record")))
+                self._voter = Voter(self._agent, Membership.from_json(record))
             return
         mine = [[uid, worker.local_rank] for uid, worker in self._mine.items()]
         if self._agent:

@@ -200,8 +200,11 @@ class Worker:
     def returncode(self) -> int | None:
         if self.ended is None:
             return None
-        ended_here = self.process.returncode in (None, -STACK)  # frozen, or ended by what asked where it was
-        return -signal.SIGKILL if ended_here else self.process.returncode
+        code = self.process.returncode
+        if code in (None, -STACK):  # frozen, or ended by what asked where it was
+            return -signal.SIGKILL
+        # Who is made to write where all of its threads are, while these go on, may crash in that.
+        return -signal.SIGKILL if self._ended_for and code == -signal.SIGSEGV else code
 
     @property
     def follows(self) -> bool:
