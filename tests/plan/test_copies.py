@@ -166,7 +166,7 @@ def test_copies_are_shown() -> None:
         "copies 300,000",
         "log 100,000",
         "copies LOG inter 2 calls 100,000",
-        "lost with any one rank: grads; with any one host: grads",
+        "lost with any one rank: nothing (the step is taken again); with any one host: nothing (the step",
     ):
         assert words in " ".join(text.split()), words
 

@@ -69,10 +69,12 @@ def test_what_is_lost_is_told() -> None:
     def lost(name: str, precision: str) -> str:
         return lost_told(holders(PRESETS[name].bind(PRECISIONS[precision], mesh), mesh, 2))
 
-    assert lost("ddp", "bf16") == "lost with any one rank: nothing; with any one host: nothing"
+    nothing = "nothing (the step is taken again)"
+    assert lost("ddp", "bf16") == f"lost with any one rank: {nothing}; with any one host: {nothing}"
     assert lost("zero1", "bf16") == "lost with any one rank: master, moments; with any one host: master, moments"
     assert lost("zero1", "fp32") == "lost with any one rank: moments; with any one host: moments"
-    assert lost("hsdp", "bf16") == "lost with any one rank: nothing; with any one host: nothing"
+    assert lost("zero2", "bf16") == lost("zero1", "bf16")  # gradients are of a step
+    assert lost("hsdp", "bf16") == f"lost with any one rank: {nothing}; with any one host: {nothing}"
 
 
 def test_what_a_death_costs_is_told() -> None:

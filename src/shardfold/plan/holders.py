@@ -17,7 +17,7 @@ from shardfold.plan.checks import human
 from shardfold.plan.layout import DATA_AXES, Layout, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec, shard_index
 
-__all__ = ["Holders", "death_told", "holders", "holders_told", "lost_told", "spare_told", "usual_hosts"]
+__all__ = ["Holders", "death_told", "holders", "holders_told", "lost_of", "lost_told", "spare_told", "usual_hosts"]
 
 WAITS = 0.32e9
 """Bytes of host memory of a process that waits, as measured: what its imports take."""
@@ -127,9 +127,14 @@ def holders_told(found: Mapping[str, Holders], mesh: Mesh, per_host: int | None)
 
 def lost_told(found: Mapping[str, Holders], *, by_host: bool = True) -> str:
     """What goes with a rank and with a host."""
-    rank = ", ".join(state for state, each in found.items() if each.ranks == 1) or "nothing"
-    host = ", ".join(state for state, each in found.items() if each.hosts == 1) or "nothing"
-    return f"lost with any one rank: {rank}" + (f"; with any one host: {host}" if by_host else "")
+    host = f"; with any one host: {lost_of({state: each.hosts for state, each in found.items()})}" if by_host else ""
+    return f"lost with any one rank: {lost_of({state: each.ranks for state, each in found.items()})}{host}"
+
+
+def lost_of(counts: Mapping[str, int]) -> str:
+    """The states of which one alone has an element, of how many have; gradients come again with their step."""
+    lost = ", ".join(state for state, count in counts.items() if count == 1 and state != "grads")
+    return lost or "nothing (the step is taken again)"
 
 
 def spare_told() -> str:

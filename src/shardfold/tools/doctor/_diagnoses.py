@@ -24,7 +24,7 @@ from shardfold.errors import ConfigError
 from shardfold.launch.leftovers import has_group
 from shardfold.launch.process import leads_home
 from shardfold.plan.axes import Mesh
-from shardfold.plan.holders import holders, spare_told
+from shardfold.plan.holders import holders, lost_of, spare_told
 from shardfold.plan.layout import PRECISIONS
 from shardfold.plan.patience import Patience
 from shardfold.plan.presets import PRESETS
@@ -185,8 +185,7 @@ def _lost(ranks: int) -> str:
     for name, table in PRESETS.items():
         on = Mesh(mesh.axes, table.rare)
         found = holders(table.bind(PRECISIONS["bf16"], on), on, ranks)
-        lost = ", ".join(state for state, each in found.items() if each.ranks == 1) or "nothing"
-        said.setdefault(lost, []).append(name)
+        said.setdefault(lost_of({state: each.ranks for state, each in found.items()}), []).append(name)
     each = "; ".join(f"{lost} under {', '.join(names)}" for lost, names in said.items())
     return (
         f"of {ranks} in bf16 takes with it {each}. With a host that is alone all goes but checkpoints elsewhere. A "
