@@ -95,6 +95,17 @@ class RankWaits(NamedTuple):
 NOBODY = RankWaits()
 
 
+def _said_at(told: bytes) -> float:
+    """When the node that has the store said that of a majority, by its own clock; 0: it has said nothing yet."""
+    return float(told.split()[0]) if told else 0.0
+
+
+def _answers(sign: bytes) -> float:
+    """To what was said when a node's sign of life answers; 0: to nothing."""
+    _, _, at = sign.rpartition(b" ")
+    return float(at) if at and not sign.endswith(NOT_YET.encode()) else 0.0
+
+
 class Attempts(RendezvousHandler):
     """Gives each round of another handler a fresh store for the ranks, and the agents a place to tell of deaths.
 
@@ -135,8 +146,6 @@ class Attempts(RendezvousHandler):
         self.finished = False
         self._beaten = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
-        self._spoke: dict[int, float] = {}  # and when at the earliest it was given
-        self._looked = 0.0  # when this node last looked for them
         self._lost: set[int] = set()  # nodes that have long given none
         self._without: set[int] = set()  # those of them that the others go on without
         self._awaits = NOBODY  # which ranks those of this node wait for, and did in vain, as others were told
@@ -159,7 +168,6 @@ class Attempts(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.store, self.hub, self.hosts = None, 0, {}  # closes the dead attempt's
         self.finished, self._beats, self._lost, self._without = False, {}, set(), set()
-        self._spoke, self._looked = {}, 0.0
         self._awaits, self._awaited, self._put = NOBODY, (0.0, NOBODY), (0, 0)
         self.voting, self._moved, self._unreached, self._majority = (), 0.0, (), (0.0, 0.0)
         self._endpoint = Endpoint(self.inner)
@@ -266,9 +274,11 @@ class Attempts(RendezvousHandler):
         socket.create_connection((address, port), timeout=self.patience.beat / 2).close()
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
 
-    def _show(self, store: Any, now: float) -> None:
-        """Give a sign of life there."""
-        store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
+    def _show(self, store: Any, now: float) -> bytes:
+        """Give a sign of life there, which answers to what the node that has the store has said last of a majority."""
+        told: bytes = store.get("shardfold/majority") if self.voting else b""
+        store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now} {_said_at(told)}")
+        return told
 
     def move_to(self, store: Any, hub: int, place: tuple[str, int], unreached: Collection[int] = ()) -> None:
         """From now on the attempt's store is that of another node, as the one that had it is gone: nothing was said in
@@ -286,7 +296,6 @@ class Attempts(RendezvousHandler):
         self.store, self.hub, self.finished = store, hub, False
         self._moved, self._unreached, self._told_majority = time.monotonic(), unreached, b""
         self._beaten, self._beats, self._awaits, self._awaited = 0.0, {}, NOBODY, (0.0, NOBODY)
-        self._spoke = {}
         self._put = 0, 0
 
     def _await_answer(self, host: str, port: int) -> None:
@@ -423,14 +432,14 @@ class Attempts(RendezvousHandler):
         self._beaten = now
         with suppress(*GONE):
             self._grow()
-            self._show(self.store, now)
+            told = self._show(self.store, now)
             lost: Death | None = None
             if self.node_rank == self.hub:
                 lost = self._look_for_lost(now, goes_on)
             elif self.hub:  # whose launcher may not know that it has the store
                 lost = self._look_for_lost(now, goes_on, [self.hub])
             if self.voting:
-                self._hear_majority(now)
+                self._hear_majority(now, told)
             return lost
         return None
 
@@ -444,14 +453,17 @@ class Attempts(RendezvousHandler):
         monotonic clock of this node, and no later than it was."""
         return self._majority[0] if self.voting and self._majority[1] else time.monotonic()
 
-    def _hear_majority(self, now: float) -> None:
+    def _hear_majority(self, now: float, told: bytes) -> None:
         """The node that has the store hears all; the others are told how long ago it has heard enough of them."""
         if self.node_rank == self.hub:
-            heard = [now if node == self.node_rank else self._spoke.get(node, 0.0) for node in self.voting]
+            # This node may have stood still, and its store may bring only now what others sent before that: a sign
+            # of life is as old as what it answers to.
+            signs = {node: value for node, (value, _) in self._beats.items()}
+            heard = [now if node == self.node_rank else _answers(signs.get(node, b"")) for node in self.voting]
             since = max(self._majority[0], sorted(heard, reverse=True)[len(heard) // 2])
             self._majority = since, now
             self.store.set("shardfold/majority", f"{now} {now - since}")
-        elif told := self.store.get("shardfold/majority"):
+        elif told:
             since, asked = self._majority
             if told != self._told_majority:  # it was written behind the last time that this was asked
                 since = max(since, (asked or now) - float(told.split()[1]))
@@ -502,9 +514,6 @@ class Attempts(RendezvousHandler):
         for rank, value in zip(others, values, strict=True):
             if self._beats.get(rank, (b"", now))[0] != value:
                 self._beats[rank] = (value, now)
-                # This node may have stood still since: then what it finds now is as old as that.
-                self._spoke[rank] = self._looked if not value.endswith(NOT_YET.encode()) else 0.0
-        self._looked = now
         for rank, value in zip(others, values, strict=True):
             if now - self._beats[rank][1] > self._may_be_silent(rank) and not self._has_told(rank):
                 self._lost.add(rank)
