@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -303,8 +304,10 @@ def test_ranks_that_are_given_different_arguments_are_told_which(ranks: Ranks) -
     for said in ranks.run(_given_apart, world_size=2):
         for what, text in said.items():
             assert text.startswith(f"{what.split(' (')[0]} of rank 1 differ from rank 0's"), (what, text)
+            assert not re.search(r"[A-Z]\w*\(", text), f"{what}: as Python writes it, and not as a reader does: {text}"
         layout = said["the layout or the precision"]  # the first cell that differs
-        assert "(params=Cell(over=(), dtype='bf16'" in layout and "params=Cell(over=(), dtype='fp32'" in layout, layout
+        assert "(ddp, params: split over nothing, bf16, device and ddp, params: split over nothing, fp32" in layout
+        assert "(norm=1.0 and None)" in said["the clipping"], said
         assert "lr=0.02" in said["the optimizer's settings"] and "lr=0.01" in said["the optimizer's settings"]
         assert "(delayed_update=True and delayed_update=False)" in said["overlap= (delayed)"], said
 

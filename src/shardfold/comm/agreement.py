@@ -46,7 +46,14 @@ from shardfold import accelerator
 from shardfold.comm._watchdog import Watchdog, Whereabouts
 from shardfold.comm.answered import Answered
 from shardfold.comm.expected import Coming, Expectation, Place, Sequel, Started
-from shardfold.comm.launcher_notes import has_followed, is_given_notice, last_words, note_given_up, tell_launcher
+from shardfold.comm.launcher_notes import (
+    called,
+    has_followed,
+    is_given_notice,
+    last_words,
+    note_given_up,
+    tell_launcher,
+)
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
@@ -70,6 +77,7 @@ BITS = SAME + 2 * CODE
 MESSAGE = "a message"
 SHOWN, AHEAD = 8, 8192  # operations that are published, and those that are kept where the host runs ahead
 SHORT = 200  # characters of what ranks compare that are shown where it differs
+CALLED = "called"  # behind what ranks compare: the number by which their launcher names them
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
 ALIKE = "build the same model with the same arguments on every rank"
 LOG = getLogger("shardfold")
@@ -119,11 +127,13 @@ class Claim(NamedTuple):
         texts: one for each part.
         over: axes; ranks that differ on others may say other things. None: all say the same.
         hint: how to mend a difference.
+        name: of all parts together, which is shown with the one that differs, and may differ itself.
     """
 
     texts: Sequence[str]
     over: Axes | None = None
     hint: str = ALIKE
+    name: str = ""
 
 
 class Agreement:
@@ -738,34 +748,34 @@ class Agreement:
             ConfigError: on every rank, naming the first part that differs and the ranks whose is not that of the first
                 that should say the same.
         """
-        mine = {what: _shortened(part) for what, part in parts.items()}
+        mine = {what: _shortened(part) for what, part in parts.items()} | {CALLED: str(called(self.peers.rank))}
         said = [json.loads(text) for text in self.exchange(f"same/{self.sequence}", json.dumps(mine))]
+        numbers = {rank: each[CALLED] for rank, each in self._by_rank(said)}
         for what, part in parts.items():
             values = dict(self._by_rank([each.get(what) for each in said]))
             over = part.over if isinstance(part, Claim) else None
             for row in [self.peers.ranks] if over is None else self._mesh.sizes.rows(over):
                 alike = [rank for rank in row if rank in values]
                 if other := [rank for rank in alike if values[rank] != values[alike[0]]]:
-                    raise self._apart(what, part, values, alike[0], other)
+                    shown = self._shown_apart(part, values, other[0], alike[0])
+                    who, whom = ", ".join(numbers[rank] for rank in other), numbers[alike[0]]
+                    hint = part.hint if isinstance(part, Claim) else ALIKE
+                    raise ConfigError(f"{what} of rank {who} differ from rank {whom}'s{shown}: {hint}.")
 
-    def _apart(
-        self, what: str, part: Claim | str, values: Mapping[int, str], first: int, other: Sequence[int]
-    ) -> ConfigError:
-        """The error of a part in which ``other`` ranks differ from the ``first``; every rank calls it."""
+    def _shown_apart(self, part: Claim | str, values: Mapping[int, str], *ranks: int) -> str:
+        """What two ranks, that differ in a part, say of it; every rank calls it."""
         if isinstance(part, Claim):
-            texts, hint = self._first_apart(part.texts, other[0], first), part.hint
-        else:
-            texts, hint = [values[other[0]], values[first]] if len(part) <= SHORT else [], ALIKE
-        shown = f" ({' and '.join(texts)})" if texts else ""
-        return ConfigError(f"{what} of rank {', '.join(map(str, other))} differ from rank {first}'s{shown}: {hint}.")
+            return f" ({' and '.join(self._first_apart(part, *ranks))})"
+        return f" ({' and '.join(values[rank] for rank in ranks)})" if len(part) <= SHORT else ""
 
-    def _first_apart(self, texts: Sequence[str], *ranks: int) -> list[str]:
+    def _first_apart(self, part: Claim, *ranks: int) -> list[str]:
         """What each of two ranks says where they first say something else; every rank calls it."""
+        texts = part.texts
         codes = [crc32(text.encode()) for text in texts] if self.peers.rank in ranks else []
         said = dict(self._by_rank(self.exchange(f"same/{self.sequence}", json.dumps(codes))))
         one, other = (json.loads(said[rank]) for rank in ranks)
         at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-        text = texts[at] if at < len(texts) else "no more"
+        text = f"{part.name and f'{part.name}, '}{texts[at] if at < len(texts) else 'no more'}"
         said = dict(self._by_rank(self.exchange(f"same/{self.sequence}", text)))
         return [said[rank] for rank in ranks]
 

@@ -51,6 +51,7 @@ __all__ = [
     "STOPPED",
     "beat",
     "beat_no_more",
+    "called",
     "has_followed",
     "is_broken",
     "is_dismissed",
@@ -238,6 +239,12 @@ def place_here() -> EpochPlace | None:
         if _opened() is not None:
             return EpochPlace.from_text(os.pread(_file[0], STACKS - PLACE, PLACE).partition(b"\0")[0].decode())
     return None
+
+
+def called(rank: int) -> int:
+    """The number by which launchers name this process, which now is that rank."""
+    place = place_here()
+    return place.uid if place is not None and place.rank == rank else rank
 
 
 def refuse_without_lease(what: str) -> None:

@@ -82,7 +82,7 @@ class Membership:
         """Of a member."""
         rank = next(rank for rank, member in enumerate(self.members) if member.uid == uid)
         local = sum(member.agent == self.members[rank].agent for member in self.members)
-        return EpochPlace(self.epoch, rank, len(self.members), local, self.address, self.port, self.grown)
+        return EpochPlace(self.epoch, rank, len(self.members), local, self.address, self.port, self.grown, uid)
 
     def to_json(self) -> str:
         return self._text
@@ -151,6 +151,7 @@ class EpochPlace:
         local_world: how many of them are on its node.
         address, port: where they meet.
         grown: the newest epoch in which one came in that was in none before.
+        uid: the number by which launchers name it, in all epochs.
     """
 
     epoch: int
@@ -159,7 +160,8 @@ class EpochPlace:
     local_world: int
     address: str
     port: int
-    grown: int = 0
+    grown: int
+    uid: int
 
     def to_text(self) -> str:
         """One line, which its reader can tell from a part of it."""
@@ -172,8 +174,8 @@ class EpochPlace:
         said, _, code = text.rpartition(" ")
         if not said or code != f"{crc32(said.encode()):08x}":
             return None
-        epoch, rank, world, local, address, port, grown = said.split(" ")
-        return cls(int(epoch), int(rank), int(world), int(local), address, int(port), int(grown))
+        epoch, rank, world, local, address, port, grown, uid = said.split(" ")
+        return cls(int(epoch), int(rank), int(world), int(local), address, int(port), int(grown), int(uid))
 
     def enter(self) -> None:
         """From now on this process is that rank, as if a launcher had started it so: ``DataMesh`` and whatever else

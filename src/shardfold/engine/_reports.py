@@ -20,7 +20,7 @@ from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, s
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
 from shardfold.plan.lifetimes import Behaviour
-from shardfold.plan.presets import LOSSY, PRESETS
+from shardfold.plan.presets import name_of
 from shardfold.plan.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES
@@ -169,10 +169,7 @@ class Reports:
         state = f", closed at step {steps}" if model.closed else f", step {steps}"
         numel = sum(segment.spec.numel for segment in model.segments())
         trained = sum(segment.spec.numel for segment in model.segments() if segment.spec.trainable)
-        cells, precision = self._table.cells(), model.rules.default
-        wires = self._table.gather, self._table.reduce
-        named = {name: (t.cells(), (t.gather, t.reduce)) for name, t in {**PRESETS, **LOSSY}.items()}
-        layout = next((name for name, each in named.items() if each == (cells, wires)), "a Layout of its own")
+        layout, precision = name_of(self._table) or "a Layout of its own", model.rules.default
         policy = next((name for name, named in PRECISIONS.items() if named == precision), "a Precision of its own")
         ranks, units = model.world_size, len(model.units)
         return (

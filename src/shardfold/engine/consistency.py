@@ -4,7 +4,7 @@ may change later the settings of the optimizer in the meeting before each step."
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -12,17 +12,18 @@ from torch.optim import Optimizer
 
 from shardfold.comm.agreement import ALIKE, Agreement, Claim
 from shardfold.plan.axes import Mesh
-from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.layout import Precision
 from shardfold.plan.placement import UnitSpec
+from shardfold.plan.presets import name_of
 from shardfold.plan.rewrites import Overlap
+from shardfold.plan.rules import Rules
 from shardfold.sharding.compared import PARTS, SLICES, UNEQUAL, parts, slices
 
 __all__ = ["given", "same_settings", "settings"]
 
 
 def given(
-    layout: Layout,
-    precisions: Sequence[Precision],
+    rules: Rules,
     units: Sequence[UnitSpec | None],
     mesh: Mesh,
     optimizer: Optimizer | None,
@@ -39,7 +40,9 @@ def given(
     """
     groups = [] if optimizer is None else [_settings(group) for group in optimizer.param_groups]
     return {
-        "the layout or the precision": Claim([*_entries(layout), *_besides(precisions)]),
+        "the layout or the precision": Claim(
+            [*rules.layouts[-1].told(), *_besides(rules.precisions)], name=name_of(rules.given) or ""
+        ),
         SLICES: slices(units, mesh),
         PARTS: Claim(parts(units), hint=ALIKE + (UNEQUAL if _sliced(units) else "")),
         "the optimizer": type(optimizer).__name__ if optimizer is not None else "none",
@@ -77,13 +80,6 @@ def same_settings(agreement: Agreement, told: Sequence[str]) -> None:
         "same schedule, and call engine.step() again"
     )
     agreement.same({"engine.step(): the optimizer's settings": Claim(told, hint=hint)})
-
-
-def _entries(layout: Layout) -> list[str]:
-    """A text for each entry of a table; the dtypes of a bound one are those of the precision."""
-    entries = {each.name: getattr(layout, each.name) for each in fields(layout) if each.name != "activations"}
-    cells = {state: replace(cell, folder=None) for state, cell in layout.cells().items()}
-    return [f"{name}={value}" for name, value in {**entries, **cells}.items()]
 
 
 def _besides(precisions: Sequence[Precision]) -> list[str]:

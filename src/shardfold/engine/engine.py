@@ -375,7 +375,7 @@ class Engine:
             clamps = self.clip is not None and self.clip.value is not None
             check_speculation(sharded.optimizer, sharded.layout, clamps=clamps)
         alike = given(
-            sharded.layout, sharded.rules.precisions, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer,
+            sharded.rules, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer,
             sharded.run.lr_schedule, accumulate, self.clip,
             self.loss_scale.rule if self.loss_scale is not None else None, self.overlap,
         )  # fmt: skip

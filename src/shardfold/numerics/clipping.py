@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import check_flags, described, is_number, known_arguments
+from shardfold.plan.checks import changes_of, check_flags, described, is_number, known_arguments
 
 __all__ = ["Clip", "clip_coefficient", "joined_terms", "norm_of", "norm_terms", "one_clip", "square_sum"]
 
@@ -56,6 +56,9 @@ class Clip:
             raise ConfigError(
                 f"Clip.p is {self.p!r}: it is a number > 0 or inf, and goes with norm=, as error_if_nonfinite does."
             )
+
+    def __str__(self) -> str:
+        return changes_of(self)
 
 
 def one_clip(given: Any) -> Clip | None:

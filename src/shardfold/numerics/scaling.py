@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import check_flags, described, is_integer, is_number, known_arguments
+from shardfold.plan.checks import changes_of, check_flags, described, is_integer, is_number, known_arguments
 from shardfold.plan.layout import Precision
 
 __all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled", "sum_of", "sum_of_all"]
@@ -84,6 +84,9 @@ class LossScale:
                     "delay an integer >= 0."
                 )
 
+    def __str__(self) -> str:
+        return changes_of(self)
+
     @staticmethod
     def static(scale: float, *, patience: int | None = 10) -> LossScale:
         """A scale that stays; a step whose gradients overflow is skipped all the same."""
@@ -114,7 +117,7 @@ class Scaler:
         self._left = rule.hysteresis  # overflows until the scale is lowered
 
     def __repr__(self) -> str:
-        return f"Scaler(scale={self.scale:g}, skipped={self.skipped}, rule={self.rule})"
+        return f"Scaler(scale={self.scale:g}, skipped={self.skipped}, rule={self.rule!r})"
 
     @property
     def exhausted(self) -> bool:

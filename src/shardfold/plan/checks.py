@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import wraps
 from math import inf
 from numbers import Integral, Real
@@ -20,6 +21,7 @@ __all__ = [
     "FOLDERS",
     "Folders",
     "are_folders",
+    "changes_of",
     "check_flags",
     "check_times",
     "described",
@@ -67,6 +69,17 @@ def described(value: Any) -> str:
     if value is None or (isinstance(value, (str, bytes, int, float, list, tuple)) and len(repr(value)) <= SHORT):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
+
+
+def changes_of(settings: Any) -> str:
+    """What a dataclass has otherwise than by default, as arguments.
+
+    Examples:
+        >>> changes_of(sf.Clip(norm=1.0))
+        'norm=1.0'
+    """
+    given = [(each.name, getattr(settings, each.name), each.default) for each in fields(settings)]
+    return ", ".join(f"{name}={value!r}" for name, value, usual in given if value != usual) or "all as by default"
 
 
 def check_flags(call: str, **flags: Any) -> None:

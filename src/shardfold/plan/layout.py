@@ -269,6 +269,17 @@ class Cell:
         """Into how many equal shards the state is cut on that mesh."""
         return prod(mesh[axis] for axis in self.over)
 
+    @property
+    def remarks(self) -> str:
+        """What is said behind its memory."""
+        part = "" if self.share == 1.0 else f", {self.share} of it or more"
+        part += ", until the step" if self.until == "step" else ""
+        return part + (f", whole where there are {self.small:,} elements or fewer" if self.small else "")
+
+    def __str__(self) -> str:
+        """All but the folder."""
+        return f"split over {_axes(self.over)}, {self.dtype}, {self.tier}{self.remarks}"
+
 
 @known_arguments
 @dataclass(frozen=True, kw_only=True)
@@ -946,6 +957,10 @@ class Layout:
             alias["held"] = "gathered"
         return alias
 
+    def told(self) -> list[str]:
+        """A text for each entry but ``activations``, without folders: where ranks may differ."""
+        return [f"{each.name}: {getattr(self, each.name)}" for each in fields(self) if each.name != "activations"]
+
     def __str__(self) -> str:
         lines = [f"{'state':<13}{'split over':<16}{'dtype':<10}memory"]
         for name in STATES:
@@ -954,10 +969,7 @@ class Layout:
                 whose = "params" if name == "held" and self.params else "master"
                 lines.append(f"{name:<13}same as {whose}{', cast while gathering' if name == 'params' else ''}")
             else:
-                part = "" if cell.share == 1.0 else f", {cell.share:g} of it or more"
-                part += ", until the step" if cell.until == "step" else ""
-                part += f", whole where there are {cell.small:,} elements or fewer" if cell.small else ""
-                lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}{part}")
+                lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}{cell.remarks}")
         saved = self.activations
         lines.append(f"{'activations':<13}{saved.over or _axes(()):<16}{'as made':<10}{saved.fate}")
         if self.base is not None:

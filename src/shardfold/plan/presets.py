@@ -18,6 +18,7 @@ __all__ = [
     "hpz",
     "hsdp",
     "infinity",
+    "name_of",
     "named",
     "offload",
     "zero1",
@@ -91,3 +92,10 @@ def named(layout: str | Layout) -> Layout:
     if layout not in NAMES:
         raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout.replace('+', 'p'), NAMES)}")  # zero++
     return PRESETS.get(layout) or LOSSY[layout]
+
+
+def name_of(layout: Layout) -> str | None:
+    """Of the preset that has the same states and formats; None: it is none of them."""
+    mine = layout.cells(), layout.gather, layout.reduce
+    every = {**PRESETS, **LOSSY}.items()
+    return next((name for name, each in every if (each.cells(), each.gather, each.reduce) == mine), None)

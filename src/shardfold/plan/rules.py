@@ -90,6 +90,7 @@ class Rules(Patterns):
         mesh: axis sizes.
 
     Attributes:
+        given: the layout before it was bound.
         patterns: in order.
         precisions: of each.
         layouts: of each, bound (see :meth:`Layout.bind`); they differ in dtypes only.
@@ -104,6 +105,7 @@ class Rules(Patterns):
     def __init__(self, given: Any, table: Layout, mesh: Sizes) -> None:
         rules = pairs(given, "precision", (str, Precision), "policy")
         super().__init__([pattern for pattern, _ in rules], "precision")
+        self.given = table
         self.precisions = tuple(Precision.named(precision) for _, precision in rules)
         for what, values in (
             ("autocast", {p.autocast for p in self.precisions}),

@@ -66,4 +66,4 @@ def _more(segment: SegmentSpec) -> str:
     more += ", in its own dtype" if segment.own else ""
     more += f", as {segment.codes}" if segment.codes else ""
     more += f", distinct on {'+'.join(segment.distinct)}" if segment.distinct else ""
-    return more + (f", under {segment.table!r}" if segment.table is not None else "")
+    return more + (f", under {'; '.join(segment.table.told())}" if segment.table is not None else "")
