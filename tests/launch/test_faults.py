@@ -749,8 +749,8 @@ def test_ranks_of_several_hosts_meet_though_their_names_lead_nowhere(two: Namesp
         print("sum", values.item())
         """,
     )
-    for each in agents(two, script, variables={}):
-        out, error = each.communicate(timeout=120)
+    there = agents(two, script, variables={})
+    for each, (out, error) in [(each, each.communicate(timeout=120)) for each in there]:
         assert each.returncode == 0 and "sum 2.0" in out, error
 
 
@@ -922,8 +922,8 @@ engine.step()
 @pytest.mark.soak
 def test_the_last_line_has_the_exception_of_the_rank_that_raised(two: Namespaces) -> None:
     """On each host, whose launchers tell each other."""
-    for each in agents(two, write("raises.py", RAISES)):
-        error = each.communicate(timeout=200)[1]
+    there = agents(two, write("raises.py", RAISES))
+    for each, error in [(each, each.communicate(timeout=200)[1]) for each in there]:
         said = "Error: ValueError: sample 17 has no label; so rank 1 on host "
         assert error.splitlines()[-1].startswith(said), error
         assert "exited with status 1" in error and each.returncode == 1
