@@ -265,7 +265,11 @@ class Attempts(RendezvousHandler):
         def reach() -> Callable[[], None]:
             store = self._opened(address, port)
             store.check(["shardfold/death"])
-            return lambda: self._show(store, time.monotonic())
+
+            def show() -> None:
+                self._show(store, time.monotonic())
+
+            return show
 
         return StoreLine(SecondLine(reach), self.patience.beat / 2)
 
