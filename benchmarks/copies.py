@@ -12,8 +12,10 @@ does not take. `parts`: milliseconds of a step on rank 0 from one operation's be
 that are there for copies alone.
 
 With `--saves`, turns of 10 steps of which the first is behind a save beside the training, and turns without: `ratio` is
-of their times, from one barrier to the next, by rounds; `stall` the milliseconds for which the call of a save stood
-still, at most of all ranks; `held` what was taken out of the way of updates, or copied before.
+of their times, from one barrier to the next, by rounds; `cpu` that of processor time, with what a save takes beside
+the steps until it is over; `stall` the milliseconds for which the call of a save stood still, at most of all ranks, and
+their part of the turn; `own` the processor time of that call's thread; `held` what was taken out of the way of updates,
+or copied before.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import torch
@@ -108,20 +111,27 @@ def saved(layout: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
             if (first := engine.save(f"{folder}/{name}/second")) is not None:  # takes the memory that others use again
                 turn(engine, tokens, 1)
                 first.wait()
-            rounds: list[dict[str, float]] = []
-            for number in range(args.rounds):
+            rounds, since = list[dict[str, float]](), perf_counter()
+            while len(rounds) < args.rounds and (len(rounds) < 2 or engine.mean(perf_counter() - since) < args.seconds):
                 took: dict[str, float] = {}
-                for which in ("without", "with")[:: 1 if number % 2 == 0 else -1]:
+                for which in ("without", "with")[:: 1 if len(rounds) % 2 == 0 else -1]:
                     dist.barrier()
-                    begun = perf_counter()
-                    saving = engine.save(f"{folder}/{name}/{number}", keep=1) if which == "with" else None
+                    begun, busy = perf_counter(), process_time()
+                    own, saving = thread_time(), None
+                    if which == "with":
+                        saving = engine.save(f"{folder}/{name}/{len(rounds)}", keep=1)
+                        took["own"] = thread_time() - own
                     turn(engine, tokens, 10)
                     dist.barrier()
                     took[which] = perf_counter() - begun
                     if saving is not None:
                         report = saving.wait()
                         took |= {"stall": report.stall_seconds, "held": report.held_bytes, "bytes": report.num_bytes}
+                    took[f"cpu {which}"] = process_time() - busy
                 rounds.append(took)
+                if dist.get_rank() == 0:
+                    times = f"10 steps in {took['without']:.1f} s, with a save {took['with']:.1f}"
+                    print(f"{layout} {name}, round {len(rounds)}: {times}", file=sys.stderr, flush=True)
             found[name] = rounds
     return found
 
@@ -131,11 +141,13 @@ def saves_shown(layout: str, found: list[dict[str, Any]]) -> str:
     for name in ("plain", "copies"):
         first, without = found[0][name], 100 * median(each["without"] for each in found[0][name])
         ratios = [each["with"] / each["without"] for each in first]
-        stall = 1e3 * median(max(rank[name][n]["stall"] for rank in found) for n in range(len(first)))
+        every = list(zip(*(rank[name] for rank in found), strict=True))
+        busy = [sum(r["cpu with"] for r in each) / sum(r["cpu without"] for r in each) for each in every]
+        stall, own = (1e3 * median(max(r[what] for r in each) for each in every) for what in ("stall", "own"))
         held, size = (median(each[what] for each in first) / 2**20 for what in ("held", "bytes"))
         lines.append(
-            f"{layout:<10}{name:<8}{without:>7.0f} ms   {spread(ratios):<26}"
-            f"{stall:>6.1f} ms{held:>9.1f} of {size:.1f} MiB"
+            f"{layout:<10}{name:<8}{without:>7.0f} ms   {spread(ratios):<26}{spread(busy):<26}"
+            f"{stall:>6.1f} ms, {10 * stall / without:.2f} %{own:>8.1f} ms{held:>9.1f} of {size:.1f} MiB"
         )
     return "\n".join(lines)
 
@@ -174,13 +186,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=6, help="of a turn")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=20.0, help="after which no round of saves begins")
     parser.add_argument("--near", action="store_true", help="ranks read each other's memory")
     parser.add_argument("--saves", type=Path, help="a folder for checkpoints")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ["SHARDFOLD_NEAR"] = "1" if args.near else "0"
     if args.saves:
-        print(f"{'layout':<10}{'':<8}{'step':>10}   {'ratio':<26}{'stall':>9}{'held':>9}")
+        print(f"{'layout':<10}{'':<8}{'step':>10}   {'ratio':<26}{'cpu':<26}{'stall':>9}{'own':>18}{'held':>9}")
         for layout in args.layouts:
             with tempfile.TemporaryDirectory(dir=args.saves) as folder:
                 print(saves_shown(layout, run_ranks(saved, args.ranks, layout, folder, args, timeout=3600)), flush=True)
