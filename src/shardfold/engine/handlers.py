@@ -386,9 +386,12 @@ class Handlers:
 
     def vote(self) -> None:
         """Behind it all ranks have come to it, with all that their updates need."""
-        one = torch.ones((), device=self.comm.memory.device)
-        axes = tuple(axis for axis, size in self.comm.mesh.sizes.items() if size > 1)
-        self.comm.number(one, axes, dist.ReduceOp.SUM, "VOTE")
+        comm = self.comm
+        if not comm.mesh.on_streams:
+            comm.anyone([True], "VOTE")
+            return
+        axes = tuple(axis for axis, size in comm.mesh.sizes.items() if size > 1)  # the device waits, and no host
+        comm.number(torch.ones((), device=comm.memory.device), axes, dist.ReduceOp.SUM, "VOTE")
 
     def bind_mirror(self, op: Op) -> Call:
         unit, updater, host = self.units[op.unit], self.optimizer, bool(op.tier)
