@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from shardfold.checkpoint.held import Held, covering
 from shardfold.checkpoint.index import Index, Parameter, Piece
 from shardfold.comm.launcher_notes import ELASTIC, FILE, STOPPED
 from shardfold.comm.membership import EpochPlace, Member, Membership
+from shardfold.comm.mesh import states_come
 from shardfold.engine.elastic import once_only
 from shardfold.errors import ConfigError, StepError
 from shardfold.launch._mail import ALL, TO, Mail
@@ -392,6 +393,21 @@ def test_what_would_be_lost_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyP
 def is_once_only(layout: str) -> bool:
     with closing(sf.Engine(nn.Linear(4, 4), optimizer=adam, layout=layout)) as engine:
         return bool(once_only(engine.sharded))
+
+
+def test_nobody_sends_first_values_where_states_come(ranks: Ranks) -> None:
+    assert ranks.run(first_values, world_size=2) == [[0.0, 0.0], [1.0, 0.0]]
+
+
+def first_values() -> list[float]:
+    """A weight that is the rank's number at first, in an engine whose states come, and in one that is made then."""
+    found: list[float] = []
+    for around in (states_come(), nullcontext()):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, dist.get_rank())
+        with around, closing(sf.Engine(model, optimizer=adam, layout="ddp")) as engine:
+            found.append(engine.state_dict()["weight"].item())
+    return found
 
 
 def test_what_cannot_go_on_is_refused_on_one_rank() -> None:

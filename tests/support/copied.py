@@ -17,7 +17,7 @@ def differing(engine: sf.Engine) -> list[str]:
     found: list[str] = []
     for number, (own, copy, axis) in enumerate(engine.copying.pairs()):
         came = torch.empty_like(sent := own.read())
-        engine.sharded.comm.pass_on(sent, came, (axis,), "a test")
+        engine.sharded.comm.pass_on([(sent, came)], (axis,), "a test")
         if not torch.equal(came, copy.read()):
             found.append(f"part {number}")
     return found

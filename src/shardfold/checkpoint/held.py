@@ -40,24 +40,24 @@ class _Told:
     """What one rank says of its files.
 
     Attributes:
-        place: of the folder that they are in; ranks that have the same see the same files.
-        base: the folder around it.
+        place: of the folder that theirs is in; ranks that have the same see the same files.
+        folder: that they are in.
         host: for people.
         indexes: of what is in each.
     """
 
     place: str
-    base: str
+    folder: str
     host: str
     indexes: list[Index]
 
     def to_text(self) -> str:
-        return json.dumps([self.place, self.base, self.host, [each.to_bytes().decode() for each in self.indexes]])
+        return json.dumps([self.place, self.folder, self.host, [each.to_bytes().decode() for each in self.indexes]])
 
     @classmethod
     def from_text(cls, text: str, rank: int) -> _Told:
-        place, base, host, indexes = json.loads(text)
-        return cls(place, base, host, [Index.from_bytes(t.encode(), f"what rank {rank} holds") for t in indexes])
+        place, folder, host, indexes = json.loads(text)
+        return cls(place, folder, host, [Index.from_bytes(t.encode(), f"what rank {rank} holds") for t in indexes])
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,6 @@ class Held:
         """It is not needed any more."""
         self._shared.drop()
 
-    def _show(self, folder: Path, index: Index) -> None:
-        """It stays where it is: another rank may die before all have it."""
-        for file in index.files:
-            os.link(self._folder / file, folder / file)
-
     @contextmanager
     def together(self, exchange: Exchange, rank: int) -> Iterator[Path]:
         """Inside, a checkpoint of what the ranks hold together; every rank calls it.
@@ -150,7 +145,8 @@ class Held:
             CheckpointError: on all ranks: a file cannot be shown to the others.
         """
         base = self._folder.parent
-        told = _Told(f"{machine()} {os.stat(base).st_dev} {base}", str(base), socket.gethostname(), self._indexes)
+        place = f"{machine()} {os.stat(base).st_dev} {base}"
+        told = _Told(place, str(self._folder), socket.gethostname(), self._indexes)
         said = exchange("held", json.dumps([f"{self._folder.name}-{os.urandom(4).hex()}", told.to_text()]))
         texts = [json.loads(text) for text in said]
         every = [_Told.from_text(text, number) for number, (_, text) in enumerate(texts)]
@@ -165,27 +161,22 @@ class Held:
             tell_launcher(lost, lost=True)
             raise StepError(lost)
         folder = base / texts[0][0]
-        mine = [each.rank for each in taken if each.told.place == told.place]
-        leads = bool(mine) and rank == mine[0]
+        here = [each for each in taken if each.told.place == told.place]
         made: list[SharedFolder] = []
-
-        def each(key: str, do: Callable[[], object], *, here: bool) -> None:
-            problem = ""
+        problem = ""
+        try:
             try:
-                if here:
-                    do()
+                if here and rank == here[0].rank:
+                    made.append(SharedFolder(folder))
+                    for each in here:  # its files stay where they are: another rank may die before all have them
+                        for file in each.index.files:
+                            os.link(f"{each.told.folder}/{file}", folder / file)
+                    apart = len({each.place for each in every}) > 1
+                    (folder / INDEX).write_bytes(_joined(taken, folder.name, apart=apart).to_bytes())
             except OSError as error:
                 problem = f"{error.strerror} ({error.filename})"
-            if problems := [text for text in exchange(key, problem) if text]:
+            if problems := [text for text in exchange("held/there", problem) if text]:
                 raise CheckpointError(f"what ranks hold cannot be put together: {problems[0]}.")
-
-        try:
-            each("held/made", lambda: made.append(SharedFolder(folder)), here=leads)
-            own = [each.index for each in taken if each.rank == rank]
-            each("held/shown", lambda: self._show(folder, own[0]), here=rank in mine)
-            apart = len({each.place for each in every}) > 1
-            whole = [_joined(taken, folder.name, apart=apart)] if leads else []
-            each("held/there", lambda: (folder / INDEX).write_bytes(whole[0].to_bytes()), here=leads)
             yield folder
             exchange("held/read", "")
         finally:
@@ -227,18 +218,19 @@ def _covered(indexes: Iterator[Index]) -> dict[tuple[str, str], list[tuple[int, 
 def _joined(taken: Sequence[_Taken], folder: str, *, apart: bool) -> Index:
     """The index of the checkpoint that these files are; ``apart``: ranks do not see the same folders."""
     first, *others = (each.index for each in taken)
-    there = set(map(_place, first.pieces))
+    known = set(map(_place, first.pieces))
     for other in others:
         pieces = [piece for piece in other.pieces if piece.kind in ("element", "block", "once")]
-        pieces = [piece for piece in pieces if piece.kind == "once" or _place(piece) not in there]
-        there.update(map(_place, pieces))
+        pieces = [piece for piece in pieces if piece.kind == "once" or _place(piece) not in known]
+        known.update(map(_place, pieces))
         first.join(replace(other, parameters=[], buffers=[], optimizer=None, run={}, pieces=pieces))
     if apart:
         hosts: list[dict[str, Any]] = []
         for place in dict.fromkeys(each.told.place for each in taken):
             here = [each for each in taken if each.told.place == place]
             files, ranks = tuple(file for each in here for file in each.index.files), tuple(e.rank for e in here)
-            hosts.append(Host(here[0].told.host, f"{here[0].told.base}/{folder}", ranks, files).to_json())
+            there = Path(here[0].told.folder).with_name(folder)
+            hosts.append(Host(here[0].told.host, str(there), ranks, files).to_json())
         first.written["hosts"] = hosts
     return first
 

@@ -209,15 +209,17 @@ class Comm:
         to[(here + far) % ranks], by[(here - far) % ranks] = sent.numel(), received.numel()
         return self.transport.exchange(sent, to, received, by, self.mesh.group(axes))
 
-    def pass_on(self, sent: Tensor, received: Tensor, axes: Axes, what: str, *, back: bool = False) -> None:
-        """Each rank along the axes gets what the one before it has, or ``back`` what the next one has, at once; asked
-        for, and of no step."""
-        agreement = self._among(axes)
+    def pass_on(self, several: Sequence[tuple[Tensor, Tensor]], axes: Axes, what: str, *, back: bool = False) -> None:
+        """Each rank along the axes gets, in the second tensor of each pair, what the first is on the one before it, or
+        ``back`` on the next one; all at once, asked for, and of no step."""
+        agreement, pending = self._among(axes), list[Pending]()
         with agreement.uninterrupted():
-            agreement.issue(what)
             self.memory.after_compute()
-            drain([self._passed_on(sent, received, axes, back=back)], agreement.wait)
-        self.meter.ask("LOG", axes, sent.nbytes)
+            for sent, received in several:
+                agreement.issue(what)
+                pending.append(self._passed_on(sent, received, axes, back=back))
+                self.meter.ask("LOG", axes, sent.nbytes)
+            drain(pending, agreement.wait)
 
     def bundle(
         self,

@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -51,6 +51,7 @@ __all__ = [
     "pick_device",
     "refusals_told",
     "resolve_mesh",
+    "states_come",
 ]
 
 LOG = getLogger("shardfold")
@@ -239,6 +240,7 @@ class DataMesh:
         gave_up: whether this rank raised because ranks cannot go on together.
         lost: why others will not come to what this rank has issued; None: they will. Until somebody knows, they will.
         farewell: called when the interpreter exits while the mesh is open.
+        states_come: what its ranks have comes from an epoch before: nobody needs the first values of a model.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class DataMesh:
     ) -> None:
         accelerator.use(device)
         _start(device, timeout)
-        self.name, self.device = "", device
+        self.name, self.device, self.states_come = "", device, _PROCESS.states_come
         self.gave_up = self.on_streams = False
         self._meeting: Any = None
         self.listen(lambda: None, lambda: None)
@@ -705,6 +707,7 @@ class _Process:
         starts: how often one did, so far.
         comings: how often this rank came to make a mesh with the others, or told them that it does not.
         within: how long it may take to make a group; None: as long as its collectives.
+        states_come: see :func:`states_come`.
     """
 
     def __init__(self) -> None:
@@ -712,6 +715,7 @@ class _Process:
         self.default: _Default | None = None
         self.starts = self.comings = 0
         self.within: timedelta | None = None
+        self.states_come = False
         self._pid = os.getpid()
 
     def started(self) -> None:
@@ -730,6 +734,15 @@ class _Process:
     def begin_anew(self, within: timedelta) -> None:
         """Nobody has started any at the store that comes."""
         self.starts, self.within = 0, within
+
+    @contextmanager
+    def taking_states(self) -> Iterator[None]:
+        """See :func:`states_come`."""
+        self.states_come = True
+        try:
+            yield
+        finally:
+            self.states_come = False
 
     def come(self) -> None:
         """This rank comes to make a mesh, or tells the others that it does not."""
@@ -790,6 +803,11 @@ def begin_epoch(within: timedelta) -> None:
     _PROCESS.begin_anew(within)
     count_groups_anew()
     ask_another()
+
+
+def states_come() -> AbstractContextManager[None]:
+    """A mesh that is made inside is of an engine whose states come from an epoch before; all its ranks know that."""
+    return _PROCESS.taking_states()
 
 
 def keep_default() -> None:

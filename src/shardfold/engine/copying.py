@@ -6,9 +6,11 @@ user in a parameter, the copies come anew, once, in front of the next step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 
 import torch
+from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.optim.sharded import ShardedOptimizer
@@ -73,14 +75,17 @@ class Copying:
         comm = self._model.comm
         self._torn = True
         self._updater.take_back_copies()
+        device, direct = comm.memory.device, defaultdict[str, list[tuple[Tensor, Tensor]]](list)
         for original, copy, axis in self.pairs():
-            sent = original.read().to(comm.memory.device)
-            there = copy.memory
-            direct = there is not None and there.device == sent.device
-            came = there if there is not None and direct else torch.empty_like(sent)
-            comm.pass_on(sent, came, (axis,), WHAT)
-            if not direct:
-                copy.write(came)
+            here, there = original.memory, copy.memory
+            if here is not None and there is not None and here.device == there.device == device:
+                direct[axis].append((here, there))
+                continue
+            sent = original.read().to(device)
+            comm.pass_on([(sent, came := torch.empty_like(sent))], (axis,), WHAT)
+            copy.write(came)
+        for axis, several in direct.items():
+            comm.pass_on(several, (axis,), WHAT)
         for segment in self._model.trainable():
             if self._updater.copied(segment) is not None:
                 self._updater.count_copy(segment)

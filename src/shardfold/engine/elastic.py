@@ -52,7 +52,7 @@ from shardfold.comm.launcher_notes import (
     tell_launcher,
 )
 from shardfold.comm.membership import EpochPlace
-from shardfold.comm.mesh import begin_epoch
+from shardfold.comm.mesh import begin_epoch, states_come
 from shardfold.data import Loader, Sampler
 from shardfold.engine._rank_shares import RankShares
 from shardfold.engine._spare import spare_number, wait_for_place
@@ -482,7 +482,8 @@ class ElasticRun:
             place, engine = self._place, None
             place.enter()
             try:
-                engine = self._made(place.world)
+                with states_come():
+                    engine = self._made(place.world)
                 met = perf_counter()
                 self._move(engine)
                 break

@@ -84,7 +84,7 @@ class Healing:
         found = list(flags)
         for axis in sorted(set(axes)):
             sent = torch.tensor([float(flag) for flag in flags], device=self._model.comm.memory.device)
-            self._model.comm.pass_on(sent, came := torch.empty_like(sent), (axis,), WHAT, back=back)
+            self._model.comm.pass_on([(sent, came := torch.empty_like(sent))], (axis,), WHAT, back=back)
             found = [bool(new) if axis == of else old for new, old, of in zip(came.tolist(), found, axes, strict=True)]
         return found
 
@@ -96,7 +96,7 @@ class Healing:
             return
         comm = self._model.comm
         sent = source.read().to(comm.memory.device)
-        comm.pass_on(sent, came := torch.empty_like(sent), (axis,), WHAT, back=back)
+        comm.pass_on([(sent, came := torch.empty_like(sent))], (axis,), WHAT, back=back)
         if mine:
             target.write(came)
             self.healed += 1

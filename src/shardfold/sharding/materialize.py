@@ -207,7 +207,7 @@ def _give_values(unit: Unit, owners: _Owners, comm: Comm, tiers: Tiers, weights:
         _initialize(unit, owners, empty, weights, seed, comm)
     for segment, flat in zip(unit.segments, exact, strict=True):
         same = comm.mesh.sizes.summed(segment.spec.distinct)  # as DDP does: there rank 0's values are everyone's
-        for axes in (same, comm.mesh.sizes.rare):  # and of all groups
+        for axes in (same, comm.mesh.sizes.rare) if not comm.mesh.states_come else ():  # and of all groups
             comm.broadcast(flat, f"broadcast {unit.name}", over=axes, detail=FIRST.format(unit.name))
         _check_replicas(segment, flat, comm)
         released = unit.split and not unit.spec.root
