@@ -27,6 +27,12 @@ COLLECTED = pytest.StashKey[set[str]]()
 """The cases of all files that are looked at, those that do not run among them."""
 NUM_RANKS = 4
 LONG_RUN = 200  # tests
+# Of the last four the models of transformers and PyTorch's compiler and checkpoints are made: each of eight ranks would
+# import them by itself, in two seconds of a core.
+PRELOAD = (
+    "transformers", "transformers.models.auto.configuration_auto", "shardfold.tools.recipes.gpt",
+    "networkx", "scipy.optimize", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
+)  # fmt: skip
 HAS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()  # Linux, as most kernels are built
 SETTLE = 5.0  # seconds for what a test ended to be gone
 
@@ -63,9 +69,7 @@ def pytest_collection_finish() -> None:
 def _preload(request: pytest.FixtureRequest) -> list[str]:
     """What every process of a long run comes to need, and takes five seconds to import; not what imports accelerate,
     which looks only then whether there is a DeepSpeed."""
-    return (
-        ["transformers", "transformers.models.auto.configuration_auto"] if len(request.session.items) > LONG_RUN else []
-    )
+    return list(PRELOAD) if len(request.session.items) > LONG_RUN else []
 
 
 @pytest.fixture(scope="session")

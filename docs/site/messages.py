@@ -62,6 +62,8 @@ class Package:
         nodes: list[ast.AST] = [tree]
         for node in nodes:
             self._home[node] = tree
+            if isinstance(node, ast.Name | ast.Constant):  # more than half of all, and there is nothing in them
+                continue
             inner = [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr_context)]
             self._outer |= dict.fromkeys(inner, node)
             nodes += inner

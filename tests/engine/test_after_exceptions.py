@@ -220,6 +220,7 @@ def _fail(grad: Tensor) -> None:
     raise Failed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])
 def test_an_exception_that_one_rank_catches_alone_is_told_on_all(ranks: Ranks, layout: str) -> None:
     """Where a forward sends nothing no rank misses one that was left out: the next backward tells, before any update

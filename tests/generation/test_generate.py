@@ -19,6 +19,7 @@ def _by_request(answers: Any) -> dict[tuple[int, int], Any]:
     return {(each.request, each.sample): each for each in answers}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family, more",
     [

@@ -70,6 +70,7 @@ def trains_as_the_whole_batch(layout: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 def test_training_on_unequal_batches_is_that_of_batch_norm_on_the_whole_batch(ranks: Ranks, layout: str) -> None:
     ranks.run(trains_as_the_whole_batch, layout, world_size=2)

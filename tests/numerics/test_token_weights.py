@@ -253,6 +253,7 @@ def _after_all_kinds_of_steps(layout: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
 def test_weights_are_those_of_their_step(ranks: Ranks, layout: str) -> None:
     """However a step with weights ended, the next one has its own, or none."""

@@ -110,6 +110,7 @@ def batches(count: int) -> list[tuple[Tensor]]:
     return [(torch.randn(8, WIDTH, generator=draw),) for _ in range(count)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_they_train_as_in_plain_pytorch(ranks: Ranks, layout: str, mode: str) -> None:
@@ -137,6 +138,7 @@ def trained(layout: str, bucket: str | None, offload: Any = None) -> tuple[list[
     return losses, weights, calls, len(rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("layout", "offload"), [("ddp", None), ("zero2", None), ("zero3", None), ("zero3", "host")])
 def test_numbers_are_the_same_to_the_bit_by_fewer_collectives(ranks: Ranks, layout: str, offload: Any) -> None:
     """Nine blocks are five units where anything is split, three where nothing is, and the root is another."""

@@ -22,7 +22,7 @@ def test_every_pair_of_values_stands_in_a_row() -> None:
 
 
 @pytest.mark.parametrize("ranks_of_a_row", [2, 4])
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.soak) for part in (2, 3))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in (1, 2, 3))])
 def test_each_row_trains_as_plain_pytorch(ranks: Ranks, ranks_of_a_row: int, part: int) -> None:
     """In a few calls, as a row takes less than its processes."""
     rows = [row for row in ROWS if row.ranks == ranks_of_a_row][part::4]

@@ -61,7 +61,7 @@ class FrozenGpt(Gpt):
             parameter.requires_grad_(parameter.dim() == 1 or ".out." in name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["zero3+nf4/64", "ddp+nf4/64+double", "infinity+int8/64+double"])
 def test_codes_are_there_when_they_are_decoded(ranks: Ranks, sim_ranks: Ranks, layout: str) -> None:
     """They come from the host, or other ranks, beside the computation, which decodes them and waits for no host."""
