@@ -473,6 +473,16 @@ def test_killed_in_front_of_each_operation_of_a_step(ranks: Ranks, tmp_path: Pat
 
 @linux
 @pytest.mark.soak
+def test_nobody_updates_before_all_have_come_to_the_vote(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over connections a log is between two ranks: one that waits for none of the dead rank's would go on."""
+    monkeypatch.setenv("SHARDFOLD_NEAR", "0")
+    hold(ranks, [Plan("zero1", 4, 9, ((0, 4, 0.0),), survive="rank", at=AT[0])], tmp_path)
+
+
+@linux
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hpz"])
 def test_killed_at_drawn_moments_with_copies(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     plans = [replace(drawn(n, layout, 3 + n % 2), survive="rank") for n in range(10)]
