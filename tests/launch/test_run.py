@@ -137,6 +137,7 @@ def notes(count: int) -> list[tuple[list[str], dict[str, str]]]:
 
 def test_ranks_are_told_what_torchrun_tells(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     script = write("note.py", NOTE)
     assert run("--nproc_per_node", "3", "--max-restarts=2", script, "--debug", "-h", "--", "x") == 0
     told = notes(3)
@@ -149,7 +150,7 @@ def test_ranks_are_told_what_torchrun_tells(monkeypatch: pytest.MonkeyPatch):
             assert environment[name] == "0"
         assert environment["GROUP_WORLD_SIZE"] == environment["CROSS_SIZE"] == "1"
         assert environment["TORCHELASTIC_MAX_RESTARTS"] == "2"
-        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["MASTER_ADDR"] == "127.0.0.1" and environment["TORCH_CPP_LOG_LEVEL"] == "ERROR"
         assert int(environment["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
     assert len({environment["MASTER_PORT"] for _, environment in told}) == 1
 

@@ -33,6 +33,7 @@
     _near              ranks of one host read each other's memory
     _neighbours        the ranks whose memory this one can read
     _second_line       a second connection to a store, for when the first one is silent
+    _shown_traceback   what is shown of an error by which a rank ends
     _sockets           ranks send each other what is for them, over connections of their own
     _transport_choice  which transport carries an engine's data
     _watchdog          who is stuck, and where

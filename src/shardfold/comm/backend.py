@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardfold import accelerator
+from shardfold.comm._shown_traceback import prefixed_once
 from shardfold.errors import CollectiveError, ConfigError
 
 __all__ = ["GLOO", "MARGIN", "backend_in", "device_backend", "import_compiler", "start_group"]
@@ -96,7 +97,8 @@ def start_group(device: torch.device, timeout: timedelta, backend: str | None = 
             # groups of some ranks are split off them, and no barrier has to guess the device by the rank's number.
             # PyTorch asks every later group for a backend of that device, and one over Gloo has none for other types.
             more["device_id"] = device
-    dist.init_process_group(backend, timeout=timeout, **where, **more)
+    with prefixed_once():
+        dist.init_process_group(backend, timeout=timeout, **where, **more)
 
 
 def _with_store(where: dict[str, Any], timeout: timedelta) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardfold import accelerator
+from shardfold.comm._shown_traceback import shorten_tracebacks
 from shardfold.comm.answered import Answered, answered, ask_another
 from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.comm.launcher_notes import note_exception
@@ -751,6 +752,7 @@ class _Process:
     def add(self, mesh: DataMesh) -> _Default | None:
         """The default group that ``mesh`` is in, if a mesh started it."""
         self._forget_another()
+        shorten_tracebacks()
         self.open.add(mesh)
         if self.default is not None:
             self.default.meshes.add(mesh)

@@ -270,6 +270,7 @@ class Agent(SimpleElasticAgent):
             cores = share_of_cores(self.options.bind_core_list, local_rank % count, count)
             environment["OMP_NUM_THREADS"] = str(len(cores))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning that a host's name does not resolve
         command = script_command(self.options, self.script, self.arguments, environment["LOCAL_RANK"])
         outlets = self._outlets(local_rank, place.global_rank)
         reads = local_rank == 0 and not self.labelled

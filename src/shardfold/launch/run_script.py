@@ -49,7 +49,7 @@ def quietly_imported() -> Callable[[Node, Options, list[str]], int]:
     from shardfold.launch._agent import run_node
 
     if mine:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks decide for themselves
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # of this process
     return run_node
 
 
