@@ -37,6 +37,7 @@ class Coming:
         first: that begin.
         at: for each host that comes, in the order of their numbers, behind which step.
         dies: a host that is gone at once, and behind which step; it comes back ``again`` behind that one.
+        then: another one that is gone, for good, and behind which step.
         steps: updates of the run.
         layout, survive: of the states.
         other: the layout of those that come, where it is another one.
@@ -47,6 +48,7 @@ class Coming:
     at: tuple[int, ...] = (4,)
     dies: tuple[int, int] | None = None
     again: int = 0
+    then: tuple[int, int] | None = None
     steps: int = 24
     layout: str = "ddp"
     survive: str | None = None
@@ -63,6 +65,8 @@ class Coming:
         if self.dies is not None:
             found += [(self.dies[1], "dies", self.dies[0])]
             found += [(self.again, "comes", self.dies[0])] * bool(self.again)
+        if self.then is not None:
+            found += [(self.then[1], "dies", self.then[0])]
         return sorted(found)
 
 
@@ -123,7 +127,8 @@ def reached(folder: Path) -> int:
 def wrong(case: Coming, found: Found, folder: Path) -> Iterator[str]:
     """What is not as it has to be."""
     refused = {node: 1 for node in range(case.first, case.first + len(case.at)) if case.other}
-    as_told = all(status == refused.get(node, 0) for node, (status, _) in found.ends.items())
+    gone = {} if case.then is None else {case.then[0]: -9}
+    as_told = all(status == {**refused, **gone}.get(node, 0) for node, (status, _) in found.ends.items())
     if not as_told or len(found.ends) < case.first + len(case.at):
         yield f"launchers end with {found.ends}: {[err[-1500:] for err in found.errs]}"
         return

@@ -65,6 +65,11 @@ def test_the_host_of_the_endpoint_comes_back(ranks: Ranks, tmp_path: Path) -> No
 
 
 @pytest.mark.soak
+def test_the_store_moves_twice_and_who_came_between_knows_where_to(ranks: Ranks, tmp_path: Path) -> None:
+    hold(ranks, [Coming(3, 3, (), dies=(0, 4), again=12, then=(1, 60), steps=100)], tmp_path)
+
+
+@pytest.mark.soak
 def test_hosts_come_to_one_that_began_alone_and_come_back(ranks: Ranks, tmp_path: Path) -> None:
     cases = [
         Coming(3, 1, (3, 8)),

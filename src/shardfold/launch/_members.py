@@ -84,6 +84,7 @@ class Members:
         self._meeting, self._store = meeting, meeting.store
         self._ready: Any = None  # a store of this node that may take the place of the present one
         self._prepared = 0  # for how many nodes
+        self._told_ready = ""  # where it is, as others are told
         self._others: dict[int, tuple[str, int]] = {}  # where such a store is, by node
         self._open_store = open_store
         self._mine = {uid: worker for uid, worker in zip(uids, workers, strict=True)}
@@ -257,7 +258,8 @@ class Members:
         if self._ready is None and lives and self._are_elastic():
             address, port, self._ready = self._open_store()
             self._prepared = self._meeting.prepare(self._ready)
-            self._places.say(json.dumps([self._agent, address, port, self._meeting.host]))
+            self._told_ready = json.dumps([self._agent, address, port, self._meeting.host])
+            self._places.say(self._told_ready)
         if self._ready is None or self._voter is None:
             return
         self._meeting.open()
@@ -279,6 +281,7 @@ class Members:
                 self._meeting.move_to(store, node, self._others[node], unreached)
                 self._store, self._mail, self._places = store, Mail(store, self._agent), Log(store, READY)
                 self._told_end = False
+                self._places.say(self._told_ready)  # to those that come later
                 self._say_record(self._voter.record)
                 self._take(self._voter.suspect(gone))
             except (*GONE, RendezvousError):
