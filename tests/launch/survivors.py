@@ -71,12 +71,14 @@ class Plan:
         width: of the model.
         survive: who holds copies of what the optimizer has on each rank.
         at: an operation of the program in front of which the first of those dies by itself, in the step behind the one
-            that is given; or amid: in what ranks do together then; whole: behind it; empty: it is killed from outside.
+            that is given; or amid: in what ranks do together then; whole: behind it; mean: behind that many steps,
+            taken or skipped, and the next, in front of a mean over ranks; empty: it is killed from outside.
         offload: where states rest, as ``Engine(offload=)`` takes it; empty: as the layout says.
         frozen: whether the first part of the model is.
         doubts: a rank that does not hear what came of the vote in that step, which others do; -1: none.
         exact: whether the run is to come to the bits of one in which nobody dies, and is then in fp32.
         precision: of such a run, and ``clip`` the largest norm of its gradients.
+        overflow: behind how many steps one comes, in fp16, whose gradients overflow; -1: none does.
         other: the plan that processes have which are started later; None: the same.
         wholes: whether ranks do something together behind each step.
         deaf: a rank that does not hear that all have come to the end of it, behind the first kill's step; -1: none.
@@ -103,6 +105,7 @@ class Plan:
     exact: bool = False
     precision: str = "fp32"
     clip: float | None = None
+    overflow: int = -1
     other: Plan | None = None
     wholes: bool = False
     deaf: int = -1
@@ -177,6 +180,7 @@ def made(plan: Plan, ranks: int) -> sf.Engine:
         accumulate=plan.accumulate,
         precision=plan.precision,
         clip_norm=plan.clip,
+        loss_scale=sf.LossScale(initial=1024.0, interval=3) if plan.overflow >= 0 else None,
         runtime=sf.Runtime(survive=plan.survive, exact=plan.exact),
     )
 
@@ -258,10 +262,14 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss, weight = loss_of(engine, rows), engine.micro_batch_weight
             read = {"samples": numbers.tolist(), "weight": 1.0 if weight is None else weight, "loss": loss.item()}
-            say("read", steps=engine.steps, epoch=say_recoveries(), **read)
-            engine.backward(loss)
+            say("read", steps=(turn := run.turns), epoch=say_recoveries(), **read)
+            engine.backward(loss * 1e9 if turn == plan.overflow else loss)
             if engine.step().updated:
                 say("step", steps=engine.steps, ranks=engine.world_size)
+            if plan.overflow >= 0:
+                if plan.at == "mean" and plan.kills[0][:2] == (uid, turn) and run.turns > turn:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                engine.mean(loss.item())
         say_recoveries()
         if plan.wholes and run.engine.steps > behind:
             behind = run.engine.steps
@@ -467,7 +475,7 @@ def bits(plan: Plan, place: str) -> tuple[Came, dict[str, Any]]:
     came, found = happened(plan, folder), dict[str, Any]()
     if came.status != [0]:
         return came, found
-    for step in range(plan.steps):
+    for step in range(plan.steps + (plan.overflow >= 0)):
         tried = came.said("read", steps=step)
         last = max(each["epoch"] for each in tried)
         found |= {

@@ -224,3 +224,19 @@ def test_bits_of_three_hundred_steps_in_which_ranks_die_and_come_in(ranks: Ranks
     drawn = replace(changing(random.Random(11), layout, 4, 15, every=18), steps=300, rest=0.02)
     given = replace(drawn, exact=True, clip=0.01, precision="fp32" if layout == "zero1" else "bf16-autocast")
     hold(ranks, [replace(given, kills=(), replace=0, spares=0), given], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "hsdp", "offload"])
+def test_bits_of_ranks_that_die_around_a_step_that_is_skipped(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    """Of fp16, whose scale moves: in the mean of a loss behind the step before, that one and the next, and at moments
+    that are drawn."""
+    draw, number = random.Random(layout), 4 if layout == "hsdp" else 3
+    skipped = draw.randrange(3, 6)
+    copies = None if layout in ("ddp", "hsdp") else "rank"
+    given = Plan(layout, number, 10, (), exact=True, precision="fp16", overflow=skipped, survive=copies, rest=0.02)
+    moments = [(draw.randrange(number), skipped + more, 0.0) for more in (-1, 0, 1)]
+    drawn = [(draw.randrange(number), skipped + more, draw.uniform(0, 80)) for more in (-1, 0)]
+    killed = [replace(given, kills=(each,), at="mean") for each in moments]
+    hold(ranks, [given, *killed, *(replace(given, kills=(each,)) for each in drawn)], tmp_path)

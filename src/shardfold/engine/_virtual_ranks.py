@@ -73,9 +73,9 @@ class VirtualRanks(StepPosition):
         """Whose position it is."""
         return self._sampler
 
-    def at(self, steps: int) -> HeldPosition:
+    def at(self, turns: int) -> HeldPosition:
         """With how many samples a virtual rank reads at a time, which a state that is saved may have otherwise."""
-        return HeldPosition(self, {**super().at(steps).state_dict(), EACH: self._sampler.batch_size})
+        return HeldPosition(self, {**super().at(turns).state_dict(), EACH: self._sampler.batch_size})
 
     def go_on_at(self, state: Mapping[str, Any]) -> None:
         """
@@ -142,8 +142,8 @@ class VirtualRanks(StepPosition):
                         self._sampler.advance(self._accumulate)
                     yield MicroBatch(batch, weight, is_last)
 
-    def told(self, steps: int) -> str:
+    def told(self, turns: int) -> str:
         """Where the samples of the next step of such a run are, for people."""
-        at = self.at(steps).state_dict()
+        at = self.at(turns).state_dict()
         most = self._accumulate * self._sampler.global_batch
         return f"{most} samples from position {at['consumed']} of epoch {at['epoch']} on"

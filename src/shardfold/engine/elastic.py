@@ -222,7 +222,7 @@ class ElasticRun:
         """
         if admits and self._data is None and not self.engine.micro_batch:
             self._admit()
-        steps, random = self.engine.steps, rng_state()
+        turns, random = self.turns, rng_state()
         if not admits:
             note_closed(True)
         try:
@@ -230,15 +230,20 @@ class ElasticRun:
         except Exception as error:
             if not self._may_be_lost(error):
                 raise
-            self._count_broken(steps, error)
-            self._go_on(error, steps)
-            if self.engine.steps == steps:
+            self._count_broken(turns, error)
+            self._go_on(error, turns)
+            if self.turns == turns:
                 set_rng_state(random)
         else:
             self._end_joining()
         finally:
             if not admits:
                 note_closed(False)
+
+    @property
+    def turns(self) -> int:
+        """Steps so far, with those that were skipped as gradients overflowed: samples of either are behind the run."""
+        return _turns(self.engine)
 
     def whole(self, do: Callable[[], T]) -> T:
         """What ranks do together beside their steps, as an evaluation or a save: again until no rank dies in it. All
@@ -256,6 +261,9 @@ class ElasticRun:
             found.clear()
             with self.attempt(admits=False) as engine:
                 found.append(do())
+                copying = engine.copying
+                if copying is not None and any(engine.sharded.comm.anyone([copying.changed], "copies behind a load")):
+                    copying.refresh()  # no step may follow, with which they would come
                 engine.sharded.comm.job.exchange("all have come to the end of what they do together", str(number))
                 self._wholes = number
         return found[0]
@@ -331,7 +339,7 @@ class ElasticRun:
                 else:
                     reads = data.reads(engine.data_rank, shares)
                 while self.engine is engine:
-                    data.begin(engine.steps)
+                    data.begin(self.turns)
                     moves = engine.data_ranks > 1 and not (exact or together)
                     if moves and shares.follow(engine.stats().straggler, engine.steps):
                         self._tell_shares(shares)
@@ -376,7 +384,7 @@ class ElasticRun:
             if engine.micro_batch:  # of a step that a loop before has left
                 engine.zero_grad()
             mine = range(engine.data_rank, source.virtual_ranks, engine.data_ranks)
-            data.begin(engine.steps)
+            data.begin(self.turns)
             self._admit()
             if self.engine is not engine:
                 continue
@@ -397,20 +405,20 @@ class ElasticRun:
         says = isinstance(error, RuntimeError) and (known or any(words in str(error) for words in GLOO))
         return isinstance(error, LOST) or says
 
-    def _count_broken(self, steps: int, error: BaseException) -> None:
-        """An attempt is broken that began behind so many updates.
+    def _count_broken(self, turns: int, error: BaseException) -> None:
+        """An attempt is broken that began behind so many turns.
 
         Raises:
             StepError: it is one of several, and none has come to an update.
         """
-        self._broken = self._broken + 1 if self._broken and self._broken_at == steps else 1
-        self._broken_at = steps
+        self._broken = self._broken + 1 if self._broken and self._broken_at == turns else 1
+        self._broken_at = turns
         if self._broken == MOST:
-            read = "" if self._data is None else f" ({self._data.told(steps)})"
+            read = "" if self._data is None else f" ({self._data.told(turns)})"
             lost = (
-                f"{MOST} attempts in a row at step {steps + 1} ended because a rank was gone, and none with an update: "
-                f"what ranks read{read} or compute there ends them, and going on would end the others too; look at "
-                "these samples, and go on from a checkpoint without them."
+                f"{MOST} attempts in a row at step {self.engine.steps + 1} ended because a rank was gone, and none "
+                f"with an update: what ranks read{read} or compute there ends them, and going on would end the others "
+                "too; look at these samples, and go on from a checkpoint without them."
             )
             tell_launcher(lost, lost=True)
             raise StepError(lost) from error
@@ -431,7 +439,7 @@ class ElasticRun:
             comm.job.exchange("all have come out of their step", "")
         except LOST as lost:
             error = lost
-        self._go_on(error, self.engine.steps)
+        self._go_on(error, self.turns)
 
     def _join(self) -> None:
         """This process waits until it is a rank, and has what the others have."""
@@ -449,17 +457,17 @@ class ElasticRun:
             note_joining(False)
             self._joining = False
 
-    def _go_on(self, error: BaseException, steps: int) -> None:
+    def _go_on(self, error: BaseException, turns: int) -> None:
         """
         Args:
             error: what this rank raised.
-            steps: that it had done when the attempt began.
+            turns: that it had done when the attempt began.
 
         Raises:
             CollectiveError, OrderError, CheckpointError, StepError: see :meth:`attempt`.
         """
         random = rng_state()
-        self._meet(*self._end_epoch(self.engine, error), steps)
+        self._meet(*self._end_epoch(self.engine, error), turns)
         set_rng_state(random)
 
     def _end_epoch(self, engine: Engine | None, error: BaseException) -> tuple[float, float]:
@@ -475,8 +483,8 @@ class ElasticRun:
         self._leave(engine)
         return begun, agreed
 
-    def _meet(self, begun: float, agreed: float, steps: int | None = None) -> None:
-        """Makes an engine with the others of its epoch; ``steps``: that this rank had done; None: it is new."""
+    def _meet(self, begun: float, agreed: float, turns: int | None = None) -> None:
+        """Makes an engine with the others of its epoch; ``turns``: that this rank had done; None: it is new."""
         while True:
             assert self._place is not None
             place, engine = self._place, None
@@ -488,7 +496,7 @@ class ElasticRun:
                 self._move(engine)
                 break
             except (RuntimeError, ConfigError, ModelError) as again:  # another one may be gone meanwhile, or not fit
-                may_not_fit = steps is not None and place.grown > self._met
+                may_not_fit = turns is not None and place.grown > self._met
                 if isinstance(again, ShardfoldError) and not isinstance(again, LOST) and not may_not_fit:
                     raise
                 begun, agreed = self._end_epoch(engine, again)
@@ -496,7 +504,7 @@ class ElasticRun:
         self.engine, self._met = engine, place.epoch
         self._begin_watch(engine)
         times = (agreed - begun, met - agreed, moved - met)
-        self.recoveries.append(Recovery(place.epoch, place.world, engine.steps, engine.steps == steps, *times))
+        self.recoveries.append(Recovery(place.epoch, place.world, engine.steps, self.turns == turns, *times))
         if place.rank == 0:
             last = "; from here on a death ends the run" if once_only(engine.sharded) else ""
             many = f"{place.world} ranks go" if place.world > 1 else "1 rank goes"
@@ -544,7 +552,7 @@ class ElasticRun:
 
     def _state(self, engine: Engine) -> dict[str, Any]:
         """What goes on with the states of the step that the engine is at."""
-        return {} if self._data is None else {"data": self._data.at(engine.steps)}
+        return {} if self._data is None else {"data": self._data.at(_turns(engine))}
 
     def _next_place(self, error: BaseException) -> EpochPlace:
         """What this rank is in the next epoch, once the launchers have agreed.
@@ -610,6 +618,11 @@ class ElasticRun:
         if self._place is not None:
             engine.sharded.comm.job.heed(partial(is_over, self._place.epoch))
         return engine
+
+
+def _turns(engine: Engine) -> int:
+    """See :attr:`ElasticRun.turns`."""
+    return engine.steps + (0 if engine.loss_scale is None else engine.loss_scale.skipped)
 
 
 def _first_place() -> EpochPlace | None:

@@ -37,16 +37,16 @@ class StepPosition:
 
     def __init__(self, of: Positioned, virtual_ranks: int) -> None:
         self._of, self._virtual_ranks = of, virtual_ranks
-        self._before, self._steps = of.state_dict(), -1  # when a step began, and which one
+        self._before, self._turns = of.state_dict(), -1  # when a step began, and behind how many
 
-    def begin(self, steps: int) -> None:
-        """A step begins, behind so many updates."""
-        self._before, self._steps = self._of.state_dict(), steps
+    def begin(self, turns: int) -> None:
+        """A step begins, behind so many, taken or skipped."""
+        self._before, self._turns = self._of.state_dict(), turns
 
-    def at(self, steps: int) -> HeldPosition:
-        """The position of a run that has had so many updates: behind the step under way if it was taken, else in front
-        of it."""
-        state = self._of.state_dict() if steps > self._steps else self._before
+    def at(self, turns: int) -> HeldPosition:
+        """The position of a run that has had so many: behind the step under way if it was taken or skipped, else in
+        front of it."""
+        state = self._of.state_dict() if turns > self._turns else self._before
         return HeldPosition(self, {**state, VIRTUAL: self._virtual_ranks})
 
     def go_on_at(self, state: Mapping[str, Any]) -> None:
@@ -54,11 +54,11 @@ class StepPosition:
         self._virtual_ranks = state[VIRTUAL]
         self._of.share_among(self._virtual_ranks)
         self._of.load_state_dict(state)
-        self._before, self._steps = dict(state), -1
+        self._before, self._turns = dict(state), -1
 
-    def told(self, steps: int) -> str:
+    def told(self, turns: int) -> str:
         """Where the samples of the next step of such a run are, for people."""
-        at = self.at(steps).state_dict()
+        at = self.at(turns).state_dict()
         return ", ".join(f"{name} {at[name]}" for name in ("epoch", "consumed", "group", "done") if name in at)
 
 
