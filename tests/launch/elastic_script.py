@@ -3,7 +3,8 @@
 python elastic_script.py FOLDER STAGE ACCUMULATE STEPS RANK:STEP:MILLISECONDS ...
 
 A rank dies so many milliseconds behind the beginning of a step: at once, or by a timer, wherever it is then; if they
-are below 0, so many behind the end of that many steps, where every fourth time an evaluation and a save follow. What a
+are below 0, so many behind the end of that many steps, where every fourth time an evaluation and a save follow. As
+step 98 counts that the last save is done, and the best is about to be loaded, and as 99 the end of the training. What a
 forward of its reads in training is written into FOLDER/read-RANK.
 """
 
@@ -58,6 +59,14 @@ class Ends(TrainerCallback):
             elif step == state.global_step and later == 0:
                 end()
 
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == state.max_steps and 98 in dict(self.moments):
+            end()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if 99 in dict(self.moments):
+            end()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for step, later in self.moments:
             if step == state.global_step and later < 0:
@@ -88,6 +97,7 @@ def main(folder: Path, stage: int, accumulate: int, steps: int, moments: list[tu
         eval_steps=4,
         per_device_eval_batch_size=2,
         save_steps=4,
+        load_best_model_at_end=True,
         report_to="none",
         disable_tqdm=True,
     )
@@ -108,6 +118,7 @@ def main(folder: Path, stage: int, accumulate: int, steps: int, moments: list[tu
 
     model.register_forward_pre_hook(note, with_kwargs=True)
     trainer.train()
+    trainer.save_model(str(folder / "final"))
     with trainer.model_wrapped._core.gathered():
         weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     if trainer.is_world_process_zero():

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardfold as sf
@@ -107,6 +108,24 @@ def test_ranks_of_the_trainer_are_killed_and_it_comes_to_the_same(stage: int, ac
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_ranks_of_the_trainer_are_killed_in_an_evaluation_or_a_save(stage: int, tmp_path: Path) -> None:
     told_beside_steps(is_as_undisturbed(TRANSFORMERS, tmp_path, stage, 1, 150, beside=(4, 8)), tmp_path)
+
+
+@LINUX
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_the_trainer_are_killed_at_the_end(stage: int, tmp_path: Path) -> None:
+    """Where the best checkpoint is about to be loaded, and the model to be written."""
+    told_beside_steps(is_as_undisturbed(TRANSFORMERS, tmp_path, stage, 1, 2, beside=(98, 99)), tmp_path)
+    folders = [tmp_path / name / "final" for name in ("quiet", "killed")]
+    if stage == 3:  # without stage3_gather_16bit_weights_on_model_save a Trainer writes a checkpoint
+        quiet, killed = (sorted(path.name for path in folder.glob("global_step*")) for folder in folders)
+        assert quiet == killed and quiet
+        sf.Checkpoint(folders[1] / killed[0])
+        return
+    quiet, killed = (load_file(folder / "model.safetensors") for folder in folders)
+    assert max(float((killed[name] - value).abs().max()) for name, value in quiet.items()) < 1e-4
 
 
 def told_beside_steps(found: dict[str, dict[str, Any]], folder: Path) -> None:

@@ -95,16 +95,16 @@ class StepLoop:
         micro-batch on if ``anew``.
 
         Returns:
-            Whether the step was taken by others, and so by all, before this rank came to the end of it.
+            Whether the step was taken, or skipped, by others, and so by all, before this rank came to the end of it.
         """
-        steps, random, anew = self.core.run.engine.steps, rng_state(), False
+        turns, random, anew = self.core.run.turns, rng_state(), False
         try:
             while True:
                 known = len(self.core.run.recoveries)
                 with self.core.run.attempt(admits=False), self.core.inside():
                     passes(anew)
                     return False
-                taken = self.core.run.engine.steps > steps
+                taken = self.core.run.turns > turns
                 self.follow(known, taken=taken)
                 if taken:
                     return True

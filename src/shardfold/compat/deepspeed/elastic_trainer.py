@@ -11,6 +11,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from itertools import islice
 from typing import Any
 
@@ -24,6 +25,8 @@ from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 __all__ = ["TrainerLoop", "enter_trainer", "readers"]
 
 MODULE = "transformers.trainer"
+TOGETHER = ("_evaluate", "evaluate", "_save_checkpoint", "_load_best_model", "save_model")
+"""What a Trainer does beside its steps, on all ranks; also behind its training."""
 _LOOPS = "_shardfold_loop"
 """What a Trainer has of us."""
 
@@ -159,20 +162,16 @@ def enter_trainer(engine: DeepSpeedEngine) -> None:
     if engine.elastic is None or module is None or hasattr(module.Trainer, _LOOPS):
         return
     kind = module.Trainer
-    step, read, evaluate, gathered = (
-        kind.training_step,
-        kind.get_batch_samples,
-        kind._evaluate,
-        module.nested_gather,
-    )
-    save = kind._save_checkpoint
+    step, read, gathered = kind.training_step, kind.get_batch_samples, module.nested_gather
     summed = module.distributed_broadcast_scalars
 
     def loop_of(trainer: Any) -> TrainerLoop | None:
-        model = trainer.model_wrapped
-        if not isinstance(model, DeepSpeedEngine) or model.elastic is None or not trainer.is_in_train:
+        model, known = trainer.model_wrapped, getattr(trainer, _LOOPS, None)
+        if not isinstance(model, DeepSpeedEngine) or model.elastic is None:
             return None
-        if getattr(trainer, _LOOPS, None) is None or getattr(trainer, _LOOPS).engine is not model:
+        if known is None and not trainer.is_in_train:
+            return None
+        if known is None or known.engine is not model:
             setattr(trainer, _LOOPS, TrainerLoop(trainer, model, step))
         return getattr(trainer, _LOOPS)
 
@@ -187,13 +186,13 @@ def enter_trainer(engine: DeepSpeedEngine) -> None:
         loop.begin(batches)
         return batches, None
 
-    def _evaluate(self: Any, *args: Any, **more: Any) -> Any:
-        loop = loop_of(self)
-        return evaluate(self, *args, **more) if loop is None else loop.whole(lambda: evaluate(self, *args, **more))
+    def whole(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def done(self: Any, *args: Any, **more: Any) -> Any:
+            loop = loop_of(self)
+            return call(self, *args, **more) if loop is None else loop.whole(lambda: call(self, *args, **more))
 
-    def _save_checkpoint(self: Any, *args: Any, **more: Any) -> None:
-        loop = loop_of(self)
-        return save(self, *args, **more) if loop is None else loop.whole(lambda: save(self, *args, **more))
+        return done
 
     def distributed_broadcast_scalars(
         scalars: Any, num_total_examples: int | None = None, device: Any = None
@@ -207,5 +206,7 @@ def enter_trainer(engine: DeepSpeedEngine) -> None:
 
     setattr(kind, _LOOPS, None)
     kind.training_step, kind.get_batch_samples = training_step, get_batch_samples
-    kind._evaluate, kind._save_checkpoint, module.nested_gather = _evaluate, _save_checkpoint, nested_gather
+    for name in TOGETHER:
+        setattr(kind, name, whole(getattr(kind, name)))
+    module.nested_gather = nested_gather
     module.distributed_broadcast_scalars = distributed_broadcast_scalars
