@@ -418,12 +418,19 @@ def limited(case: Case | None) -> Iterator[Path | None]:
     try:
         yield group
     finally:
-        for _ in range(500):
-            try:
-                group.rmdir()
-                break
-            except OSError:  # what was in it is not gone yet
-                time.sleep(0.01)
+        take_away(group)
+
+
+def take_away(group: Path) -> None:
+    """A control group, if there is one, as soon as what was in it has ended."""
+    for _ in range(500):
+        try:
+            group.rmdir()
+            break
+        except FileNotFoundError:
+            break
+        except OSError:
+            time.sleep(0.01)
 
 
 # -- what is left

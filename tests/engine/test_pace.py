@@ -9,13 +9,14 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
 import shardfold as sf
-from shardfold.engine.pace import CROWDED, Pace, Spent, _code, _seconds
+from shardfold.engine.pace import ASKED, CROWDED, Pace, Spent, _code, _seconds
 from shardfold.plan.report import Straggler
 from shardfold.testing import Ranks
 
@@ -61,7 +62,9 @@ def told_by(
     for step in range(steps):
         for pace in paces:
             pace.hear(said, lambda rank: f"n{rank}")
-        assert len({str(pace.slowest) for pace in paces}) == 1
+        for pace in paces if paces[0].asks else ():
+            pace.answer("n3")
+        assert len({(str(pace.slowest), pace.asks) for pace in paces}) == 1
         found.append(paces[0].slowest)
         spent: list[tuple[float, float]] = []
         for rank in range(ranks):
@@ -104,12 +107,12 @@ def gets_slow(kind: str, factor: float, seed: int) -> list[Straggler | None]:
 
 @pytest.mark.parametrize(("factor", "limit", "kind"), SLOW)
 def test_a_straggler_is_named_soon(kind: str, factor: float, limit: int) -> None:
-    """From the step on in which it gets slow, so many steps until all ranks know."""
+    """From the step on in which it gets slow, so many steps until all ranks know, and from then on it is said."""
     found = gets_slow(kind, factor, 0)
-    assert steps_until(found, 240) <= limit
+    assert (behind := steps_until(found, 240)) <= limit and all(found[239 + behind :])
     last = found[-1]
     assert last is not None and last.kind == kind and abs(last.factor - factor) < 0.05
-    assert (last.rank, last.host) == ((None, "") if kind == "link" else (5, "n5"))
+    assert (last.rank, last.host) == ((None, "n3") if kind == "link" else (5, "n5"))
 
 
 def test_who_gets_slow_does_not_hide_in_noise_that_is_its_own() -> None:
@@ -185,6 +188,13 @@ def test_what_a_quota_takes_is_seen_though_it_takes_it_of_a_few_steps() -> None:
         assert any(found) == known
         if known:
             assert steps_until(found, 500) <= 80 and (last := found[-1]) is not None and abs(last.factor - 1.38) < 0.1
+
+
+def test_ranks_look_a_few_times_only_for_whose_link_is_slow() -> None:
+    """It costs time: where a link is slow again and again, it is said of the link in the end."""
+    found = told_by(2, 1100, lambda step, _: (0.0, 0.0, 0.06 * (step % 100 >= 60)), noise=0.03, seed=0)
+    hosts = [now.host for before, now in pairwise(found) if now is not None and before is None]
+    assert len(hosts) > ASKED and hosts[:ASKED] == ["n3"] * ASKED and not any(hosts[ASKED:])
 
 
 def test_it_is_over_when_it_is_over() -> None:

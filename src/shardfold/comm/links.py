@@ -5,11 +5,15 @@ A collective of a few bytes gives the latency, one that takes :data:`LONG` secon
 that carries the data, all groups of an axis at once, so that ranks that share a link share it here too; what counts is
 the slowest rank. What was measured is kept in the store that the ranks of the job share, so that the next engine of
 that job finds it.
+
+Whose link is slow is told by pairs of hosts: each of them has two with others, beside each other on a ring, and is in
+one at a time. A slow link makes both of its host's pairs slow, and of any other host's one at most.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -19,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold import accelerator
+from shardfold.comm.agreement import Agreement
 from shardfold.comm.comm import Comm
 from shardfold.comm.cores import occupied
 from shardfold.comm.dtypes import TORCH_DTYPES
@@ -28,7 +33,7 @@ from shardfold.plan.cost import Codec, ring_bytes
 from shardfold.plan.formats import FORMATS, ITEMSIZE, Format
 from shardfold.plan.layout import Axes
 
-__all__ = ["measured"]
+__all__ = ["host_of_slow_link", "measured"]
 
 SMALL, FIRST, MOST = 256, 2**16, 2**22
 """Elements of fp32 for each rank of a group: a message that is all latency, the first that may show a rate, the
@@ -39,6 +44,9 @@ often a small one is done. Of each the shortest counts: what else goes on makes 
 CODED, MANY = 2**18, 2**12
 """Elements that show what a format takes, and how often they are encoded at most in :data:`LONG` seconds. In less time
 than that ranks that share a processor would encode one after the other, each as fast as if it were alone."""
+PAIR, LARGEST, AGAIN, APART = 2**16, 2**26, 3, 2.0
+"""Bytes of the first message between two hosts, and of the largest; how often each is sent; and how many times as slow
+as any other host's a link has to be."""
 VERBS = {"ALL_GATHER": "ALL_GATHER", "EXCHANGE": "REDUCE_SCATTER"}
 """What others send as much as."""
 
@@ -158,3 +166,53 @@ def _code(form: Format, made: Mapping[str, Tensor], steps: Sequence[str]) -> Non
 def _often(do: Callable[[], object], times: int) -> None:
     for _ in range(times):
         do()
+
+
+def host_of_slow_link(agreement: Agreement) -> str:
+    """The name of the host whose link is slower than that of every other; empty: it is no single one, or there are
+    fewer than three, of which each pair is as slow as the other. All peers call it."""
+    said = agreement.exchange("hosts", socket.gethostname())
+    hosts = list(dict.fromkeys(said))
+    if (count := len(hosts)) < 3:
+        return ""
+    places, rounds, each, slowest, last = [said.index(host) for host in hosts], _rounds(count), PAIR, 0.0, 0.0
+    best, seconds, more = [0.0] * count, [0.0] * count, True
+    while more:  # once more behind the first that is long, as what lets a burst through is empty then
+        more = slowest < LONG and each < LARGEST
+        took = [[_together(agreement, places, pairs, each) for pairs in rounds] for _ in range(AGAIN)]
+        mine = [min(times) for times in zip(*took, strict=True)]
+        told = [json.loads(text) for text in agreement.exchange("seconds between hosts", json.dumps(mine))]
+        for number, pairs in enumerate(rounds):
+            for one in pairs:
+                seconds[one] = max(told[places[end]][number] for end in (one, (one + 1) % count))
+        best = [min(seconds[one - 1], seconds[one]) for one in range(count)]
+        last, slowest = sorted(best)[-2:]
+        each *= 4
+    return hosts[best.index(slowest)] if slowest > APART * last else ""
+
+
+def _rounds(count: int) -> list[Sequence[int]]:
+    """Pairs of a host and the next one on a ring, by the first of them, of which no two in a round share a host."""
+    if count % 2:
+        return [range(0, count - 1, 2), range(1, count - 1, 2), [count - 1]]
+    return [range(0, count, 2), range(1, count, 2)]
+
+
+def _together(agreement: Agreement, places: Sequence[int], pairs: Sequence[int], each: int) -> float:
+    """Seconds in which the first ranks of these pairs of hosts send each other so many bytes, at this rank."""
+    sizes = [0] * agreement.peers.size
+    for one in pairs:
+        ends = places[one], places[(one + 1) % len(places)]
+        for end, other in (ends, ends[::-1]):
+            if agreement.peers.ranks[end] == agreement.peers.rank:
+                sizes[other] = each
+    sent = torch.zeros(sum(sizes), dtype=torch.uint8)
+    agreement.exchange("beginning", "")
+    with agreement.uninterrupted():
+        agreement.issue("measuring links between hosts")
+        begun = perf_counter()
+        work = dist.all_to_all_single(
+            torch.empty_like(sent), sent, sizes, sizes, group=agreement.peers.group, async_op=True
+        )
+        agreement.wait(work, control=True)
+        return perf_counter() - begun

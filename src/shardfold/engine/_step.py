@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardfold.activations.modes import Replacements
 from shardfold.comm.agreement import Meeting
 from shardfold.comm.expected import Expectation
+from shardfold.comm.links import host_of_slow_link
 from shardfold.engine._delayed import Delayed
 from shardfold.engine.consistency import same_settings, settings
 from shardfold.engine.copying import Copying
@@ -128,6 +129,9 @@ class Stepper:
             self.rounds.tell(None)
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
         said = self._meet()
+        if self._clock.pace is not None and self._clock.pace.asks:
+            self._clock.pace.answer(host_of_slow_link(runner.agreement))
+            self._warn_of_straggler()
         if said.flags[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX, group=True))
         bits = said.bits
@@ -211,13 +215,17 @@ class Stepper:
         runner.leave()
         if clock.pace is not None:
             agreement = runner.agreement
-            if clock.pace.hear(agreement.take_besides(), agreement.host_of) and agreement.peers.rank == min(
-                agreement.peers.ranks
-            ):
-                LOG.warning("%s.", clock.straggler or "no rank and no link makes steps longer any more")
+            if clock.pace.hear(agreement.take_besides(), agreement.host_of) and not clock.pace.asks:
+                self._warn_of_straggler()
             if (told := clock.pace.told(clock.spent)) is not None:
                 agreement.tell_besides(told)
         return took
+
+    def _warn_of_straggler(self) -> None:
+        """The first rank warns, of what all have found."""
+        peers = self._runner.agreement.peers
+        if peers.rank == min(peers.ranks):
+            LOG.warning("%s.", self._clock.straggler or "no rank and no link makes steps longer any more")
 
     def _meet(self) -> Meeting:
         """All that take this step together are about to take it, with the same settings of the optimizer: flags, of
@@ -269,6 +277,7 @@ class Stepper:
         alone = self._scaler is None and self.rounds is None and self.freeze is None
         damage, behind = self._handlers.damage, self._runner.orders.tracks["behind"].ops
         tells = self._replicated.on or (damage.together and not damage.later) or bool(behind)
+        tells = tells or (self._clock.pace is not None and self._clock.pace.asks)
         return alone and comm.group is comm.agreement and not tells and self._checksums is None
 
     def expectation(self) -> tuple[Expectation, list[bool]]:

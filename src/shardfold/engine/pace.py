@@ -57,6 +57,8 @@ distributed ones, by their middle half."""
 OVER = 0.04
 """Below what the median of twice as many records is over."""
 KINDS = ("computation", "data", "link")
+ASKED, AGAIN = 8, 2**15
+"""How often ranks look for whose link is slow, and in how many records once more."""
 
 
 class Spent(NamedTuple):
@@ -119,7 +121,7 @@ class _Excess:
         self._least, self._alike, self._count = least, alike, 0
         self._values, self._data = deque[float](maxlen=LONG * SHORT), deque[float](maxlen=SHORT)
         self._singles, self._shorts, self._longs = _History(2 * SHORT), _History(), _History()
-        self._since = 0  # the last record for which something was reported
+        self._since = self._alarmed_at = 0  # the last record for which something was reported, and the first of these
         self._noises = deque[_Noise](maxlen=LONG + 1)
         self.alarmed = False
 
@@ -190,7 +192,9 @@ class _Excess:
     def judge(self, others: _Noise, beyond: float = 0.0) -> None:
         """Whether it is far from noise, its own and that of ``others``, and from what is ``beyond`` that explained."""
         if self.alarmed:
-            self.alarmed = _middle(list(self._values)[-2 * SHORT :]) > OVER + beyond
+            # At first most of twice as many are from before it got slow.
+            known = min(SHORT + self._count - self._alarmed_at, 2 * SHORT)
+            self.alarmed = _middle(list(self._values)[-known:]) > OVER + beyond
             self._since = self._count
             return
         is_new = self._count % SHORT == 0 and self._lasts
@@ -203,7 +207,7 @@ class _Excess:
         # Most of the short ones have to be: pages that are lost in just half of them come together now and then.
         last = sorted(list(self._values)[-SHORT:])
         most = last[(len(last) - 1) // 2]
-        self.alarmed = most > short or (is_new and _middle(self._values) > long)
+        self.alarmed, self._alarmed_at = most > short or (is_new and _middle(self._values) > long), self._count
 
 
 class Pace:
@@ -218,6 +222,7 @@ class Pace:
 
     Attributes:
         slowest: what makes steps longer; None: nothing does, or it is not known yet.
+        asks: a link does since the last record, and ranks may look for whose; the same on all of them.
     """
 
     def __init__(
@@ -240,6 +245,7 @@ class Pace:
         self._link = _Excess(OF_LINKS) if links else None
         self._noise: _Noise | None = None  # of ranks as a rule
         self.slowest: Straggler | None = None
+        self.asks, self._asked = False, 0
 
     @classmethod
     def among(cls, ranks: Sequence[int], me: int, **how: Any) -> Pace | None:
@@ -295,10 +301,18 @@ class Pace:
             changed = self.slowest is not before
         else:
             changed = (before.rank, before.kind) != (self.slowest.rank, self.slowest.kind)
-        if self.slowest is not None and self.slowest.rank is not None:
-            name = host(self.slowest.rank) if changed or before is None else before.host
+        if self.slowest is not None:
+            rank, known = self.slowest.rank, before.host if before is not None and not changed else None
+            self.asks = changed and rank is None and self._asked < ASKED + self._records // AGAIN
+            name = known if known is not None else host(rank) if rank is not None else ""
             self.slowest = self.slowest._replace(host=name)
         return changed
+
+    def answer(self, host: str) -> None:
+        """Whose link it is; empty: that cannot be told."""
+        self.asks, self._asked = False, self._asked + 1
+        if self.slowest is not None:
+            self.slowest = self.slowest._replace(host=host)
 
     def _compare(self, each: dict[int, Spent]) -> None:
         computing = sorted(spent.computation for spent in each.values())

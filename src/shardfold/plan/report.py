@@ -247,7 +247,7 @@ class Straggler(NamedTuple):
 
     Attributes:
         rank: that is slower than the others; None: none is, they all wait longer for what they send.
-        host: its name; empty where that is not known.
+        host: its name, or that of the one host whose link is slower than those of others; empty where it is not known.
         kind: ``computation``, ``data``, or ``link``.
         factor: by which a step is longer for it.
     """
@@ -259,7 +259,10 @@ class Straggler(NamedTuple):
 
     def __str__(self) -> str:
         if self.rank is None:
-            return f"steps take {self.factor:.2f} times as long by what ranks send: a link is slower than it was"
+            whose = (
+                f"the link of host {self.host} is slower than others" if self.host else "a link is slower than it was"
+            )
+            return f"steps take {self.factor:.2f} times as long by what ranks send: {whose}"
         where = f" on host {self.host}" if self.host else ""
         by = {"computation": "its computation", "data": "its data, or what else it does between passes"}[self.kind]
         return f"steps take {self.factor:.2f} times as long as without rank {self.rank}{where}, by {by}"
