@@ -57,6 +57,8 @@ UNSEEN = 1.0
 """Seconds between two looks at a rank, from which on this process itself may have been stopped meanwhile."""
 ANSWER = 1.0
 """Seconds that a rank has to write its stack; and to end, until it counts as frozen."""
+DRAIN = 1.0
+"""Seconds at most until what an ended rank has said is shown."""
 FRAME = re.compile(r'  File "(.*)", line (\S+) in (.+)')
 FRAMES = 3
 """Of a stack that are told: the innermost, and those around it that are neither Python's nor of a package."""
@@ -132,7 +134,7 @@ class Worker:
         self._showing = threading.Lock()
         self._gone = False  # its number may soon be another process's
         self._over = threading.Event()
-        self._pumps: list[threading.Thread] = []
+        self._pumps: list[tuple[threading.Thread, IO[bytes]]] = []
         self._sign = _sign(self)
         environment = {**environment, FILE: f"/proc/{os.getpid()}/fd/{self._sign}" if self._sign else ""}
         if mark:
@@ -167,7 +169,8 @@ class Worker:
             (self.process.stdout, self.process.stderr), outlets, (sys.stdout, sys.stderr), strict=True
         ):
             if stream is not None:
-                self._pumps.append(threading.Thread(target=self._pump, args=(stream, outlet, into), daemon=True))
+                pump = threading.Thread(target=self._pump, args=(stream, outlet, into), daemon=True)
+                self._pumps.append((pump, stream))
 
     @staticmethod
     def _target(outlet: Outlet) -> int | IO[bytes] | None:
@@ -181,7 +184,7 @@ class Worker:
 
     def listen(self) -> None:
         """Begin to carry its output."""
-        for thread in self._pumps:
+        for thread, _ in self._pumps:
             thread.start()
 
     def await_end(self) -> None:
@@ -405,10 +408,14 @@ class Worker:
         self._over.wait(max(timeout, 0.0))
 
     def drain(self) -> None:
-        """Wait until what an ended rank has said is shown; not for a process of its own that holds the pipe open."""
-        for thread in self._pumps:
-            if thread.ident is not None:
-                thread.join(timeout=1.0)
+        """Wait until what an ended rank has said is shown; not for a process of its own that holds the pipe open: the
+        pipe has all that the rank has said, so there is no more once it was found empty."""
+        deadline = time.monotonic() + DRAIN
+        for thread, stream in self._pumps:
+            empty = 0
+            while thread.ident is not None and thread.is_alive() and empty < 2 and time.monotonic() < deadline:
+                empty = 0 if _has_more(stream) else empty + 1
+                thread.join(timeout=DRAIN / 20)
 
     def _pump(self, stream: IO[bytes], outlet: Outlet, into: IO[str]) -> None:
         """Carry its output to the terminal, line by line with its label, and to a file as it is."""
@@ -551,6 +558,13 @@ def _note_ends(descriptors: dict[int, Worker], told: Callable[[Worker], None]) -
                 worker = descriptors.pop(descriptor)
                 worker.await_end()
                 told(worker)
+
+
+def _has_more(stream: IO[bytes]) -> bool:
+    """Whether a pipe has bytes that nobody has read; one that was closed has none."""
+    with suppress(OSError, ValueError):
+        return bool(select.select([stream], [], [], 0.0)[0])
+    return False
 
 
 def end_all(workers: Sequence[Worker], number: int, grace: float) -> None:
