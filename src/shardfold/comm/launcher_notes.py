@@ -146,9 +146,10 @@ def note_going_on() -> None:
         note_given_up(())
 
 
-def note_step(steps: int) -> None:
-    """Leaves how many updates were done: this rank goes on."""
-    note_going_on()
+def note_step(steps: int, *, goes_on: bool = True) -> None:
+    """Leaves how many updates were done, and that this rank goes on, unless what was told before ends it behind them."""
+    if goes_on:
+        note_going_on()
     _write(b"%020d" % steps, STEP)
 
 

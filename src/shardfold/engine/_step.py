@@ -164,7 +164,7 @@ class Stepper:
                 tiers=took,
                 straggler=self._clock.straggler,
             )
-        run.count_step()
+        run.count_step(goes_on=self._lost is None)
         if self.freeze is not None:
             runner.orders.keep_stepped()
             self.freeze.follow()

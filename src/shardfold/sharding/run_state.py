@@ -149,10 +149,10 @@ class RunState:
         """Whether the last backward was that before a step."""
         self.gradients_ready = ready
 
-    def count_step(self) -> None:
-        """An update is done."""
+    def count_step(self, *, goes_on: bool = True) -> None:
+        """An update is done; whether this rank does not fail behind it."""
         self.steps += 1
-        note_step(self.steps)
+        note_step(self.steps, goes_on=goes_on)
 
     def count_put_off(self) -> None:
         """An outer step was put off."""
