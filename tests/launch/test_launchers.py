@@ -250,8 +250,9 @@ def test_a_job_goes_on_where_it_was(slurm: Slurm, how: str) -> None:
         assert slurm.do(0, "scontrol", "requeue", job).returncode == 0
     waited(lambda: slurm.state(job) == "PENDING", "the job is queued again")
     assert all(map(gone, pids))
-    # Slurm would keep it for two minutes, for nodes to become clean.
-    waited(lambda: not slurm.do(0, "scontrol", "update", f"JobId={job}", "StartTime=now").returncode, "it may start")
+    # Slurm would keep it for two minutes, for nodes to become clean. They refuse what is started in the second in which
+    # they end what it was before: "Job credential revoked".
+    waited(lambda: not slurm.do(0, "scontrol", "update", f"JobId={job}", "StartTime=now+5").returncode, "it may start")
     waited(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), "the job ends", SECONDS)
     text = slurm.output(job)
     assert slurm.state(job) == "COMPLETED", text

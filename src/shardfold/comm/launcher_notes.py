@@ -147,7 +147,7 @@ def note_going_on() -> None:
 
 
 def note_step(steps: int, *, goes_on: bool = True) -> None:
-    """Leaves how many updates were done, and that this rank goes on, unless what was told before ends it behind them."""
+    """Leaves how many updates were done, and that this rank goes on, unless what it has told before ends it then."""
     if goes_on:
         note_going_on()
     _write(b"%020d" % steps, STEP)
