@@ -24,6 +24,7 @@ SOURCES = Path(shardfold.__file__).parent
 OTHERS = {  # names with an underscore that are Python's or other libraries'
     "_asdict", "_fields", "_make", "_replace",  # of named tuples, documented
     "_current_frames", "_exit", "_getframe",  # of os and sys, documented
+    "_run_exitfuncs",  # of atexit, for tests as its source says, from Python 3.0 on
     "_attn_implementation", "_init_weights", "_is_stateful", "_no_split_modules", "_supports_attention_backend",  # of
     # transformers
     "_import_structure", "_object_missing_backend",  # of its packages, which are read once
