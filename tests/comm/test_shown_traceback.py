@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def test_lines_of_the_library_are_not_shown(capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().err
     assert f'File "{__file__}"' in said and "src/shardfold" not in said and "from inside" not in said
     assert said.splitlines()[-1].startswith("shardfold.errors.LayoutError: layout 'zero4' is unknown.")
+    assert str(error.__cause__) == "from inside" and len(traceback.extract_tb(error.__traceback__)) > 2  # for debuggers
     other = ValueError("of the script").with_traceback(refused("zero5").__traceback__)
     show(sys.__excepthook__, type(other), other, other.__traceback__)
     assert "src/shardfold" in capsys.readouterr().err

@@ -20,15 +20,13 @@ REASON = why_not()
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
-def whose(ranks: int) -> tuple[str, float]:
-    """Whose link is slow, and the seconds that it takes to find out."""
+def whose(ranks: int) -> str:
+    """Whose link is slow."""
     sgd = partial(torch.optim.SGD, lr=0.1)
     engine = sf.Engine(nn.Linear(4, 4), optimizer=sgd, layout="ddp")  # pyright: ignore[reportArgumentType]
     assert not ctypes.CDLL(None).unshare(CLONE_NEWUTS)
     socket.sethostname(f"n{engine.rank // ranks}")
-    agreement = engine.sharded.comm.agreement
-    before = agreement.waited
-    found = host_of_slow_link(agreement), agreement.waited - before
+    found = host_of_slow_link(engine.sharded.comm.agreement)
     engine.close()
     return found
 
@@ -39,9 +37,7 @@ def test_the_host_whose_link_is_slow_is_found(nodes: int, ranks: int) -> None:
     with Links(nodes, ranks, "400mbit") as links:
 
         def found() -> str:
-            said = links.run(whose, ranks)
-            (one,) = {host for host, _ in said}
-            assert max(seconds for _, seconds in said) < 20
+            (one,) = set(links.run(whose, ranks))
             return one
 
         assert not found()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -57,11 +57,16 @@ def _put(hook: Hook) -> None:
 
 def show(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """By the hook that was there ``before``."""
-    if isinstance(error, ShardfoldError) and not sys.flags.dev_mode and (short := _outside(trace)) is not None:
-        trace = short
-        with suppress(ShardfoldError):
-            raise error from None
-    before(kind, error.with_traceback(trace), trace)
+    short = _outside(trace) if isinstance(error, ShardfoldError) and not sys.flags.dev_mode else None
+    if short is None:
+        before(kind, error, trace)
+        return
+    cause, hides = error.__cause__, error.__suppress_context__
+    error.__cause__ = None  # which hides the context too
+    try:
+        before(kind, error.with_traceback(short), short)
+    finally:
+        error.__cause__, error.__suppress_context__, error.__traceback__ = cause, hides, trace
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:

@@ -563,7 +563,9 @@ def _note_ends(descriptors: dict[int, Worker], told: Callable[[Worker], None]) -
 def _has_more(stream: IO[bytes]) -> bool:
     """Whether a pipe has bytes that nobody has read; one that was closed has none."""
     with suppress(OSError, ValueError):
-        return bool(select.select([stream], [], [], 0.0)[0])
+        looks = select.poll()
+        looks.register(stream, select.POLLIN)
+        return bool(looks.poll(0))
     return False
 
 
