@@ -15,8 +15,10 @@ ShardfoldError                     the base: its message is one sentence (what, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from types import TracebackType
 
 __all__ = [
     "CheckpointError",
@@ -49,6 +51,17 @@ class ShardfoldError(Exception):
         ...     print(type(error).__name__)
         LayoutError
     """
+
+    @contextmanager
+    def alone(self, frames: TracebackType | None) -> Generator[None]:
+        """Inside, it has no cause and these ``frames`` only, as who reads a script's last lines needs it."""
+        cause, hides, whole = self.__cause__, self.__suppress_context__, self.__traceback__
+        self.__cause__ = None  # which hides the context too
+        self.__traceback__ = frames
+        try:
+            yield
+        finally:
+            self.__cause__, self.__suppress_context__, self.__traceback__ = cause, hides, whole
 
 
 class ConfigError(ShardfoldError, ValueError):

@@ -57,16 +57,12 @@ def _put(hook: Hook) -> None:
 
 def show(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """By the hook that was there ``before``."""
-    short = _outside(trace) if isinstance(error, ShardfoldError) and not sys.flags.dev_mode else None
-    if short is None:
+    short = _outside(trace)
+    if short is None or sys.flags.dev_mode or not isinstance(error, ShardfoldError):
         before(kind, error, trace)
         return
-    cause, hides = error.__cause__, error.__suppress_context__
-    error.__cause__ = None  # which hides the context too
-    try:
-        before(kind, error.with_traceback(short), short)
-    finally:
-        error.__cause__, error.__suppress_context__, error.__traceback__ = cause, hides, trace
+    with error.alone(short):
+        before(kind, error, short)
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:
