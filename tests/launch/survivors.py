@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import statistics
 import sys
@@ -35,7 +36,7 @@ from shardfold.data import seed_of
 from shardfold.engine import _spare
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Section
-from shardfold.errors import CollectiveError
+from shardfold.errors import CheckpointError, CollectiveError
 from shardfold.launch import free_port
 from shardfold.launch.options import Options
 from shardfold.launch.run_script import run as run_script
@@ -81,6 +82,7 @@ class Plan:
         overflow: behind how many steps one comes, in fp16, whose gradients overflow; -1: none does.
         other: the plan that processes have which are started later; None: the same.
         wholes: whether ranks do something together behind each step.
+        full: whether they save in it, and the last rank finds no room for that behind every second step.
         deaf: a rank that does not hear that all have come to the end of it, behind the first kill's step; -1: none.
     """
 
@@ -108,6 +110,7 @@ class Plan:
     overflow: int = -1
     other: Plan | None = None
     wholes: bool = False
+    full: bool = False
     deaf: int = -1
 
 
@@ -273,7 +276,11 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         say_recoveries()
         if plan.wholes and run.engine.steps > behind:
             behind = run.engine.steps
-            say("whole", steps=behind, value=run.whole(partial(together, run, plan, uid)))
+            try:
+                value = run.whole(partial(together, run, plan, uid, folder))
+            except CheckpointError as error:
+                value = behind if plan.full and behind % 2 == 0 and "File too large" in str(error) else str(error)
+            say("whole", steps=behind, value=value)
             if plan.at == "whole" and plan.kills[0][:2] == (uid, behind):
                 os.kill(os.getpid(), signal.SIGKILL)
         while len(find(folder, "waits")) < due(plan, run.engine.steps):
@@ -301,10 +308,21 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
     say("done")
 
 
-def together(run: sf.ElasticRun, plan: Plan, uid: int) -> float:
-    """The number of steps, by a collective of the engine's and by one that is not."""
+def together(run: sf.ElasticRun, plan: Plan, uid: int, folder: Path) -> float:
+    """The number of steps, by a collective of the engine's and by one that is not; below 0, if a save succeeds that
+    cannot."""
     if plan.at == "amid" and plan.kills[0][:2] == (uid, run.engine.steps):
         os.kill(os.getpid(), signal.SIGKILL)
+    steps = run.engine.steps
+    if plan.full:
+        room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if steps % 2 == 0 and run.engine.rank == run.engine.world_size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, most))
+        try:
+            run.engine.save(folder / f"saves-{steps}", wait=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+        return -1.0 if steps % 2 == 0 else float(steps)
     most = torch.tensor(float(run.engine.steps))
     if dist.is_initialized():
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -337,7 +355,7 @@ def unheard(handlers: Handlers, vote: Any, plan: Plan) -> None:
 def unanswered(agreement: Agreement, exchange: Any, plan: Plan, what: str, value: str) -> list[str]:
     """What all ranks say of something, of which nothing is heard if it is the end of what they do together."""
     said = exchange(agreement, what, value)
-    if what.startswith("all have come to the end") and value == str(plan.kills[0][1]):
+    if what.startswith("all have come to the end") and value.split(maxsplit=1)[0] == str(plan.kills[0][1]):
         raise CollectiveError("nothing is heard")
     return said
 

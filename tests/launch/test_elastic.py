@@ -431,9 +431,21 @@ def hold(ranks: Ranks, plans: list[Plan], place: Path) -> None:
 
 @linux
 def test_survivors_go_on_as_plain_pytorch_does(ranks: Ranks, tmp_path: Path) -> None:
-    """Also where a rank does not hear that all have come to the end of an evaluation, or dies in one."""
+    """Also where a rank does not hear that all have come to the end of an evaluation, or of a save for which one of
+    them finds no room, or dies in one."""
     amid = Plan("hsdp", 4, kills=((2, 4, 0.0),), wholes=True, at="amid")
-    hold(ranks, [Plan(wholes=True, at="whole", deaf=2), amid], tmp_path)
+    hold(ranks, [Plan(wholes=True, at="whole", deaf=2, full=True), amid], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("step", [4, 5])
+def test_ranks_die_in_saves_that_fail_or_do_not(layout: str, step: int, ranks: Ranks, tmp_path: Path) -> None:
+    survive = None if layout in ("ddp", "hsdp") else "rank"
+    plan = Plan(layout, 4, kills=((2, step, 0.0),), wholes=True, full=True, survive=survive)
+    drawn = [replace(plan, kills=((3, step, random.Random(seed).uniform(0, 60)),)) for seed in range(3)]
+    hold(ranks, [replace(plan, at="amid"), replace(plan, at="whole"), *drawn], tmp_path)
 
 
 def drawn(seed: int, layout: str, ranks: int) -> Plan:

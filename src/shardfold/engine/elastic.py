@@ -25,6 +25,7 @@ that a step has anyway, in front of which step they stop.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +36,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shardfold.checkpoint.held import Held
-from shardfold.checkpoint.messages import SILENCE_OF_DEAD
+from shardfold.checkpoint.messages import SILENCE_OF_DEAD, words
 from shardfold.checkpoint.rng import rng_state, set_rng_state
 from shardfold.checkpoint.run_lock import RunLock
 from shardfold.comm.epoch_watch import EpochWatch
@@ -60,7 +61,15 @@ from shardfold.engine._step import LOST_IN_STEP
 from shardfold.engine._virtual_ranks import VirtualRanks
 from shardfold.engine.engine import Engine
 from shardfold.engine.step_position import Positioned, StepPosition
-from shardfold.errors import CheckpointError, CollectiveError, ConfigError, ModelError, ShardfoldError, StepError
+from shardfold.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    ModelError,
+    ShardfoldError,
+    StepError,
+    by_rank,
+)
 from shardfold.plan.checks import check_flags, described, is_integer, known_arguments
 from shardfold.plan.patience import Patience
 from shardfold.sharding.model import ShardedModel
@@ -181,7 +190,8 @@ class ElasticRun:
         self.position: dict[str, Any] | None = None
         self._met, self._joining = 0, False  # the epoch in which it has met others last; whether it has just joined
         self._broken = self._broken_at = 0  # attempts in a row that have come to nothing, and behind how many updates
-        self._wholes = 0  # what ranks have done together beside steps: see whole()
+        self._wholes, self._failed = 0, ""  # what ranks have done together beside steps, and who could not do the last
+        self._own: CheckpointError | None = None  # of that, what this rank could not
         self.recoveries: list[Recovery] = []
         if self.joined:
             self._join()
@@ -254,19 +264,46 @@ class ElasticRun:
             What ``do`` has given.
 
         Raises:
+            CheckpointError: on all ranks, with all of them there: one could not write or read. The run may go on.
             CollectiveError, OrderError, CheckpointError, StepError: see :meth:`attempt`.
         """
         number, found = self._wholes + 1, list[T]()
+        self._own = None
         while self._wholes < number:
             found.clear()
             with self.attempt(admits=False) as engine:
-                found.append(do())
-                copying = engine.copying
-                if copying is not None and any(engine.sharded.comm.anyone([copying.changed], "copies behind a load")):
-                    copying.refresh()  # no step may follow, with which they would come
-                engine.sharded.comm.job.exchange("all have come to the end of what they do together", str(number))
-                self._wholes = number
+                self._end_whole(engine, number, self._tried(do, found))
+        if self._failed:
+            raise self._own or CheckpointError(f"run.whole(): {self._failed.rstrip('.')}.")
         return found[0]
+
+    def _tried(self, do: Callable[[], T], found: list[T]) -> CheckpointError | None:
+        """Does it; why it could not be written or read, if so. That is no end of this rank before others say whether
+        all are there: a rank that is gone is another reason for it."""
+        try:
+            found.append(do())
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _end_whole(self, engine: Engine, number: int, own: CheckpointError | None) -> None:
+        """All have come to the end of what they do together, and know who could not do it.
+
+        Raises:
+            CheckpointError: ``own``, where they do not come to it.
+            CollectiveError, OrderError: a rank is gone, or is elsewhere.
+        """
+        comm, copying = engine.sharded.comm, engine.copying
+        try:
+            if copying is not None and any(comm.anyone([copying.changed], "copies behind a load")):
+                copying.refresh()  # no step may follow, with which they would come
+            why = "" if own is None else words(own)
+            said = comm.job.exchange("all have come to the end of what they do together", f"{number} {why}")
+        except LOST as lost:
+            if own is not None:
+                raise own from lost
+            raise
+        self._wholes, self._failed, self._own = number, by_rank([each.partition(" ")[2] for each in said]), own
 
     def batches(
         self,
@@ -589,8 +626,9 @@ class ElasticRun:
         held, lock = self._held, self._lock
         assert held is not None
         # Where the last message of whole() came to one rank and not to another one, all had done what is inside.
-        ends = engine.sharded.comm.job.exchange("what ranks have done together", str(self._wholes))
-        self._wholes = max(map(int, ends))
+        own = json.dumps([self._wholes, self._failed])
+        ends = engine.sharded.comm.job.exchange("what ranks have done together", own)
+        self._wholes, self._failed = max(map(json.loads, ends))
         with held.together(engine.sharded.comm.job.exchange, engine.rank) as folder:
             report = engine.load(folder, state=self._state(engine))
             if self._data is None:
