@@ -29,8 +29,9 @@ def run(script: str, num_procs: int = 2) -> int:
 
 
 def test_ranks_are_told_who_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every rank has torchrun's variables, one address for all, and its share of the cores."""
+    """Every rank has torchrun's variables, one address for all, its share of the cores, and no lines of C++ code."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     script = f"import json; open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(json.dumps(dict(os.environ)))"
     assert run(script, 3) == 0
     environments = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
@@ -38,6 +39,7 @@ def test_ranks_are_told_who_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
         assert environment["OMP_NUM_THREADS"] == str(max(1, launch.num_cores() // 3))
+        assert environment["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in environments} == {
         ("127.0.0.1", environments[0]["MASTER_PORT"])
     }

@@ -37,7 +37,7 @@ from shardfold.launch.death import Death, OomWatch, host_name
 from shardfold.launch.decision import Node, script_command
 from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.options import Options, streams
-from shardfold.launch.process import SAID, exit_status, interface_towards, leads_home, num_cores
+from shardfold.launch.process import SAID, exit_status, give_defaults, interface_towards, leads_home, num_cores
 from shardfold.launch.scheduler import find_task, scheduler_step
 from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, lingering, watch
 from shardfold.plan.patience import PATIENCE, Patience
@@ -269,8 +269,7 @@ class Agent(SimpleElasticAgent):
         if self.options.bind_cores_to_rank:
             cores = share_of_cores(self.options.bind_core_list, local_rank % count, count)
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
-        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning that a host's name does not resolve
+        give_defaults(environment, count)
         command = script_command(self.options, self.script, self.arguments, environment["LOCAL_RANK"])
         outlets = self._outlets(local_rank, place.global_rank)
         reads = local_rank == 0 and not self.labelled

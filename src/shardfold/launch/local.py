@@ -21,7 +21,7 @@ from types import FrameType
 
 from shardfold.launch.death import told
 from shardfold.launch.leftovers import Leftovers
-from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, num_cores, python_module
+from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, give_defaults, python_module
 from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, is_awaited, watch
 from shardfold.plan.patience import Patience
 
@@ -37,8 +37,7 @@ GRACE_AFTER_SIGTERM = 30.0
 def rank_environment(rank: int, num_procs: int, port: int) -> dict[str, str]:
     """Return the environment of one rank, in torchrun's words."""
     environment = dict(os.environ)
-    # More threads than cores make every collective wait for the rank that is scheduled last.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_procs)))
+    give_defaults(environment, num_procs)
     environment.update(
         RANK=str(rank),
         WORLD_SIZE=str(num_procs),

@@ -11,19 +11,21 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import NoReturn
 
 __all__ = [
     "INTERRUPTED",
+    "QUIET",
     "SAID",
     "adopt_orphans",
     "die_with_parent",
     "end_process",
     "exit_status",
     "free_port",
+    "give_defaults",
     "how",
     "interface_towards",
     "is_rank",
@@ -37,6 +39,9 @@ INTERRUPTED = 130
 """Exit status of a run that was stopped by Ctrl-C and ended cleanly."""
 SAID = 2
 """Exit status of a process that has written one readable sentence on what is wrong: there is nothing to add to it."""
+
+QUIET = "TORCH_CPP_LOG_LEVEL", "ERROR"
+"""Variable, which torch reads once as it is imported, and its value with which its C++ code writes no warnings."""
 
 SIOCGIFADDR = 0x8915
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
@@ -110,6 +115,16 @@ def _addresses(probe: socket.socket) -> Iterator[tuple[str, str]]:
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def give_defaults(environment: MutableMapping[str, str], ranks: int) -> None:
+    """What one of so many ranks of this host has in its environment where the user has not set it.
+
+    A share of the cores, as with more threads than cores every collective waits for the rank that is scheduled last;
+    and no warnings of PyTorch's C++ code, which writes frames of its own in front of our sentence where a rank is gone.
+    """
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // ranks)))
+    environment.setdefault(*QUIET)
 
 
 def die_with_parent() -> None:

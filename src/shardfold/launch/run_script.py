@@ -10,7 +10,7 @@ from pathlib import Path
 from shardfold.errors import ConfigError
 from shardfold.launch.decision import Hosts, Node, Rank, decide, script_command
 from shardfold.launch.options import Options
-from shardfold.launch.process import die_with_parent, end_at_signals
+from shardfold.launch.process import QUIET, die_with_parent, end_at_signals
 from shardfold.launch.scheduler import find_task
 
 __all__ = ["become_deepspeed", "quietly_imported", "run"]
@@ -44,12 +44,13 @@ def run(options: Options, script: str, arguments: list[str]) -> int:
 
 def quietly_imported() -> Callable[[Node, Options, list[str]], int]:
     """Import torch for this process without the warnings that its stores write about nodes that end."""
-    mine = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once, at import
+    name, level = QUIET
+    mine = name not in os.environ
+    os.environ.setdefault(name, level)
     from shardfold.launch._agent import run_node
 
     if mine:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # of this process
+        del os.environ[name]  # of this process
     return run_node
 
 

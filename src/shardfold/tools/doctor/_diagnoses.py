@@ -49,7 +49,7 @@ class Check(NamedTuple):
             something will not work.
         what: what was looked at.
         said: what was found.
-        mend: what to do, where something is to be done.
+        mend: what to do; empty where it is ``ok``.
     """
 
     state: str
@@ -131,8 +131,7 @@ def _processes() -> Iterator[Check]:
             "ok",
             "host name",
             f"{name!r} leads to no address by which other hosts find this one: `shardfold run` on several tells ranks "
-            "the interface on the way to node 0 (GLOO_SOCKET_IFNAME); other launchers do not",
-            "add the name to /etc/hosts with such an address, or set GLOO_SOCKET_IFNAME",
+            "the interface on the way to node 0; for other launchers set GLOO_SOCKET_IFNAME",
         )
     if (asked := _seconds_for_no_name()) > QUICK:
         yield Check(
