@@ -81,8 +81,12 @@ class Forked:
         self.stdout, self.stderr = ours
         sys.stdout.flush()
         sys.stderr.flush()
+        # A child that is sent a signal while it has its parent's handlers would lose it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = _forked()
-        if not self.pid:
+        if self.pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        else:
             if start_new_session:
                 os.setsid()
             if preexec_fn is not None:

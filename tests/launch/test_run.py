@@ -15,11 +15,13 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from shardfold.launch import _agent as agent
+from shardfold.launch.workers import watch
 from shardfold.tools import cli
 
 NOTE = """
@@ -455,6 +457,19 @@ def test_a_signal_is_forwarded_and_awaited(number: signal.Signals, capfd: pytest
     assert run("--nproc-per-node=2", script) == 128 + number
     assert sorted(path.name for path in Path().glob("got*")) == ["got0", "got1"]
     assert capfd.readouterr().err == ""
+
+
+def test_a_signal_waits_until_ranks_are_watched(monkeypatch: pytest.MonkeyPatch):
+    """Else nobody would note their ends."""
+    watched: list[None] = []
+
+    def interrupted(*given: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        watched.append(watch(*given))
+
+    monkeypatch.setattr(agent, "watch", interrupted)
+    assert run("--no-python", "sleep", "1000") == 128 + signal.SIGTERM
+    assert watched
 
 
 @pytest.mark.soak

@@ -66,7 +66,37 @@ class Notice:
         self.seconds, self.file = seconds, file
         self.number: signal.Signals | None = None
         self.stopped: signal.Signals | None = None
-        self._until = 0.0
+        self._until, self._waits = 0.0, False
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """The handler of these signals.
+
+        Raises:
+            SignalException: it is no notice.
+        """
+        if number in (signal.SIGTERM, signal.SIGUSR1) and self.take(signal.Signals(number)):
+            return
+        self.stopped = signal.Signals(number)
+        if not self._waits:
+            self._stop()
+
+    @contextmanager
+    def later(self) -> Iterator[None]:
+        """Inside, ranks are started, and what else cannot be left half done: signals wait until its end.
+
+        Raises:
+            SignalException: one came that is no notice.
+        """
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+        self._stop()
+
+    def _stop(self) -> None:
+        if self.stopped is not None:
+            raise SignalException(f"received signal {self.stopped}", self.stopped)
 
     def take(self, number: signal.Signals) -> bool:
         """Whether a signal is notice: the first one is, if there shall be notice at all."""
@@ -82,8 +112,7 @@ class Notice:
             SignalException: they had their time; or what the signal's handler raised was lost, as Python ignores what
                 is raised while an object is collected or a process forks.
         """
-        if self.stopped is not None:
-            raise SignalException(f"received signal {self.stopped}", self.stopped)
+        self._stop()
         if self.file is not None and self.number is None and os.path.exists(self.file):
             self.take(signal.SIGTERM)
         if self.number is not None:
@@ -126,11 +155,12 @@ class Agent(SimpleElasticAgent):
         several = (worker_group.group_world_size or 1) > 1 or self.meeting.opened is not None
         if several and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
             self._interface = interface_towards(str(worker_group.master_addr))
-        try:
-            for place in worker_group.workers:
-                self.workers.append(self._start(worker_group, place))
-        finally:
-            watch(self.workers, self._ended)
+        with self.notice.later():
+            try:
+                for place in worker_group.workers:
+                    self.workers.append(self._start(worker_group, place))
+            finally:
+                watch(self.workers, self._ended)
         self.members = self._members_of(worker_group)
         self.spares = self._spares_of(worker_group)
         return {worker.local_rank: worker.process.pid for worker in self.workers}
@@ -165,9 +195,10 @@ class Agent(SimpleElasticAgent):
         meeting, given = self.meeting, self.options
 
         def started(place: Any) -> Worker:
-            worker = self._start(group, place)
-            self.workers.append(worker)
-            watch([worker], self._ended)
+            with self.notice.later():
+                worker = self._start(group, place)
+                self.workers.append(worker)
+                watch([worker], self._ended)
             return worker
 
         if not meeting.came_later:
@@ -629,20 +660,13 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
 def signals(names: str, notice: Notice) -> Iterator[None]:
     """Raise torch's exception at the first of these signals that is no notice; the agent forwards it. One more ends the
     waiting. SIGUSR1 is one of them where there is notice."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if number in (signal.SIGTERM, signal.SIGUSR1) and notice.take(signal.Signals(number)):
-            return
-        notice.stopped = signal.Signals(number)
-        raise SignalException(f"received signal {number}", notice.stopped)
-
     before: Mapping[int, Any] = {}
     try:
         numbers = [signal.Signals[name.strip()] for name in names.split(",")]
         numbers += [signal.SIGUSR1] * (notice.seconds is not None and signal.SIGUSR1 not in numbers)
     except KeyError as error:
         raise ConfigError(f"--signals-to-handle {names}: there is no signal {error}.") from None
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.signal(number, notice.hear) for number in numbers}
     try:
         yield
     finally:
