@@ -83,12 +83,10 @@ class Forked:
         sys.stderr.flush()
         # A child that is sent a signal while it has its parent's handlers would lose it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self.pid = _forked()
+        self.pid = _forked(start_new_session)
         if self.pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         else:
-            if start_new_session:
-                os.setsid()
             if preexec_fn is not None:
                 preexec_fn()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -141,13 +139,16 @@ def begin(
     return pid
 
 
-def _forked() -> int:
+def _forked(new_session: bool) -> int:
     """As ``os.fork``, but for a child that would find the C library's lock on names of hosts taken, which nobody ever
     returns: threads of a launcher ask for names when they open a store, and that of a store for each who connects.
-    Such a child is ended, and another one forked."""
+    Such a child is ended, and another one forked. Its session is there when this returns, as behind ``Popen``: signals
+    are sent to that."""
     while True:
         reader, writer = os.pipe()
         if not (pid := os.fork()):
+            if new_session:
+                os.setsid()
             with suppress(OSError):
                 socket.getnameinfo(("127.0.0.1", 0), 0)
             os.close(reader)

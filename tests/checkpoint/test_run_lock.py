@@ -193,8 +193,8 @@ def test_who_only_loads_takes_over_nothing(job: str, tmp_path: Path, monkeypatch
         each.close()
 
 
-def test_a_claim_that_came_to_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
-    """A torn file of a killed process, and a first save that failed."""
+def test_a_claim_that_came_to_nothing_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn file of a killed process, a first save that failed, and one whose process died before it was named."""
     root = tmp_path / "run"
     root.mkdir()
     (root / LOCK).write_text('{"tok')
@@ -207,6 +207,12 @@ def test_a_claim_that_came_to_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
     for each in (first, second):
         each.close()
     assert [path.name for path in root.iterdir() if path.name != "latest"] == ["step-0"]
+    os.replace(root / "latest", root / "step-0" / "latest")
+    monkeypatch.setattr(run_lock, "_saves", set[str]())  # another process has none
+    third = engine("ddp")
+    third.save(root / "step-0", keep=2, wait=True)
+    third.close()
+    assert names(root) == ["step-0"] and (root / "latest").read_text() == "step-0"
 
 
 def test_the_last_finite_checkpoint_stays(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Behind:
     """A store behind a link: what it is asked while the link is cut is answered when that is whole again."""
 
     def __init__(self) -> None:
-        self.whole, self.asked = threading.Event(), 0
+        self.whole, self.asked, self.refuses = threading.Event(), 0, False
 
     def add(self, key: str, number: int) -> int:
         self.asked += 1
@@ -54,6 +54,8 @@ class Behind:
         self.whole.wait(SILENT)
 
     def clone(self) -> Behind:
+        if self.refuses:
+            self.whole.wait(SILENT)
         return self
 
 
@@ -145,6 +147,15 @@ def test_a_vote_and_the_messages_of_a_save_end_in_words(behind: Behind) -> None:
     messages = Messages(Answered(behind, 0.05), "save/1", 0, threading.Event(), StandingThread("pulse"))
     with pytest.raises(CheckpointError, match="it has not answered within 0 s"):
         messages.say("done", "yes")
+    behind.refuses, pulse = True, StandingThread("pulse")
+    messages = Messages(Answered(behind, 60.0, StoreLine()), "save/2", 0, threading.Event(), pulse)
+    messages.wait_at_most(0.05)
+    messages.begin()
+    with pytest.raises(CheckpointError, match="takes no connection"):  # long before a collective's time is over
+        messages.say("done", "yes")
+    behind.whole.set()
+    messages.end()
+    pulse.end(60.0)
 
 
 def _lost(how: str) -> None:

@@ -171,9 +171,19 @@ class Messages:
                 return
 
     def _line(self) -> Any:
-        """The store, over the connection of this save once it has begun."""
-        if self._ended is not None:
-            self._connected.wait()
+        """The store, over the connection of this save once it has begun: torch tries for twice the timeout of a
+        collective to reach one whose process has died.
+
+        Raises:
+            CheckpointError: the store does not take the connection.
+        """
+        begun = monotonic()
+        while self._ended is not None and not self._connected.wait(PAUSE):
+            if monotonic() - begun > (SILENCE_OF_DEAD if self.gone.is_set() else self.silence):
+                raise CheckpointError(
+                    "the store through which ranks talk takes no connection, as the process that serves it has "
+                    "probably died or left, or the link to it is cut"
+                )
         return self._store
 
     def _ask(self, call: str, *arguments: Any) -> Any:

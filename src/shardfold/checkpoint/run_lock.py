@@ -265,9 +265,12 @@ class RunLock:
         """
         Raises:
             CheckpointError: it has checkpoints that this engine has neither saved nor found when it loaded from there.
+                One whose writer died before it was named, where none was before, is in nobody's way: who looks for
+                ``latest`` begins anew.
         """
-        known = self._known.get(_real(folder))
-        unknown = [path for path in listed(folder) if _name(path) not in self._saves | (known or set())]
+        known, named = self._known.get(_real(folder)), (folder / LATEST).exists()
+        there = [path for path in listed(folder) if named or not (path / LATEST).exists()]
+        unknown = [path for path in there if _name(path) not in self._saves | (known or set())]
         if not unknown:
             return
         name, how = unknown[-1].name, f"engine.load({str(folder)!r})"

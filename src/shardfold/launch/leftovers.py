@@ -38,13 +38,13 @@ __all__ = ["Leftovers", "has_group"]
 LOOK = 0.05
 GROUP = "shardfold-"
 """With which the name of a control group begins."""
-NEW, GONE = 60.0, 1.0
-"""Seconds in which a group has its lock, and in which what was killed is gone."""
+NEW, GONE, KILLED = 60.0, 1.0, 5.0
+"""Seconds in which a group has its lock, in which what was killed is gone, and for which what a signal does not end, as
+it is another user's, is waited for."""
 SWEEP = """
 import fcntl, glob, os, shutil, signal, sys, time
 mark, begins, group = (each.encode() for each in sys.argv[1:4])
-if sys.stdin.buffer.read():
-    sys.exit()
+sys.stdin.buffer.read()
 def inside():
     found = set()
     for folder, _, _ in os.walk(group) if group else ():
@@ -89,7 +89,7 @@ for folder in (each for begin in sys.argv[4:] for each in glob.glob(begin + "*")
     except OSError:
         pass
 """
-"""Of the process that waits: a word on its standard input, and it goes; the input's end without one, and it acts."""
+"""Of the process that waits: at the end of its standard input it acts."""
 
 
 _watchers = set[int]()  # of this process
@@ -218,7 +218,8 @@ class Leftovers:
         deadline = time.monotonic() + grace
         while (left := self.found()) and time.monotonic() < deadline:
             time.sleep(LOOK)
-        while left:  # what is killed may have started another one meanwhile
+        deadline = time.monotonic() + KILLED
+        while left and time.monotonic() < deadline:  # what is killed may have started another one meanwhile
             _send(left, signal.SIGKILL)
             left = self.found()
         return there
@@ -239,10 +240,9 @@ class Leftovers:
     def close(self) -> None:
         """The launcher ends by itself: nobody has to wait for that."""
         if self._watcher is not None and self._watcher.stdin is not None:
-            with suppress(OSError):
-                self._watcher.stdin.write(b".")
-                self._watcher.stdin.close()
+            self._watcher.kill()
             self._watcher.wait()
+            self._watcher.stdin.close()
             self._watcher = None
         self.reap()
         adopt_orphans(self._adopted_before)

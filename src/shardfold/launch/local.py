@@ -218,8 +218,8 @@ def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: fl
             return None
         if left <= 0:
             for rank in interrupts.ranks:
-                rank.send(signal.SIGKILL)
-            return ended.get()
+                rank.kill()
+            left = LOOK
         if (
             frozen := next((r for r in interrupts.ranks if r.ended and r.process.returncode is None), None)
         ) is not None:

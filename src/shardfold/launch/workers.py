@@ -339,7 +339,7 @@ class Worker:
         """
         if self.ended is not None:
             return
-        if self._ended_for:
+        if self._ended_for or self._killed:
             self._end()
             return
         self.resident = resident(self.process.pid) or self.resident
@@ -364,16 +364,21 @@ class Worker:
         self._until = time.monotonic() + (ANSWER if self._ends_with_stack() else 0.0)
         self._end()
 
+    def kill(self) -> None:
+        """End it at once; at one of the next looks it counts as gone in any case."""
+        if not self._killed:
+            self._killed = time.monotonic()
+            self.send(signal.SIGKILL)
+
     def _end(self) -> None:
-        """What was begun by :meth:`end_for` goes on."""
+        """What was begun by :meth:`end_for` or :meth:`kill` goes on."""
         now = time.monotonic()
         if self._killed:  # what is frozen ends when it goes on, and does nothing more: it counts as gone
             if now > self._killed + ANSWER:
                 self.ended = now
                 self._over.set()
         elif now >= self._until:
-            self._killed = now
-            self.send(signal.SIGKILL)
+            self.kill()
 
     def _ends_with_stack(self) -> bool:
         """Whether it was told to write where its main thread is and to end, which the handler of a signal does.
