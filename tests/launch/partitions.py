@@ -271,6 +271,10 @@ def wrong(case: Parted, found: Found, folder: Path) -> Iterator[str]:
         if unsaid := [other for other in large if f"-{node} is lost, with rank {node};" not in found.errs[other]]:
             yield f"launchers of nodes {unsaid} do not say that the host of node {node} is lost"
         status, behind = found.ends[node]
+        last = found.errs[node].splitlines()[-1]
+        told = "not answer any more, so no more than half of the hosts are reachable from here" in last
+        if case.heals is None and not (told and any(f"-{other}" in last for other in large)):
+            yield f"the launcher of node {node} does not say that it is cut off, and from whom: {last}"
         if not status:
             yield f"the launcher of node {node}, which is cut off, ends with {status}"
         if behind > (case.patience + MARGIN) * busy() and not case.frozen:

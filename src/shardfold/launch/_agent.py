@@ -394,10 +394,12 @@ class Agent(SimpleElasticAgent):
         """The loss of a node that the others do not go on without."""
         members = self.members
         assert members is not None
-        death = self.meeting.beat(members.lose)
+        death = self.meeting.beat(members.lose, lambda: members.failed)
         for node in self.meeting.without():
             members.lose(node)
-        return Death(-1, 0, self.host, 0, at=time.time(), why=members.failed) if members.failed else death
+        if death is not None or not members.failed:
+            return death
+        return Death(-1, 0, self.host, 0, at=time.time(), why=members.failed)
 
     def _tell_without(self, group: WorkerGroup) -> None:
         """Say which ranks the others have just gone on without, and which have come in."""

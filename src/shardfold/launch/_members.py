@@ -441,11 +441,18 @@ class Members:
             self._note_gone(before.record, voter.record)
             self._say_record(voter.record)
         if voter.in_minority:
-            self.failed = "fewer than half of the hosts are left, and the others may go on"
+            self.failed = self._cut_off(voter)
         elif not voter.is_member and self._dead(before or voter) != [each.uid for each in self._here(before or voter)]:
             self.failed = "the others have gone on without this host"
         if out and self._mail is not None:
             self._mail.send(out)
+
+    def _cut_off(self, voter: Voter) -> str:
+        """Why nothing goes on here: who does not answer, and that those who do are too few."""
+        silent = [self._meeting.host_of(node) for node in voter.record.agents if node in voter.suspects]
+        s, does = ("s", "do") if len(silent) > 1 else ("", "does")
+        few = "no more than half of the hosts are reachable from here, and the others may go on"
+        return f"the launcher{s} on host{s} {', '.join(silent)} {does} not answer any more, so {few}"
 
     def _note_gone(self, before: Membership, record: Membership) -> None:
         """Who of other hosts was in the epoch before, and is not in this one."""

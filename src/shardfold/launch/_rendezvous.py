@@ -427,9 +427,10 @@ class Attempts(RendezvousHandler):
                 self._without |= set(json.loads(self.store.get("shardfold/without")))
         return self._without
 
-    def beat(self, goes_on: Callable[[int], bool]) -> Death | None:
+    def beat(self, goes_on: Callable[[int], bool], why: Callable[[], str] = str) -> Death | None:
         """Give a sign of life; on the node that has the store, also return the loss of one that has long given none,
-        unless the run ``goes_on`` without it; on the others that of the former, once the store has moved there."""
+        unless the run ``goes_on`` without it, and ``why`` it does not, where that is known; on the others that of the
+        former, once the store has moved there."""
         now = time.monotonic()
         if (self.num_nodes == 1 and self.opened is None) or now - self._beaten < self.patience.beat:
             return None
@@ -439,9 +440,9 @@ class Attempts(RendezvousHandler):
             told = self._show(self.store, now)
             lost: Death | None = None
             if self.node_rank == self.hub:
-                lost = self._look_for_lost(now, goes_on)
+                lost = self._look_for_lost(now, goes_on, why)
             elif self.hub:  # whose launcher may not know that it has the store
-                lost = self._look_for_lost(now, goes_on, [self.hub])
+                lost = self._look_for_lost(now, goes_on, why, [self.hub])
             if self.voting:
                 self._hear_majority(now, told)
             return lost
@@ -504,7 +505,11 @@ class Attempts(RendezvousHandler):
             self._put = known
 
     def _look_for_lost(
-        self, now: float, goes_on: Callable[[int], bool] = lambda node: False, among: Collection[int] = ()
+        self,
+        now: float,
+        goes_on: Callable[[int], bool] = lambda node: False,
+        why: Callable[[], str] = str,
+        among: Collection[int] = (),
     ) -> Death | None:
         """The loss of a node (``among`` these, else of all) whose last sign of life is too old, of which the others are
         told in its place; of one that they go on without, they are told that.
@@ -527,7 +532,7 @@ class Attempts(RendezvousHandler):
                     self._tell_no_more(self.store, rank)
                     continue
                 host = self.hosts.get(rank) or value.decode().rpartition(":")[0]
-                lost = Death(-1, 0, host, 0, at=time.time())
+                lost = Death(-1, 0, host, 0, at=time.time(), why=why())
                 self._tell(self.store, lost)
                 self._tell_no_more(self.store, rank)
         return lost
