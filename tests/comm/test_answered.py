@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 import shardfold as sf
 from shardfold.checkpoint.messages import Messages
@@ -139,6 +139,18 @@ def test_a_connection_of_its_own_has_the_same_limit(behind: Behind) -> None:
     made = Answered(behind, 0.05).clone()
     with pytest.raises(dist.DistStoreError, match="has not answered"):
         made.add("key", 1)
+
+
+def test_a_store_whose_process_is_gone_is_not_tried_for_long() -> None:
+    """While torch tries to reach it, nobody would wait for its answer either."""
+    serves = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    asks = TCPStore("127.0.0.1", serves.port, is_master=False, timeout=timedelta(seconds=2))
+    asked = Answered(PrefixStore("of/ours", asks), 60.0, StoreLine())
+    asked.clone().set("a", "b")
+    assert asked.get("a") == b"b"
+    del serves
+    with pytest.raises(dist.DistStoreError, match=r"nobody listens at 127\.0\.0\.1:\d+"):
+        asked.clone()
 
 
 def test_a_vote_and_the_messages_of_a_save_end_in_words(behind: Behind) -> None:

@@ -62,7 +62,7 @@ class Messages:
         """This rank has said and heard all; may be called twice."""
         self._over.set()
         if self._ended is not None:
-            self._ended.wait(self.silence)
+            self._ended.wait(self.silence if self._connected.is_set() else 0.0)
             self._ended = None
         self._store = None
 

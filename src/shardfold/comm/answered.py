@@ -8,17 +8,25 @@ asked until it has come.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shardfold.comm._second_line import SecondLine
 
 __all__ = ["Answered", "StoreLine", "answered", "ask_another", "ask_no_more"]
+
+
+LOOK = 1.0
+"""Seconds that a host has to say whether somebody listens at a port."""
 
 
 class _Question:
@@ -131,6 +139,7 @@ class Answered:
     def __getattr__(self, name: str) -> Any:
         ask = getattr(self._store, name)
         if name == "clone":  # a connection of its own
+            ask = partial(_cloned, self._store)
             return lambda: Answered(answered(ask, self.limit, self._line), self.limit, self._line)
         return lambda *given: answered(lambda: ask(*given), self.limit, self._line)
 
@@ -146,6 +155,25 @@ class Answered:
         """
         seconds = sum(each.total_seconds() for each in timeout)
         answered(lambda: self._store.wait(list(keys), *timeout), self.limit + seconds, self._line)
+
+
+def _cloned(store: Any) -> Any:
+    """A connection of its own to the same store. Where the process of that has died its host says so at once, while
+    torch would try for twice the timeout.
+
+    Raises:
+        DistStoreError: it has.
+    """
+    below = store
+    while isinstance(below, PrefixStore):
+        below = below.underlying_store
+    if isinstance(below, TCPStore):
+        with suppress(OSError):  # a link may be cut, and heal
+            try:
+                socket.create_connection((below.host, below.port), timeout=LOOK).close()
+            except ConnectionRefusedError as error:
+                raise dist.DistStoreError(f"nobody listens at {below.host}:{below.port}") from error
+    return store.clone()
 
 
 def answered(ask: Callable[[], Any], limit: float, line: StoreLine | None = None) -> Any:
