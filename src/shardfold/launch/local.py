@@ -94,7 +94,7 @@ class Interrupts:
             self.forward()
         else:
             for rank in self.ranks:
-                rank.send(signal.SIGKILL)
+                rank.kill()
 
     def forward(self) -> None:
         """Send the first signal to each rank that has not had it."""
