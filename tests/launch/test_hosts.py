@@ -19,6 +19,7 @@ from shardfold.comm.answered import Answered, StoreLine, answered
 from shardfold.errors import ConfigError
 from shardfold.launch import _remote as remote
 from shardfold.launch import death, hosts, scheduler
+from shardfold.launch._open_run import OpenRun
 from shardfold.launch._rendezvous import (
     Attempts,
     Endpoint,
@@ -645,9 +646,14 @@ def test_nodes_that_met_by_a_store_that_is_gone_do_not_wait_for_it():
     with socket.socket() as frozen:  # its kernel still takes connections
         frozen.bind(("127.0.0.1", 0))
         frozen.listen()
-        node.meets = frozen.getsockname()
+        node.meets = there = frozen.getsockname()
+        node.opened = OpenRun(*there, "job", 2, node.patience)
         with pytest.raises(RendezvousTimeoutError, match="nobody answers at"):
             node.next_rendezvous()
+        frozen.setblocking(False)
+        frozen.accept()[0].close()
+        with pytest.raises(BlockingIOError):  # it was asked once
+            frozen.accept()
     assert node.shutdown() and not over.is_set()
     asked.set()
 

@@ -171,10 +171,10 @@ class Attempts(RendezvousHandler):
         self._awaits, self._awaited, self._put = NOBODY, (0.0, NOBODY), (0, 0)
         self.voting, self._moved, self._unreached, self._majority = (), 0.0, (), (0.0, 0.0)
         self._endpoint = Endpoint(self.inner)
-        if self.opened is not None and (came := self._come_in(self.opened)) is not None:
-            return came
         if self._met and self.meets is not None:  # torch's handler would wait without end for a thread of its own
             self._await_answer(*self.meets)
+        if self.opened is not None and (came := self._come_in(self.opened)) is not None:
+            return came
         self._met = True
         try:
             met = self.inner.next_rendezvous()
