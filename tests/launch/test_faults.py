@@ -4,6 +4,7 @@ no process is left."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -665,6 +666,65 @@ def test_ranks_that_have_notice_leave_by_themselves(how: str, capfd: pytest.Capt
     assert status == 128 + getattr(signal, how, signal.SIGTERM)
     left = sorted(path.name for path in Path().glob("left*"))
     assert left == ([] if how == "not heard" else ["left0", "left1"]), capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1"])
+def test_a_failure_is_told_beside_a_signal(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where a rank has said why it fails when the launcher, this process, is told to end; and where it fails behind the
+    end of the time that it had to leave. The status is the rank's."""
+    script = write(
+        "beside.py",
+        """
+        import os, signal, sys, time
+        note = os.open(os.environ["SHARDFOLD_FOLLOWS"], os.O_RDWR)
+        def fail(*_):
+            os.pwrite(note, b"0it broke\\0", 0)  # as an engine does
+            if sys.argv[1] == "SIGTERM":
+                os.kill(os.getppid(), signal.SIGTERM)
+                time.sleep(0.2)  # the rank takes a while to end
+            sys.exit(7)
+        if os.environ["RANK"] == "1" and sys.argv[1] == "SIGUSR1":
+            signal.signal(signal.SIGUSR1, fail)  # which is forwarded when the time is over
+            os.kill(os.getppid(), signal.SIGUSR1)
+        elif os.environ["RANK"] == "1":
+            fail()
+        time.sleep(0.5 if sys.argv[1] == "SIGUSR1" and os.environ["RANK"] == "0" else 60)
+        """,
+    )
+    words = ["--notice=0.3"] if how == "SIGUSR1" else []
+    assert run("--nproc-per-node=2", *words, script, how) == 7
+    came = "ranks had notice of an end (SIGUSR1)" if words else "SIGTERM had come"
+    told = f"so rank 1 on host {socket.gethostname()}: exited with status 7; the other rank was ended; {came}.\n"
+    assert f"Error: it broke; {told}" in capfd.readouterr().err
+
+
+def test_ranks_that_are_killed_at_once_are_all_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """Between two looks of the launcher, behind each of which ranks may write for longer."""
+    script = write(
+        "killed.py",
+        """
+        import os, signal, time
+        from pathlib import Path
+        open("pid" + os.environ["RANK"], "w").write(f"{os.getpid()} ")
+        if os.environ["RANK"] != "0":
+            time.sleep(60)
+        pids = []
+        while not all(pids) or len(pids) < 2:
+            pids = [Path(each).read_text() if Path(each).exists() else "" for each in ("pid1", "pid2")]
+        note = os.open(os.environ["SHARDFOLD_FOLLOWS"], os.O_RDWR)
+        lease = os.pread(note, 20, 5032)
+        while os.pread(note, 20, 5032) == lease:
+            time.sleep(0.001)
+        for pid in (*map(int, pids), os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+        """,
+    )
+    assert run("--nproc-per-node=3", "--monitor-interval=1", script) == 128 + signal.SIGKILL
+    said = capfd.readouterr().err
+    (told,) = re.findall(
+        r"Error: rank (.) on host .*: killed by SIGKILL.*; ranks (.), (.) were .* SIGKILL too\.\n", said
+    )
+    assert sorted(told) == ["0", "1", "2"], "who ended first is the kernel's affair"
 
 
 def test_a_file_for_notice_needs_seconds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import socket
 import threading
 import time
@@ -705,6 +706,10 @@ def test_a_death_in_words():
     )
     few = death.Death(-1, 0, "b", 0, why="fewer than half of the hosts are left")
     assert few.sentence("") == "Error: fewer than half of the hosts are left."
+    assert [death.others_told(others, {}) for others in range(2)] == ["", "; the other rank was ended"]
+    two = {3: -signal.SIGKILL, 1: -signal.SIGTERM}
+    assert death.others_told(2, two) == "; ranks 1, 3 were killed by signals too"
+    assert death.others_told(4, {1: -9}) == "; rank 1 was killed by SIGKILL too; the other 3 ranks were ended"
 
 
 class Kernel:

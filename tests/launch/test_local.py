@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from shardfold import launch
-from shardfold.launch import local
+from shardfold.launch import local, workers
 
 # `signal.pause()` would miss a signal that comes just before it, and wait for another one.
 FOREVER = "import time\nwhile True: time.sleep(0.05)\n"
@@ -116,6 +118,22 @@ def test_a_killed_rank_is_named_with_its_signal(capfd: pytest.CaptureFixture[str
     script = f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{FOREVER}"
     assert run(script, 3) == 128 + signal.SIGKILL
     assert "Error: rank 1 of 3 was killed by SIGKILL; the other 2 ranks were ended." in capfd.readouterr().err
+
+
+def test_ranks_that_are_killed_at_once_are_all_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Only those are said to be ended that were left."""
+
+    def later(ranks: Sequence[local.LocalRank], *given: Any) -> None:
+        for rank in ranks[1:]:
+            rank.join(60)
+        workers.end_all(ranks, *given)
+
+    monkeypatch.setattr(local, "end_all", later)
+    assert run(f"if rank: os.kill(os.getpid(), signal.SIGKILL)\n{FOREVER}", 3) == 128 + signal.SIGKILL
+    told = r"Error: rank (.) of 3 was killed by SIGKILL; rank (.) was killed by SIGKILL too; the other rank was ended\."
+    assert sorted(re.findall(told, capfd.readouterr().err)[0]) == ["1", "2"], "who ended first is the kernel's affair"
 
 
 def test_a_rank_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

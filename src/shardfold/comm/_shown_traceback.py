@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardfold import errors
+from shardfold.comm.launcher_notes import note_exception
 from shardfold.errors import ShardfoldError
 
 __all__ = ["prefixed_once", "shorten_tracebacks", "show"]
@@ -56,7 +57,8 @@ def _put(hook: Hook) -> None:
 
 
 def show(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """By the hook that was there ``before``."""
+    """By the hook that was there ``before``; the launcher learns of it first, as it may end this process meanwhile."""
+    note_exception()
     short = _outside(trace)
     if short is None or sys.flags.dev_mode or not isinstance(error, ShardfoldError):
         before(kind, error, trace)

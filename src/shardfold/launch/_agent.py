@@ -33,7 +33,7 @@ from shardfold.launch import hosts
 from shardfold.launch._members import Members
 from shardfold.launch._rendezvous import Attempts, RankWaits, address_towards, meeting_of, open_store
 from shardfold.launch._spares import Spares
-from shardfold.launch.death import Death, OomWatch, host_name
+from shardfold.launch.death import Death, OomWatch, host_name, others_told
 from shardfold.launch.decision import Node, script_command
 from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.options import Options, streams
@@ -59,14 +59,14 @@ class Notice:
 
     Attributes:
         number: of the signal that gave it, SIGTERM if a file did; None: nobody has.
-        stopped: the signal that was no notice; None: none came.
+        stopped: the signal by which ranks are ended; None: none came, and the time to leave is not over.
     """
 
     def __init__(self, seconds: float | None, file: str | None) -> None:
         self.seconds, self.file = seconds, file
         self.number: signal.Signals | None = None
         self.stopped: signal.Signals | None = None
-        self._until, self._waits = 0.0, False
+        self._until, self._waits, self._by_file = 0.0, False, ""
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """The handler of these signals.
@@ -115,11 +115,20 @@ class Notice:
         self._stop()
         if self.file is not None and self.number is None and os.path.exists(self.file):
             self.take(signal.SIGTERM)
+            self._by_file = f"the file {self.file}"
         if self.number is not None:
             for worker in workers:
                 worker.give_notice()
             if time.monotonic() >= self._until:
+                self.stopped = self.number
                 raise SignalException("the time that ranks had to leave is over", self.number)
+
+    @property
+    def told(self) -> str:
+        """What is added to the sentence of a failure."""
+        had = "" if self.number is None else f"; ranks had notice of an end ({self._by_file or self.number.name})"
+        came = "" if self.stopped in (None, self.number) else f"; {self.stopped.name} had come"
+        return had + came
 
 
 class Agent(SimpleElasticAgent):
@@ -135,7 +144,7 @@ class Agent(SimpleElasticAgent):
         self._lingers = ""  # who was said to run on alone
         self._missed = 0.0  # since when ranks have stopped though nobody is gone
         self.death: Death | None = None  # the first of this attempt
-        self.mine = False  # whether it is this node's to tell of
+        self._is_told = False  # whether it is, or was, and ranks are started again
         self.oom = OomWatch()
         self.logs = log_folder(options)
         self.patience, self.leftovers = Patience(options.patience), Leftovers()
@@ -150,7 +159,7 @@ class Agent(SimpleElasticAgent):
     # What torch's agent asks for.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.death, self.mine, self.oom, self.workers, self._lingers = None, False, OomWatch(), [], ""
+        self.death, self._is_told, self.oom, self.workers, self._lingers = None, False, OomWatch(), [], ""
         self._interface, self._without, self._missed = "", set(), 0.0
         several = (worker_group.group_world_size or 1) > 1 or self.meeting.opened is not None
         if several and "GLOO_SOCKET_IFNAME" not in os.environ and not leads_home(host_name()):
@@ -212,7 +221,9 @@ class Agent(SimpleElasticAgent):
         return group.workers[worker.local_rank]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
-        given = self.options.shutdown_timeout
+        given, passed_over = self.options.shutdown_timeout, self.notice.stopped is signal.SIGUSR1
+        if self.notice.stopped is not None:
+            self.death = self.death or self._failed_before(self.notice.stopped)
         grace = AFTER_SIGNAL if self.death is None else AFTER_DEATH
         grace = grace if given is None else min(grace, given) if self.death else given
         if self.death is None and time.monotonic() < self._ours_until:  # what ranks save when they are asked to end
@@ -221,6 +232,8 @@ class Agent(SimpleElasticAgent):
         if self.death is None and any(worker.returncode is None for worker in self.workers):
             self._note_end("stopped", 0, f"it was asked to end by {death_sig.name}")
         end_all(self.workers, death_sig, grace)
+        if passed_over:  # ranks went on, and may have failed meanwhile
+            self.death = self.death or self._failed_before(signal.SIGKILL)
         if self.members is not None:
             self.members.close()
         self.leftovers.end(LEAVE if given is None else min(LEAVE, given))
@@ -419,7 +432,9 @@ class Agent(SimpleElasticAgent):
                 others = f"other rank{there} goes" if left == 1 else many
                 instead = f", with rank {self._place_of(group, new.pop(0)).global_rank} in its place" if new else ""
                 without = "" if instead else " without it"
-                say(self._death_of(group, worker).sentence(f"; the {others} on{without}{instead}"))
+                is_last = not (left or there or instead)  # nobody is there who could go on
+                then = "" if is_last else f"; the {others} on{without}{instead}"
+                say(self._death_of(group, worker).sentence(then))
         for worker in new:
             say(f"shardfold run: rank {self._place_of(group, worker).global_rank} on host {self.host} has joined.")
 
@@ -441,6 +456,22 @@ class Agent(SimpleElasticAgent):
         death = replace(death, lost=lost) if death.returncode < 0 else death
         self.meeting.tell(death)
         return death
+
+    def _failed_before(self, number: signal.Signals) -> Death | None:
+        """This node's first failure, where a rank has failed by itself before a signal ends all of them. One that has
+        said why it fails has the time to end by that."""
+        if self._is_told or number is signal.SIGINT:  # which ranks get from the terminal
+            return None
+        members = self.members  # none: the last rank has just been started
+        ranks = [worker for worker in self.workers if members is None or not members.waits(worker)]
+        for worker in ranks:
+            if worker.why and not worker.follows:
+                worker.join(LEAVE)
+        ends = (None, 0, -number)
+        failed = [each for each in ranks if each.returncode not in ends and not each.follows]
+        failed = [each for each in failed if members is None or not members.takes(each)]
+        first = min(failed, key=lambda worker: worker.ended or 0.0, default=None)
+        return None if first is None else self._own(self._worker_group, first, "")
 
     def _lost_with(self, group: WorkerGroup, death: Death) -> Death:
         """Of whom the others were to go on without, and cannot: a rank of this node, or a host; else what was said."""
@@ -507,37 +538,17 @@ class Agent(SimpleElasticAgent):
         told = self.meeting.first()
         if told is not None and (self.death.follows or not told.follows):
             self.death = told
-        ours = {self._place_of(group, worker).global_rank for worker in self.workers}
-        self.mine = self.death.host != self.host if self.death.rank < 0 else self.death.rank in ours
         if self.death.rank < 0 and self.node.backend == "static":
             self._remaining_restarts = 0  # a node with a rank of its own is not replaced: do not wait for it
         self.meeting.leave()
         self.meeting.let_leave(LEAVE)
         again = self._restarts_in_vain(self.death)
         left = self._remaining_restarts
-        others = self.death.world_size - 1
+        restart = group.spec.max_restarts - left + 1
+        then = f"; all ranks are started again (restart {restart} of {group.spec.max_restarts})" if left else ""
+        self.tell_death(then, again)
         if left:
-            restart = group.spec.max_restarts - left + 1
-            then = f"; all ranks are started again (restart {restart} of {group.spec.max_restarts})"
-        elif self.death.rank < 0:
-            then = "; all ranks were ended"
-        elif self.death.lost:
-            then = "; all others were ended"  # those that had not been killed before
-        else:
-            then = (
-                f"; the other {others} ranks were ended"
-                if others > 1
-                else "; the other rank was ended"
-                if others
-                else ""
-            )
-        then += again
-        if self.death.returncode == SAID and self.options.passes_local_rank:
-            then += "; --no-local-rank leaves out the --local_rank=N that DeepSpeed's launcher gives to scripts"
-        # Nodes that were started by hand have terminals of their own; others share one output.
-        if self.mine or not (self.labelled or find_task(os.environ)):
-            say(self.death.sentence(then))
-            self._note_death(self.death)
+            self.death = None
         failures = {
             self._place_of(group, worker).global_rank: ProcessFailure(
                 local_rank=worker.local_rank,
@@ -548,6 +559,31 @@ class Agent(SimpleElasticAgent):
             for worker in failed
         }
         return RunResult(WorkerState.FAILED, failures=failures)
+
+    def tell_death(self, then: str = "", more: str = "") -> None:
+        """Say what has failed, once, and what was done ``then``, if not that the others were ended."""
+        if self.death is None or self._is_told:
+            return
+        death, then = self.death, f"{then or self._others_ended(self.death)}{more}"
+        if death.returncode == SAID and self.options.passes_local_rank:
+            then += "; --no-local-rank leaves out the --local_rank=N that DeepSpeed's launcher gives to scripts"
+        ours = {self._place_of(self._worker_group, worker).global_rank for worker in self.workers}
+        mine = death.host != self.host if death.rank < 0 else death.rank in ours
+        # Nodes that were started by hand have terminals of their own; others share one output.
+        if mine or not (self.labelled or find_task(os.environ)):
+            say(death.sentence(f"{then}{self.notice.told}"))
+            self._note_death(death)
+        self._is_told = True
+
+    def _others_ended(self, death: Death) -> str:
+        """What became of the others."""
+        if death.rank < 0:
+            return "; all ranks were ended"
+        here = {self._place_of(self._worker_group, worker).global_rank: worker for worker in self.workers}
+        there = (self.members and self.members.ranks) or {*range(death.world_size)}
+        there -= {death.rank, *(rank for rank, worker in here.items() if worker.local_rank in self._without)}
+        killed = {rank: here[rank].returncode or 0 for rank in there & {*here} if here[rank].was_killed}
+        return others_told(len(there), killed, "all others were ended" if death.lost else "")
 
 
 STARTED = time.strftime("%Y%m%d%H%M%S")
@@ -638,13 +674,16 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
         try:
             agent.run()
         except SignalException as stopped:
+            agent.tell_death()
             if node.nodes[1] > 1:
                 with suppress(RendezvousError):
-                    meeting.tell(Death(-1, 0, agent.host, -stopped.sigval, at=time.time()))
+                    if agent.death is None:
+                        meeting.tell(Death(-1, 0, agent.host, -stopped.sigval, at=time.time()))
                     meeting.tell_no_more()
                     meeting.leave()
                     meeting.let_leave(LEAVE)
-            return exit_status(-stopped.sigval)
+            if agent.death is None:
+                return exit_status(-stopped.sigval)
         except RendezvousError as error:
             say(f"Error: host {agent.host} waited for the other nodes in vain: {error}.")
             return 1

@@ -120,6 +120,11 @@ class Members:
         self._offered, self._served = None, []
         remove_left()
 
+    @property
+    def ranks(self) -> set[int]:
+        """Those of all nodes in the present epoch, by their first numbers; none: it is not known yet."""
+        return set() if self._voter is None else {each.uid for each in self._voter.record.members}
+
     def by_rank(self) -> dict[int, Worker]:
         """The ranks of this node by what they are in the present epoch."""
         members = () if self._voter is None else self._voter.record.members

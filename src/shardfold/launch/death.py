@@ -9,7 +9,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from shardfold.launch.process import how
 from shardfold.tiers.limit import control_groups, number_in
 
-__all__ = ["Death", "OomWatch", "resident", "told"]
+__all__ = ["Death", "OomWatch", "others_told", "resident", "told"]
 
 GB = 10**9
 RECENT = 5.0
@@ -99,6 +99,22 @@ def told(returncode: int, why: str) -> tuple[str, str]:
     if returncode:
         return f"{why}; so " if why else "", how(returncode)
     return "", "ended with status 0 while others still trained" + (f" ({why})" if why else "")
+
+
+def others_told(others: int, killed: Mapping[int, int], ended: str = "") -> str:
+    """What a sentence says of the ranks that are not the cause.
+
+    Args:
+        others: how many.
+        killed: those of them that something else had ended before they could be, by rank, with how they ended.
+        ended: what is said of those that were ended, if not how many.
+    """
+    left = others - len(killed)
+    ways = {how(each) for each in killed.values()}
+    way = ways.pop().removeprefix("was ") if len(ways) == 1 else "killed by signals"
+    who = f"rank{'s' * (len(killed) > 1)} {', '.join(map(str, sorted(killed)))} {'were' if len(killed) > 1 else 'was'}"
+    rest = ended or (f"the other {left} ranks were ended" if left > 1 else "the other rank was ended")
+    return f"; {who} {way} too" * bool(killed) + f"; {rest}" * (left > 0)
 
 
 def host_name() -> str:

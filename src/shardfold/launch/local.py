@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from shardfold.launch.death import told
+from shardfold.launch.death import others_told, told
 from shardfold.launch.leftovers import Leftovers
 from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, give_defaults, python_module
 from shardfold.launch.workers import Outlet, Worker, caused, end_all, end_hung, is_awaited, watch
@@ -254,10 +254,8 @@ def report(failed: LocalRank, ranks: Sequence[LocalRank]) -> None:
         if lines[-1] not in ranks[0].tail:
             print("\n".join(lines), file=sys.stderr)
         return
-    others = len(ranks) - 1
-    ended = (
-        "" if not others else f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended"
-    )
+    killed = {rank.local_rank: rank.returncode or 0 for rank in ranks if rank is not failed and rank.was_killed}
+    ended = others_told(len(ranks) - 1, killed)
     front, itself = told(returncode, reason(failed, ranks))
     message = f"Error: {front}rank {failed.local_rank} of {len(ranks)} {itself}{ended}."
     if not lines:

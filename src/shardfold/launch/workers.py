@@ -133,6 +133,7 @@ class Worker:
         self._muted = False
         self._showing = threading.Lock()
         self._gone = False  # its number may soon be another process's
+        self._sent = set[int]()  # by the launcher: signals
         self._over = threading.Event()
         self._pumps: list[tuple[threading.Thread, IO[bytes]]] = []
         self._sign = _sign(self)
@@ -193,7 +194,7 @@ class Worker:
         with suppress(ChildProcessError):
             end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
             if end is not None and (end.si_code != os.CLD_EXITED or end.si_status):
-                self.send(signal.SIGKILL)
+                self._signal(signal.SIGKILL)
         self._gone = True
         self.process.wait()
         self.ended = time.monotonic()
@@ -312,6 +313,11 @@ class Worker:
         return bool(self._ended_for)
 
     @property
+    def was_killed(self) -> bool:
+        """Whether it was ended by a signal that the launcher has not sent."""
+        return (self.returncode or 0) < 0 and -(self.returncode or 0) not in self._sent and not self._ended_for
+
+    @property
     def is_stopped(self) -> bool:
         """Whether its process was stopped when last looked at, and the time before."""
         return self._stopped > 0
@@ -406,8 +412,12 @@ class Worker:
     def send(self, number: int) -> None:
         """Send a signal to the rank and to what it has started."""
         if not self._gone:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+            self._sent.add(number)
+            self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def join(self, timeout: float) -> None:
         self._over.wait(max(timeout, 0.0))
