@@ -20,6 +20,7 @@ import torch
 
 from shardfold import accelerator
 from shardfold.testing import Ranks
+from shardfold.testing.ranks import PRELOAD as RANKS_PRELOAD
 from tests.support import mutants, selection
 from tests.support.gpu.setting import SIM, GivenDevice
 
@@ -68,8 +69,15 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def _preload(request: pytest.FixtureRequest) -> list[str]:
     """What every process of a long run comes to need, and takes five seconds to import; not what imports accelerate,
-    which looks only then whether there is a DeepSpeed."""
-    return list(PRELOAD) if len(request.session.items) > LONG_RUN else []
+    which looks only then whether there is a DeepSpeed.
+
+    The server starts at once: a test that has processes of its own may be the first, and would start it without these.
+    """
+    if len(request.session.items) <= LONG_RUN:
+        return []
+    multiprocessing.set_forkserver_preload([*RANKS_PRELOAD, *PRELOAD, "pytest"])
+    forkserver.ensure_running()
+    return list(PRELOAD)
 
 
 @pytest.fixture(scope="session")
