@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from shardfold import launch
-from shardfold.comm.launcher_notes import FILE, MARK
+from shardfold.comm.launcher_notes import DIGITS, FILE, MARK, MEETS, STEP
 from shardfold.errors import ConfigError
 from shardfold.launch import _rendezvous as rendezvous
 from shardfold.launch import process, workers
@@ -494,6 +494,25 @@ def test_an_orphan_that_ends_is_waited_for() -> None:
 # -- a rank that is being ended
 
 
+def test_a_rank_that_waits_for_others_to_meet_is_ended_by_ctrl_c() -> None:
+    """Python does not hear of the signal there; as if it were ignored."""
+    script = """
+import signal, time
+from shardfold.comm.launcher_notes import meeting
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with meeting():
+    time.sleep(600)
+"""
+    rank = workers.Worker(0, [sys.executable, "-c", script], dict(os.environ), (Outlet(), Outlet()))
+    workers.watch([rank])
+    try:
+        while not rank.meets:
+            time.sleep(0.02)
+    finally:
+        workers.end_all([rank], signal.SIGINT, 5.0)
+    assert rank.returncode == -signal.SIGTERM
+
+
 def test_while_ranks_say_where_they_are_nobody_waits() -> None:
     """Each has a second for it, all the same one; and none of them gets a lease any more. One that crashes in it is
     ended all the same, and has not failed by that."""
@@ -633,7 +652,8 @@ tell_launcher("it broke. Mend it.")
 """
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "SHARDFOLD_FOLLOWS": str(note)}, check=True)
     told = note.read_bytes()
-    assert told.partition(b"\0")[0] == b"0it broke. Mend it." and int(told[4096:]) == 3
+    assert told.partition(b"\0")[0] == b"0it broke. Mend it." and int(told[STEP : STEP + DIGITS]) == 3
+    assert told[MEETS:] == b"0"  # it has met the others
 
 
 # -- notice

@@ -18,6 +18,7 @@ from shardfold.comm.agreement import Agreement, MessageCount
 from shardfold.comm.answered import ask_no_more
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.hops import gather_between, gather_within, nodes
+from shardfold.comm.launcher_notes import meeting
 from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import LAYERS, Meter
 from shardfold.comm.peers import Peers
@@ -49,7 +50,8 @@ def joined(
     They end with ``held``, which is left with an exception if ``owner`` could not be made (see :meth:`DataMesh.close`),
     or when ``owner`` is collected; at exit the mesh ends by itself.
     """
-    mesh = DataMesh(sizes, device, timedelta(seconds=timeout), rare, meets, asks)
+    with meeting():
+        mesh = DataMesh(sizes, device, timedelta(seconds=timeout), rare, meets, asks)
     held.push(lambda kind, error, trace: mesh.close(failed=kind is not None))
     agreement = Agreement(mesh, patience, timeout)
     held.callback(agreement.close)

@@ -18,8 +18,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from shardfold.comm.membership import EpochPlace
 from shardfold.errors import CollectiveError
@@ -39,6 +39,7 @@ __all__ = [
     "JOINING",
     "LEASE",
     "MARK",
+    "MEETS",
     "MOST",
     "NOTICE",
     "OVER",
@@ -58,6 +59,7 @@ __all__ = [
     "is_given_notice",
     "is_over",
     "last_words",
+    "meeting",
     "note_awaited",
     "note_closed",
     "note_elastic",
@@ -86,8 +88,9 @@ ELASTIC, CLOSED, DISMISSED, JOINING, STOPPED, OVER, PLACE = 18432, 18433, 18434,
 """And there, of a run that goes on without a rank that dies: that this rank can, or waits to take one's place; that it
 is in what a new rank could not take part in; that it is not needed any more; that it has joined others, and taken no
 step with them yet; the epoch in which it has stopped, how many epochs are over, and its place in the present one."""
-BROKEN = 18400
-"""And how many are over as somebody is gone, so that whoever waits for that one waits in vain."""
+BROKEN, MEETS = 18400, 18436
+"""And how many are over as somebody is gone, so that whoever waits for that one waits in vain; and that it is about to
+meet others for the first time."""
 NEVER, REVOKED = b"0" * DIGITS, b"%020d" % 1
 STACK = getattr(signal, "SIGRTMIN", 0) + 9
 """The signal by which a rank writes its stack and ends; one that programs have no other use for."""
@@ -200,6 +203,16 @@ def note_elastic() -> None:
 def note_closed(closed: bool) -> None:
     """Leaves whether what this rank does now, should it be broken off, goes on without ranks that are new in it."""
     _write(b"%d" % closed, CLOSED)
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Inside, this rank waits for others in PyTorch, where Python does not hear of Ctrl-C, and leaves that it does."""
+    _write(b"1", MEETS)
+    try:
+        yield
+    finally:
+        _write(b"0", MEETS)
 
 
 def note_joining(joining: bool) -> None:

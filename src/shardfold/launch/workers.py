@@ -35,6 +35,7 @@ from shardfold.comm.launcher_notes import (
     JOINING,
     LEASE,
     MARK,
+    MEETS,
     MOST,
     NOTICE,
     OVER,
@@ -252,6 +253,11 @@ class Worker:
         """Whether it has ended such that others can go on without it: killed; or failed, before it had taken a step
         with those that it had come to join."""
         return (self.returncode or 0) < 0 or (bool(self.returncode) and self._noted(1, JOINING) == "1")
+
+    @property
+    def meets(self) -> bool:
+        """Whether it waits for others to come in PyTorch, where Python does not hear of Ctrl-C."""
+        return self._noted(1, MEETS) == "1"
 
     @property
     def admits(self) -> bool:
@@ -585,9 +591,10 @@ def _has_more(stream: IO[bytes]) -> bool:
 
 
 def end_all(workers: Sequence[Worker], number: int, grace: float) -> None:
-    """Send all workers a signal, SIGKILL to those that still run after ``grace`` seconds, and await their ends."""
+    """Send all workers a signal, SIGKILL to those that still run after ``grace`` seconds, and await their ends. SIGINT
+    does not end who waits in PyTorch for the others, and has nothing to save: they get SIGTERM."""
     for worker in workers:
-        worker.send(number)
+        worker.send(signal.SIGTERM if number == signal.SIGINT and worker.meets else number)
     deadline = time.monotonic() + grace
     try:
         for worker in workers:
