@@ -752,6 +752,52 @@ def test_a_file_for_notice_needs_seconds() -> None:
         Options(notice_file="x")
 
 
+@pytest.mark.soak
+def test_hosts_that_have_no_rank_any_more_pass_notice_on() -> None:
+    """To those whose ranks went on without the one that was killed here."""
+    script = write(
+        "elastic.py",
+        """
+        import os, signal, sys
+        from pathlib import Path
+        import torch, shardfold as sf
+        def make(ranks):
+            return sf.Engine(torch.nn.Linear(4, 4), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), layout="ddp")
+        run, rank = sf.ElasticRun(make), os.environ["RANK"]
+        rows = torch.randn(64, 4)
+        for x in run.batches(sf.Loader(rows, sf.Sampler(rows, batch_size=2)), steps=100_000):
+            with run.attempt() as engine:
+                engine.backward(engine(x).square().mean())
+                engine.step()
+            steps = run.engine.steps
+            if rank == "1" and steps == 4:
+                Path("launcher").write_text(str(os.getppid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == "0" and run.engine.world_size == 2 and Path("launcher").exists():
+                for _ in range(2):  # one more changes nothing
+                    os.kill(int(Path("launcher").read_text()), signal.SIGUSR1)
+                Path("launcher").unlink()
+            if run.engine.leaving:
+                Path("left" + rank).write_text(str(steps))
+                break
+        run.close()
+        """,
+    )
+    hosts = [
+        "--nnodes=3",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+        f"--master-port={process.free_port()}",
+        "--notice=30",
+    ]
+    runs = [
+        subprocess.Popen([sys.executable, "-m", "shardfold", "run", *hosts, f"--node-rank={node}", script])
+        for node in range(3)
+    ]
+    assert [each.wait(120) for each in runs] == [0, 128 + signal.SIGUSR1, 0]
+    assert Path("left0").read_text() == Path("left2").read_text()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_is_not_lost_where_nothing_can_be_raised() -> None:
     """As while an object is collected: the next look at the ranks raises it."""

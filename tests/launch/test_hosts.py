@@ -467,14 +467,14 @@ def test_agents_tell_each_other_for_whom_their_ranks_wait_and_for_whom_in_vain()
             node.beat(lambda _: False)
 
     beat()
-    said = RankWaits(frozenset({0}), frozenset({4}), idle=2, why="it waited for rank 4")
+    said = RankWaits(frozenset({0}), frozenset({4}), idle=2, why="it waited for rank 4", noticed=True)
     assert nodes[1].awaited(said) == RankWaits()
     assert nodes[2].awaited(RankWaits(frozenset({1}), idle=2)) == RankWaits()  # node 0 has not read it yet
-    assert nodes[0].awaited(RankWaits()) == ({0, 1}, {4}, -1, said.why)
+    assert nodes[0].awaited(RankWaits()) == ({0, 1}, {4}, -1, said.why, True)
     assert nodes[2].awaited(RankWaits()) == RankWaits()  # not asked again yet
     beat()
-    assert nodes[1].awaited(said) == ({0, 1}, {4}, -1, said.why)
-    assert nodes[0].awaited(RankWaits(idle=2)) == ({0, 1}, {4}, 2, said.why)
+    assert nodes[1].awaited(said) == ({0, 1}, {4}, -1, said.why, True)
+    assert nodes[0].awaited(RankWaits(idle=2)) == ({0, 1}, {4}, 2, said.why, True)
 
 
 def test_the_store_of_an_attempt_moves_to_another_node():

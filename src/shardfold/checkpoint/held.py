@@ -118,10 +118,12 @@ class Held:
         except BaseException as error:
             self.drop()
             if isinstance(error, OSError):
-                raise CheckpointError(
+                full = (
                     f"the states of this rank do not fit into {self._folder.parent} ({error.strerror}), from where the "
                     "others would go on: give it more room, or TMPDIR another folder."
-                ) from error
+                )
+                tell_launcher(full)  # and not by what it has come here
+                raise CheckpointError(full) from error
             raise
         index.join(own)
         if model.run.broken:  # it is of no step

@@ -60,12 +60,14 @@ class Notice:
     Attributes:
         number: of the signal that gave it, SIGTERM if a file did; None: nobody has.
         stopped: the signal by which ranks are ended; None: none came, and the time to leave is not over.
+        elsewhere: whether another node has it: ranks are told here too, as that one may have none any more.
     """
 
     def __init__(self, seconds: float | None, file: str | None) -> None:
         self.seconds, self.file = seconds, file
         self.number: signal.Signals | None = None
         self.stopped: signal.Signals | None = None
+        self.elsewhere = False
         self._until, self._waits, self._by_file = 0.0, False, ""
 
     def hear(self, number: int, frame: FrameType | None) -> None:
@@ -99,9 +101,9 @@ class Notice:
             raise SignalException(f"received signal {self.stopped}", self.stopped)
 
     def take(self, number: signal.Signals) -> bool:
-        """Whether a signal is notice: the first one is, if there shall be notice at all."""
+        """Whether a signal is notice: the first one is, if there shall be notice at all, and each SIGUSR1."""
         if self.seconds is None or self.number is not None:
-            return False
+            return self.seconds is not None and number == signal.SIGUSR1
         self.number, self._until = number, time.monotonic() + self.seconds
         return True
 
@@ -116,10 +118,10 @@ class Notice:
         if self.file is not None and self.number is None and os.path.exists(self.file):
             self.take(signal.SIGTERM)
             self._by_file = f"the file {self.file}"
-        if self.number is not None:
+        if self.number is not None or self.elsewhere:
             for worker in workers:
                 worker.give_notice()
-            if time.monotonic() >= self._until:
+            if self.number is not None and time.monotonic() >= self._until:
                 self.stopped = self.number
                 raise SignalException("the time that ranks had to leave is over", self.number)
 
@@ -257,7 +259,9 @@ class Agent(SimpleElasticAgent):
         awaited = set[int]().union(*(worker.awaits for worker in self.workers))
         given_up = set[int]().union(*(worker.gave_up for worker in self.workers))
         standing = self.members.standing()
-        theirs = self.meeting.awaited(RankWaits(frozenset(awaited), frozenset(given_up), *standing))
+        noticed = self.notice.number is not None
+        theirs = self.meeting.awaited(RankWaits(frozenset(awaited), frozenset(given_up), *standing, noticed))
+        self.notice.elsewhere |= theirs.noticed
         late = given_up | theirs.late
         end_hung(by_rank, awaited | theirs.silent, late, self.patience.lost)
         late_here = [by_rank[rank] for rank in late if rank in by_rank]

@@ -65,7 +65,7 @@ NOT_YET = ":0"
 
 
 class RankWaits(NamedTuple):
-    """What the ranks of a node, or of all, wait for.
+    """What the ranks of a node, or of all, wait for, and whether they shall leave.
 
     Attributes:
         silent: ranks that say nothing and are waited for.
@@ -73,23 +73,26 @@ class RankWaits(NamedTuple):
         idle: the epoch in which each of the node's ranks has stopped or come to its end, though nobody is known to be
             gone; -1: not all have.
         why: of one that has stopped so, by its own words; "": none has.
+        noticed: whether the node has notice that they shall leave.
     """
 
     silent: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
     idle: int = -1
     why: str = ""
+    noticed: bool = False
 
     def to_json(self) -> str:
-        return json.dumps([sorted(self.silent), sorted(self.late), self.idle, self.why])
+        return json.dumps([sorted(self.silent), sorted(self.late), self.idle, self.why, self.noticed])
 
     @classmethod
     def of_all(cls, texts: Sequence[str | bytes]) -> RankWaits:
         """What nodes have said, together."""
         each = [json.loads(text) for text in texts]
         silent, late = (frozenset[int]().union(*kind) for kind in list(zip(*each, strict=True))[:2])
-        epochs, whys = {idle for *_, idle, _ in each}, (why for *_, why in each)
-        return cls(silent, late, epochs.pop() if len(epochs) == 1 else -1, next(filter(None, whys), ""))
+        epochs, whys = {idle for *_, idle, _, _ in each}, (why for *_, why, _ in each)
+        idle = epochs.pop() if len(epochs) == 1 else -1
+        return cls(silent, late, idle, next(filter(None, whys), ""), any(noticed for *_, noticed in each))
 
 
 NOBODY = RankWaits()
