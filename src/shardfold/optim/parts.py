@@ -25,6 +25,7 @@ from shardfold.nn.axis_group import AxisGroup, OneRank
 from shardfold.plan.axes import Axes
 from shardfold.plan.cost import Sent
 from shardfold.plan.placement import Box
+from shardfold.torch_internals import spare_compiler
 
 __all__ = ["PartOptimizer", "PartRanks", "ShardPlacement", "Use", "check_betas", "check_number"]
 
@@ -131,6 +132,7 @@ class PartOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.places: dict[Tensor, ShardPlacement] = {}
+        spare_compiler()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
