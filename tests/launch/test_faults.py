@@ -643,7 +643,7 @@ def test_an_engine_leaves_its_steps_and_its_reason(tmp_path: Path) -> None:
 import torch, shardfold as sf
 from shardfold.comm.launcher_notes import tell_launcher
 model = torch.nn.Linear(2, 2)
-engine = sf.Engine(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+engine = sf.Engine(model, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 for _ in range(3):
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
