@@ -20,7 +20,7 @@ from shardfold.comm import launcher_notes
 from shardfold.engine.copying import copies_of
 from shardfold.errors import ConfigError, StepError
 from shardfold.plan.presets import PRESETS
-from shardfold.sharding.checksums import summed
+from shardfold.sharding.checksums import summed, word_sums
 from shardfold.testing import Ranks
 from tests.support.copied import differing
 
@@ -313,18 +313,21 @@ def test_nothing_is_found_where_nothing_is(ranks: Ranks, layout: str, tmp_path: 
 
 
 def test_each_bit_and_each_exchange_changes_the_sums() -> None:
-    """Of any dtype and length, at any place."""
+    """Of any dtype and length, at any place; on the host and on a device."""
     for dtype, numel in ((torch.float32, 5000), (torch.bfloat16, 4099), (torch.uint8, 8203), (torch.float32, 1)):
         values = torch.randint(1, 100, (numel,)).to(dtype)
-        before, raw = summed(values), values.view(torch.uint8)
+        raw = values.view(torch.uint8)
+        before = summed(values), word_sums(raw)
         for at in random.Random(0).sample(range(raw.numel()), min(raw.numel(), 40)):
             for bit in range(8):
                 raw[at] ^= 1 << bit
-                assert not torch.equal(summed(values), before)
+                assert not torch.equal(summed(values), before[0]) and not torch.equal(word_sums(raw), before[1])
                 raw[at] ^= 1 << bit
-        assert torch.equal(summed(values), before)
+        assert torch.equal(summed(values), before[0]) and torch.equal(word_sums(raw), before[1])
     rows = torch.arange(4096 * 2, dtype=torch.int64)
-    assert not torch.equal(summed(rows), summed(rows.view(8, 1024).flip(0).reshape(-1)))
+    swapped = rows.view(8, 1024).flip(0).reshape(-1)
+    assert not torch.equal(summed(rows), summed(swapped))
+    assert not torch.equal(word_sums(rows.view(torch.uint8)), word_sums(swapped.view(torch.uint8)))
 
 
 def test_it_needs_updates() -> None:
