@@ -798,6 +798,39 @@ def test_hosts_that_have_no_rank_any_more_pass_notice_on() -> None:
     assert Path("left0").read_text() == Path("left2").read_text()
 
 
+@pytest.mark.soak
+def test_who_is_killed_while_all_are_asked_to_end_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that have the time to leave go on without it meanwhile."""
+    script = write(
+        "leaves.py",
+        """
+        import os, signal
+        import torch, shardfold as sf
+        def make(ranks):
+            return sf.Engine(torch.nn.Linear(4, 4), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), layout="ddp")
+        asked = []
+        signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+        run, rank = sf.ElasticRun(make), os.environ["RANK"]
+        rows = torch.randn(64, 4)
+        for x in run.batches(sf.Loader(rows, sf.Sampler(rows, batch_size=2)), steps=100_000):
+            with run.attempt() as engine:
+                engine.backward(engine(x).square().mean())
+                engine.step()
+            if rank == "0" and run.engine.steps == 4:
+                os.kill(os.getppid(), signal.SIGTERM)
+            if rank == "1" and asked:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if run.engine.world_size == 1:
+                break
+        run.close()
+        """,
+    )
+    assert run("--nproc-per-node=2", script) == 128 + signal.SIGTERM
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("Error")]
+    assert len(told) == 1 and "rank 1 on host" in told[0] and "killed by SIGKILL" in told[0]
+    assert "the others went on" in told[0] and told[0].endswith("SIGTERM had come.")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_is_not_lost_where_nothing_can_be_raised() -> None:
     """As while an object is collected: the next look at the ranks raises it."""

@@ -237,6 +237,8 @@ class Agent(SimpleElasticAgent):
         if passed_over:  # ranks went on, and may have failed meanwhile
             self.death = self.death or self._failed_before(signal.SIGKILL)
         if self.members is not None:
+            if self.death is None:
+                self._tell_gone_since(self.members)
             self.members.close()
         self.leftovers.end(LEAVE if given is None else min(LEAVE, given))
 
@@ -441,6 +443,13 @@ class Agent(SimpleElasticAgent):
                 say(self._death_of(group, worker).sentence(then))
         for worker in new:
             say(f"shardfold run: rank {self._place_of(group, worker).global_rank} on host {self.host} has joined.")
+
+    def _tell_gone_since(self, members: Members) -> None:
+        """Say without which ranks the others have gone on while all were asked to end."""
+        for worker in self.workers:
+            if worker.was_killed and worker.local_rank in {*members.without} - self._without:
+                self._without.add(worker.local_rank)
+                say(self._death_of(self._worker_group, worker).sentence(f"; the others went on{self.notice.told}"))
 
     def _is_not_taken_in(self) -> bool:
         """Whether this host has come later, and all of its processes have failed: the others go on without it."""
