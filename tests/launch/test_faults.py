@@ -20,6 +20,7 @@ import pytest
 from shardfold import launch
 from shardfold.comm.launcher_notes import DIGITS, FILE, MARK, MEETS, STEP
 from shardfold.errors import ConfigError
+from shardfold.launch import _agent as agent
 from shardfold.launch import _rendezvous as rendezvous
 from shardfold.launch import process, workers
 from shardfold.launch._agent import Notice, SignalException, signals
@@ -688,10 +689,13 @@ def test_ranks_that_have_notice_leave_by_themselves(how: str, capfd: pytest.Capt
     assert left == ([] if how == "not heard" else ["left0", "left1"]), capfd.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1"])
-def test_a_failure_is_told_beside_a_signal(how: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Where a rank has said why it fails when the launcher, this process, is told to end; and where it fails behind the
-    end of the time that it had to leave. The status is the rank's."""
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "late"])
+def test_a_failure_is_told_beside_a_signal(
+    how: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a rank has said why it fails when the launcher, this process, is told to end, also if it is late to end by
+    that; and where it fails behind the end of the time that it had to leave. The status is the rank's."""
+    monkeypatch.setattr(agent, "AFTER_DEATH", 0.1 if how == "late" else 60.0)
     script = write(
         "beside.py",
         """
@@ -699,9 +703,9 @@ def test_a_failure_is_told_beside_a_signal(how: str, capfd: pytest.CaptureFixtur
         note = os.open(os.environ["SHARDFOLD_FOLLOWS"], os.O_RDWR)
         def fail(*_):
             os.pwrite(note, b"0it broke\\0", 0)  # as an engine does
-            if sys.argv[1] == "SIGTERM":
+            if sys.argv[1] != "SIGUSR1":
                 os.kill(os.getppid(), signal.SIGTERM)
-                time.sleep(0.2)  # the rank takes a while to end
+                time.sleep(60 if sys.argv[1] == "late" else 0.2)  # the rank takes a while to end
             sys.exit(7)
         if os.environ["RANK"] == "1" and sys.argv[1] == "SIGUSR1":
             signal.signal(signal.SIGUSR1, fail)  # which is forwarded when the time is over
@@ -712,10 +716,11 @@ def test_a_failure_is_told_beside_a_signal(how: str, capfd: pytest.CaptureFixtur
         """,
     )
     words = ["--notice=0.3"] if how == "SIGUSR1" else []
-    assert run("--nproc-per-node=2", *words, script, how) == 7
+    assert run("--nproc-per-node=2", *words, script, how) == (143 if how == "late" else 7)
     came = "ranks had notice of an end (SIGUSR1)" if words else "SIGTERM had come"
-    told = f"so rank 1 on host {socket.gethostname()}: exited with status 7; the other rank was ended; {came}.\n"
-    assert f"Error: it broke; {told}" in capfd.readouterr().err
+    ended = "killed by SIGTERM.*" if how == "late" else "exited with status 7"
+    told = f"Error: it broke; so rank 1 on host .*: {ended}; the other rank was ended; {re.escape(came)}\\.\n"
+    assert re.search(told, capfd.readouterr().err)
 
 
 def test_ranks_that_are_killed_at_once_are_all_told(capfd: pytest.CaptureFixture[str]) -> None:

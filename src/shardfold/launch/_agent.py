@@ -224,6 +224,7 @@ class Agent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         given, passed_over = self.options.shutdown_timeout, self.notice.stopped is signal.SIGUSR1
+        failing = [] if self.death or self.notice.stopped is None else self._failing()
         if self.notice.stopped is not None:
             self.death = self.death or self._failed_before(self.notice.stopped)
         grace = AFTER_SIGNAL if self.death is None else AFTER_DEATH
@@ -236,6 +237,8 @@ class Agent(SimpleElasticAgent):
         end_all(self.workers, death_sig, grace)
         if passed_over:  # ranks went on, and may have failed meanwhile
             self.death = self.death or self._failed_before(signal.SIGKILL)
+        if failing and self.death is None:  # its end took longer than it was given
+            self.death = self._own(self._worker_group, failing[0], "")
         if self.members is not None:
             if self.death is None:
                 self._tell_gone_since(self.members)
@@ -470,16 +473,22 @@ class Agent(SimpleElasticAgent):
         self.meeting.tell(death)
         return death
 
+    def _failing(self) -> list[Worker]:
+        """The ranks that have said why they fail, behind the time that they have to end by that."""
+        if self.notice.stopped is signal.SIGINT:  # which ranks get from the terminal
+            return []
+        failing = [each for each in self.workers if each.returncode is None and each.why and not each.follows]
+        deadline = time.monotonic() + AFTER_DEATH
+        for worker in failing:
+            worker.join(deadline - time.monotonic())
+        return failing
+
     def _failed_before(self, number: signal.Signals) -> Death | None:
-        """This node's first failure, where a rank has failed by itself before a signal ends all of them. One that has
-        said why it fails has the time to end by that."""
+        """This node's first failure, where a rank has failed by itself before a signal ends all of them."""
         if self._is_told or number is signal.SIGINT:  # which ranks get from the terminal
             return None
         members = self.members  # none: the last rank has just been started
         ranks = [worker for worker in self.workers if members is None or not members.waits(worker)]
-        for worker in ranks:
-            if worker.why and not worker.follows:
-                worker.join(LEAVE)
         ends = (None, 0, -number)
         failed = [each for each in ranks if each.returncode not in ends and not each.follows]
         failed = [each for each in failed if members is None or not members.takes(each)]
