@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardfold as sf
+from shardfold.checkpoint import Checkpoint
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.launcher_notes import SPARE, note_elastic
 from shardfold.comm.shared_folders import NAMED, SHARED
@@ -83,6 +84,7 @@ class Plan:
         other: the plan that processes have which are started later; None: the same.
         wholes: whether ranks do something together behind each step.
         full: whether they save in it, and the last rank finds no room for that behind every second step.
+        alone: behind which step rank 0 finds no checkpoint in it, while the others go on in it; -1: behind none.
         deaf: a rank that does not hear that all have come to the end of it, behind the first kill's step; -1: none.
     """
 
@@ -112,6 +114,7 @@ class Plan:
     wholes: bool = False
     full: bool = False
     deaf: int = -1
+    alone: int = -1
 
 
 @dataclass
@@ -309,8 +312,8 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
 
 
 def together(run: sf.ElasticRun, plan: Plan, uid: int, folder: Path) -> float:
-    """The number of steps, by a collective of the engine's and by one that is not; below 0, if a save succeeds that
-    cannot."""
+    """The number of steps, by a collective of the engine's and by one that is not, and then an evaluation of which each
+    rank has another number of batches; below 0, if a save succeeds that cannot."""
     if plan.at == "amid" and plan.kills[0][:2] == (uid, run.engine.steps):
         os.kill(os.getpid(), signal.SIGKILL)
     steps = run.engine.steps
@@ -326,7 +329,17 @@ def together(run: sf.ElasticRun, plan: Plan, uid: int, folder: Path) -> float:
     most = torch.tensor(float(run.engine.steps))
     if dist.is_initialized():
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    return run.engine.mean(float(most))
+    if steps == plan.alone and run.engine.rank == 0:
+        Checkpoint(folder / "nowhere")
+    found, module = run.engine.mean(float(most)), run.engine.module
+    assert isinstance(module, nn.Sequential)
+    module.eval()
+    for _ in range(1 + run.engine.rank):
+        with torch.no_grad():
+            run.engine(samples(plan).tensors[1][:2])
+    module.train()
+    module[-1].eval()
+    return found
 
 
 def due(plan: Plan, steps: int) -> int:

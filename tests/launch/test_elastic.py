@@ -431,8 +431,8 @@ def hold(ranks: Ranks, plans: list[Plan], place: Path) -> None:
 
 @linux
 def test_survivors_go_on_as_plain_pytorch_does(ranks: Ranks, tmp_path: Path) -> None:
-    """Also where a rank does not hear that all have come to the end of an evaluation, or of a save for which one of
-    them finds no room, or dies in one."""
+    """Also where a rank does not hear that all have come to the end of an evaluation, of which each has another number
+    of batches, or of a save for which one of them finds no room, or dies in one."""
     amid = Plan("hsdp", 4, kills=((2, 4, 0.0),), wholes=True, at="amid")
     hold(ranks, [Plan(wholes=True, at="whole", deaf=2, full=True), amid], tmp_path)
 
@@ -554,6 +554,15 @@ def test_three_hundred_steps_while_ranks_become_fewer(ranks: Ranks, tmp_path: Pa
     dice = random.Random(5)
     kills = [(uid, 40 * (n + 1) + dice.randrange(20), dice.uniform(0.0, 20.0)) for n, uid in enumerate((3, 0, 5, 1, 4))]
     hold(ranks, [Plan("ddp", 6, 300, tuple(kills), accumulate=2)], tmp_path)
+
+
+@linux
+@pytest.mark.soak
+def test_what_one_rank_fails_in_while_others_go_on_in_it_ends_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    plan = Plan("zero3", 3, 4, (), wholes=True, alone=2, survive="rank", patience=2.0)
+    ((came, _),) = ranks.run(judged, plan, str(tmp_path), world_size=1, distributed=False, timeout=180)
+    said = "there is no checkpoint .*nowhere; run.whole.. failed so on this rank, while others went on in it; so rank 0"
+    assert came.status == [1] and re.match(f"Error: {said}", came.err.splitlines()[-1]), came
 
 
 @linux

@@ -66,6 +66,7 @@ from shardfold.errors import (
     CollectiveError,
     ConfigError,
     ModelError,
+    OrderError,
     ShardfoldError,
     StepError,
     by_rank,
@@ -290,19 +291,20 @@ class ElasticRun:
         """All have come to the end of what they do together, and know who could not do it.
 
         Raises:
-            CheckpointError: ``own``, where they do not come to it.
             CollectiveError, OrderError: a rank is gone, or is elsewhere.
         """
         comm, copying = engine.sharded.comm, engine.copying
         try:
+            engine.sharded.gate.meet("the end of run.whole()", buffers=False)
             if copying is not None and any(comm.anyone([copying.changed], "copies behind a load")):
                 copying.refresh()  # no step may follow, with which they would come
             why = "" if own is None else words(own)
             said = comm.job.exchange("all have come to the end of what they do together", f"{number} {why}")
-        except LOST as lost:
-            if own is not None:
-                raise own from lost
-            raise
+        except LOST:
+            if own is None:
+                raise
+            why = words(own).rstrip(".")
+            raise OrderError(f"{why}; run.whole() failed so on this rank, while others went on in it.") from own
         self._wholes, self._failed, self._own = number, by_rank([each.partition(" ")[2] for each in said]), own
 
     def batches(
@@ -604,6 +606,8 @@ class ElasticRun:
         while (place := place_here()) is None or place.epoch <= epoch:
             waited, over = monotonic() - begun, is_over(epoch)
             if not over and waited > patience:
+                if isinstance(error.__cause__, CheckpointError):  # of this rank alone: see _end_whole()
+                    tell_launcher(str(error))
                 raise error
             if waited > self._timeout:
                 raise CollectiveError(
