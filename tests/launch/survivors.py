@@ -85,7 +85,8 @@ class Plan:
         wholes: whether ranks do something together behind each step.
         full: whether they save in it, and the last rank finds no room for that behind every second step.
         alone: behind which step rank 0 finds no checkpoint in it, while the others go on in it; -1: behind none.
-        deaf: a rank that does not hear that all have come to the end of it, behind the first kill's step; -1: none.
+        deaf: a rank that does not hear that all have come to the end of it, behind the first kill's step, and has
+            notice of an end just then; -1: none.
     """
 
     layout: str = "ddp"
@@ -289,6 +290,7 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         while len(find(folder, "waits")) < due(plan, run.engine.steps):
             time.sleep(0.005)
         time.sleep(plan.rest)
+    say("left", noticed=run.engine.leaving)
     with run.engine.gathered(of="master"):
         pass
     weights = run.engine.state_dict()
@@ -369,6 +371,7 @@ def unanswered(agreement: Agreement, exchange: Any, plan: Plan, what: str, value
     """What all ranks say of something, of which nothing is heard if it is the end of what they do together."""
     said = exchange(agreement, what, value)
     if what.startswith("all have come to the end") and value.split(maxsplit=1)[0] == str(plan.kills[0][1]):
+        agreement.give_notice()
         raise CollectiveError("nothing is heard")
     return said
 
@@ -475,6 +478,8 @@ def wrong(plan: Plan, came: Came, folder: Path) -> Iterator[str]:
         wholes = [(each["steps"], each["value"]) for each in came.said("whole", rank=uid)]
         if plan.wholes and uid < plan.ranks and wholes != [(n, n) for n in range(1, plan.steps + 1)]:
             yield f"rank {uid} did this together with the others: {wholes}"
+    if plan.deaf >= 0 and not all(each["noticed"] for each in came.said("left")):
+        yield f"the notice that rank {plan.deaf} had is forgotten: {came.said('left')}"
     expected = plain(plan)
     for step, (numbers, loss) in enumerate(zip(expected.samples, expected.losses, strict=True)):
         tried = came.said("read", steps=step)

@@ -30,7 +30,7 @@ from shardfold.comm.launcher_notes import ELASTIC, FILE, STOPPED
 from shardfold.comm.membership import EpochPlace, Member, Membership
 from shardfold.comm.mesh import states_come
 from shardfold.engine.elastic import once_only
-from shardfold.errors import ConfigError, StepError
+from shardfold.errors import CheckpointError, ConfigError, StepError
 from shardfold.launch._mail import ALL, TO, Mail
 from shardfold.launch._members import QUEUE, Members
 from shardfold.launch._rendezvous import Attempts
@@ -418,6 +418,12 @@ def test_what_cannot_go_on_is_refused_on_one_rank() -> None:
         sf.ElasticRun(lambda ranks: ranks)  # pyright: ignore
     with pytest.raises(ConfigError, match="builds a model"):
         sf.ElasticRun(3)  # pyright: ignore
+
+
+def test_what_fails_on_one_rank_alone_raises_as_it_is() -> None:
+    run = sf.ElasticRun(lambda _: sf.Engine(nn.Linear(4, 4), layout="ddp", optimizer=adam))
+    with closing(run), pytest.raises(CheckpointError, match="no checkpoint"), run.attempt() as engine:
+        engine.load("nowhere")
 
 
 # -- ranks that are killed

@@ -440,7 +440,9 @@ class ElasticRun:
 
     def _may_be_lost(self, error: Exception) -> bool:
         """Whether it may have come because another rank is gone."""
-        known = self._place is not None and is_over(self._place.epoch)
+        if self._place is None:  # it is alone, and started by nobody
+            return False
+        known = is_over(self._place.epoch)
         says = isinstance(error, RuntimeError) and (known or any(words in str(error) for words in GLOO))
         return isinstance(error, LOST) or says
 
@@ -540,7 +542,10 @@ class ElasticRun:
                     raise
                 begun, agreed = self._end_epoch(engine, again)
         moved = perf_counter()
+        before: Engine | None = getattr(self, "engine", None)
         self.engine, self._met = engine, place.epoch
+        if before is not None and (before.leaving or before.sharded.comm.job.notified):
+            engine.leave()  # the one before has had notice, by a handler of a signal perhaps until now
         self._begin_watch(engine)
         times = (agreed - begun, met - agreed, moved - met)
         self.recoveries.append(Recovery(place.epoch, place.world, engine.steps, self.turns == turns, *times))
