@@ -911,11 +911,13 @@ def test_ranks_of_several_hosts_meet_though_their_names_lead_nowhere(two: Namesp
         dist.init_process_group("gloo")
         dist.all_reduce(values := torch.ones(1))
         print("sum", values.item())
+        dist.destroy_process_group()  # without which PyTorch may abort as it exits
         """,
     )
     there = agents(two, script, variables={})
-    for each, (out, error) in [(each, each.communicate(timeout=120)) for each in there]:
-        assert each.returncode == 0 and "sum 2.0" in out, error
+    said = [each.communicate(timeout=120) for each in there]
+    errors = "".join(error for _, error in said)
+    assert all(each.returncode == 0 and "sum 2.0" in out for each, (out, _) in zip(there, said, strict=True)), errors
 
 
 @pytest.mark.parametrize("status", [3, pytest.param(0, marks=pytest.mark.soak)])
