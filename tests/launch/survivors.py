@@ -280,11 +280,7 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
         say_recoveries()
         if plan.wholes and run.engine.steps > behind:
             behind = run.engine.steps
-            try:
-                value = run.whole(partial(together, run, plan, uid, folder))
-            except CheckpointError as error:
-                value = behind if plan.full and behind % 2 == 0 and "File too large" in str(error) else str(error)
-            say("whole", steps=behind, value=value)
+            say("whole", steps=behind, value=came_of(run, plan, uid, folder))
             if plan.at == "whole" and plan.kills[0][:2] == (uid, behind):
                 os.kill(os.getpid(), signal.SIGKILL)
         while len(find(folder, "waits")) < due(plan, run.engine.steps):
@@ -311,6 +307,15 @@ def work(plan: Plan, folder: Path, environment: Mapping[str, str]) -> None:
                 say("memory", held=str(held.rows), anew=str(anew.rows))
     run.close()
     say("done")
+
+
+def came_of(run: sf.ElasticRun, plan: Plan, uid: int, folder: Path) -> float | str:
+    """What ranks do together, also where a save in it fails as it has to: the number of steps; or what went wrong."""
+    steps = run.engine.steps
+    try:
+        return run.whole(partial(together, run, plan, uid, folder))
+    except CheckpointError as error:
+        return steps if plan.full and steps % 2 == 0 and "File too large" in str(error) else str(error)
 
 
 def together(run: sf.ElasticRun, plan: Plan, uid: int, folder: Path) -> float:

@@ -757,36 +757,44 @@ def test_a_file_for_notice_needs_seconds() -> None:
         Options(notice_file="x")
 
 
+STEPS = """
+import os, signal
+from pathlib import Path
+import torch, shardfold as sf
+def make(ranks):
+    return sf.Engine(torch.nn.Linear(4, 4), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), layout="ddp")
+run, rank = sf.ElasticRun(make), os.environ["RANK"]
+def steps():
+    rows = torch.randn(64, 4)
+    for x in run.batches(sf.Loader(rows, sf.Sampler(rows, batch_size=2))):
+        with run.attempt() as engine:
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        yield run.engine.steps
+"""
+"""Of a script: ``steps()`` gives how many updates ranks have done that go on without one that dies."""
+
+
 @pytest.mark.soak
 def test_hosts_that_have_no_rank_any_more_pass_notice_on() -> None:
     """To those whose ranks went on without the one that was killed here."""
     script = write(
         "elastic.py",
-        """
-        import os, signal, sys
-        from pathlib import Path
-        import torch, shardfold as sf
-        def make(ranks):
-            return sf.Engine(torch.nn.Linear(4, 4), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), layout="ddp")
-        run, rank = sf.ElasticRun(make), os.environ["RANK"]
-        rows = torch.randn(64, 4)
-        for x in run.batches(sf.Loader(rows, sf.Sampler(rows, batch_size=2)), steps=100_000):
-            with run.attempt() as engine:
-                engine.backward(engine(x).square().mean())
-                engine.step()
-            steps = run.engine.steps
-            if rank == "1" and steps == 4:
-                Path("launcher").write_text(str(os.getppid()))
-                os.kill(os.getpid(), signal.SIGKILL)
-            if rank == "0" and run.engine.world_size == 2 and Path("launcher").exists():
-                for _ in range(2):  # one more changes nothing
-                    os.kill(int(Path("launcher").read_text()), signal.SIGUSR1)
-                Path("launcher").unlink()
-            if run.engine.leaving:
-                Path("left" + rank).write_text(str(steps))
-                break
-        run.close()
-        """,
+        STEPS
+        + """
+for step in steps():
+    if rank == "1" and step == 4:
+        Path("launcher").write_text(str(os.getppid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == "0" and run.engine.world_size == 2 and Path("launcher").exists():
+        for _ in range(2):  # one more changes nothing
+            os.kill(int(Path("launcher").read_text()), signal.SIGUSR1)
+        Path("launcher").unlink()
+    if run.engine.leaving:
+        Path("left" + rank).write_text(str(step))
+        break
+run.close()
+""",
     )
     hosts = [
         "--nnodes=3",
@@ -808,27 +816,19 @@ def test_who_is_killed_while_all_are_asked_to_end_is_told(capfd: pytest.CaptureF
     """Ranks that have the time to leave go on without it meanwhile."""
     script = write(
         "leaves.py",
-        """
-        import os, signal
-        import torch, shardfold as sf
-        def make(ranks):
-            return sf.Engine(torch.nn.Linear(4, 4), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), layout="ddp")
-        asked = []
-        signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-        run, rank = sf.ElasticRun(make), os.environ["RANK"]
-        rows = torch.randn(64, 4)
-        for x in run.batches(sf.Loader(rows, sf.Sampler(rows, batch_size=2)), steps=100_000):
-            with run.attempt() as engine:
-                engine.backward(engine(x).square().mean())
-                engine.step()
-            if rank == "0" and run.engine.steps == 4:
-                os.kill(os.getppid(), signal.SIGTERM)
-            if rank == "1" and asked:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if run.engine.world_size == 1:
-                break
-        run.close()
-        """,
+        STEPS
+        + """
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+for step in steps():
+    if rank == "0" and step == 4:
+        os.kill(os.getppid(), signal.SIGTERM)
+    if rank == "1" and asked:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if run.engine.world_size == 1:
+        break
+run.close()
+""",
     )
     assert run("--nproc-per-node=2", script) == 128 + signal.SIGTERM
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("Error")]

@@ -722,7 +722,7 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
 @contextmanager
 def signals(names: str, notice: Notice) -> Iterator[None]:
     """Raise torch's exception at the first of these signals that is no notice; the agent forwards it. One more ends the
-    waiting. SIGUSR1 is one of them where there is notice."""
+    waiting. SIGUSR1 is one of them where there is notice, and then never more than that."""
     before: Mapping[int, Any] = {}
     try:
         numbers = [signal.Signals[name.strip()] for name in names.split(",")]
